@@ -1,0 +1,470 @@
+"""Adaptive Local Aggregation (ALA), the heart of FedALA (Zhang et al., AAAI 2023).
+
+Before a client trains, ALA blends the received model g with the client's own old model w, element by element, on the
+upper p layers (equation 4 of the paper), with weights W that it learns on the client's own data (equation 5):
+
+    ŵ = w + (g − w) ⊙ W                        W in [0, 1], starts at ones, kept for the client's whole life
+    W ← clip₀₁( W − η · ∂L/∂ŵ ⊙ (g − w) )      after every mini-batch
+
+`ALA` is the drop-in for anybody's training loop. `initialize` is the same for a cohort of lanes, which is what it is
+made of.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from fedala.cohort import Cohort, Loss, Params, Task, pad, state_of, steps
+from fedala.errors import UserError
+from fedala.layers import Cut, upper
+from fedala.options import build, option
+from fedala.randomness import draw
+from fedala.trees import leaves, take, tree_map
+
+#: The initial stage looks at the spread of this many of the last epoch losses.
+WINDOW = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """ALA's hyperparameters, with the paper's defaults."""
+
+    layers: int = option(1, "p: how many layers ALA governs, counted from the output; 0 switches it off", least=0)
+    eta: float = option(1.0, "η: learning rate of the aggregation weights W", above=0)
+    sample: float = option(0.8, "s: share of the client's training samples that W is learned on", above=0, most=1)
+    threshold: float = option(
+        0.01, "the initial stage ends when the last ten epoch losses spread less than this", least=0
+    )
+    max_epochs: int = option(100, "the most epochs of the initial stage", least=1)
+    min_epochs: int = option(1, "the least epochs of weight learning in every round", least=1)
+    start_round: int = option(1, "the round from which ALA is on; before it, the received model overwrites", least=1)
+    freeze: bool = option(False, "learn W in the initial stage only, and keep it")
+
+
+@dataclass(frozen=True)
+class ClientSettings(Settings):
+    """What a client on its own needs besides."""
+
+    batch_size: int = option(10, "samples per step of weight learning", least=1)
+    seed: int = option(0, "what the draws of the samples follow from", least=0, most=2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one client's ALA did in one round."""
+
+    epochs: int
+    losses: tuple[float, ...]
+    """Mean loss of each epoch of weight learning."""
+    initial: bool
+    """Whether this was the client's initial stage."""
+    converged: bool
+    """Whether the initial stage ended by its criterion."""
+    capped: bool
+    """Whether the initial stage ended by `max_epochs`."""
+    weight_mean: float
+    """Mean of W: 1 takes everything from the received model, 0 keeps everything of the local one."""
+
+    @property
+    def skipped(self) -> bool:
+        """Nothing was learned: the two models are equal on the governed layers, or there is no data, or W is frozen."""
+        return self.epochs == 0
+
+
+def fresh(received: Params, governed: Sequence[str]) -> dict[str, Any]:
+    """The state of clients that have never learned: W of ones, one per lane of `received`."""
+    lanes = len(next(iter(received.values())))
+    device = next(iter(received.values())).device
+    return {
+        "weights": {name: torch.ones_like(received[name]) for name in governed},
+        "trained": torch.zeros(lanes, dtype=torch.bool, device=device),
+    }
+
+
+class Outcome(NamedTuple):
+    """What a cohort's ALA did, per lane; on the device, so that nobody waits for it."""
+
+    epochs: Tensor
+    losses: Tensor
+    """[lane, epoch], NaN beyond a lane's last."""
+    initial: Tensor
+    weight_mean: Tensor
+
+    def reports(self, settings: Settings) -> list[Report]:
+        reports = []
+        columns = (tensor.tolist() for tensor in self)
+        for epochs, losses, initial, mean in zip(*columns, strict=True):
+            settled = initial and _has_settled(losses[:epochs], settings)
+            reports.append(Report(epochs, tuple(losses[:epochs]), initial, settled, initial and not settled, mean))
+        return reports
+
+
+def initialize(
+    cohort: Cohort,
+    settings: Settings,
+    state: dict[str, Any],
+    local: Params,
+    received: Params,
+    *,
+    governed: Sequence[str],
+    start: Params | None = None,
+) -> tuple[Params, dict[str, Any], Outcome]:
+    """Every lane's initialised model, ALA's new state, and what happened.
+
+    `start` is what the layers that ALA does not govern are initialised to: the received model, unless a method says otherwise.
+    """
+    start = received if start is None else start
+    trained = state["trained"]
+    none = torch.zeros(len(cohort), dtype=torch.int64, device=trained.device)
+    if cohort.round < settings.start_round or not governed:
+        return (
+            dict(start),
+            state,
+            Outcome(none, none.new_zeros(len(none), 0), none.bool(), torch.ones_like(none).float()),
+        )
+
+    update = {name: received[name] - local[name] for name in governed}  # the paper's "update", g − w
+    differs = torch.stack([(update[name] != 0).flatten(1).any(1) for name in governed]).any(0)
+    blending = differs & torch.tensor([size > 0 for size in cohort.sizes()], device=differs.device)
+    learning = blending & ~trained if settings.freeze else blending
+    weights: Params = {name: value.clone() for name, value in state["weights"].items()}
+    losses, epochs = _learn(cohort, settings, learning, trained, weights, local, update, start)
+
+    def blend(name: str) -> Tensor:
+        shape = (-1, *[1] * (update[name].ndim - 1))
+        return torch.where(blending.view(shape), local[name] + update[name] * weights[name], received[name])
+
+    initialized = {name: blend(name) if name in update else value for name, value in start.items()}
+    outcome = Outcome(epochs, losses, learning & ~trained, _weight_means(weights))
+    return initialized, {"weights": weights, "trained": trained | learning}, outcome
+
+
+def _learn(
+    cohort: Cohort,
+    settings: Settings,
+    learning: Tensor,
+    trained: Tensor,
+    weights: Params,
+    local: Params,
+    update: Params,
+    start: Params,
+) -> tuple[Tensor, Tensor]:
+    """Learns W in place in the lanes that are `learning`. Returns each lane's epoch losses and number of epochs."""
+    task = cohort.task
+    rows = [_sample(cohort, lane, settings.sample) for lane in range(len(cohort))]
+    with task.mode(training=False):
+        # Everything below the governed layers is constant while W is learned: its features are computed once.
+        deepest = max(i for i, layer in enumerate(task.layers) if set(layer) & set(update)) + 1
+        first = torch.as_tensor(rows[0][:2], device=task.device)
+        probe = ({name: value[0] for name, value in start.items()}, task.inputs(first)) if len(first) == 2 else None
+        cut = Cut(task.model, deepest, probe)
+        rest = {name: start[name] for layer in task.layers[: cut.p] for name in layer if name not in update}
+        old = {name: local[name] for name in update}
+        if task.device.type == "cuda" and not rest and _is_plain_head(task, cut, tuple(update)):
+            return _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, rows)
+
+        losses: list[list[float]] = [[] for _ in cohort.clients]
+        past_initial = trained.tolist()
+        active = [lane for lane, learns in enumerate(learning.tolist()) if learns]
+        rows = [row if lane in active else row[:0] for lane, row in enumerate(rows)]
+        table, places = cohort.features(cut, start, rows) if active else (None, rows)
+        while active:
+            w, d, others, learned = (take(tree, active) for tree in (old, update, rest, weights))
+            where = pad([places[lane] for lane in active], task.device)
+            which = pad([rows[lane] for lane in active], task.device)
+            lengths = [len(rows[lane]) for lane in active]
+            batches = torch.tensor([-(-n // task.batch_size) for n in lengths], device=task.device)
+            goes_on = active
+            while goes_on == active:  # until some lane is done: then the others are put together anew
+                total = torch.zeros(len(active), device=task.device, dtype=task.dtype)
+                for lanes, columns in steps(lengths, task.batch_size, drop_last=False):
+                    update_, weights_ = take(d, lanes), take(learned, lanes)
+                    hat = {n: (w[n][lanes] + update_[n] * weights_[n]).requires_grad_() for n in update}
+                    x, y = cohort.rows(table, where[lanes, columns]), task.targets(which[lanes, columns])
+                    loss = task.losses({**take(others, lanes), **hat}, x, y, cut)
+                    gradients = torch.autograd.grad(loss.sum(), list(hat.values()))
+                    for name, gradient in zip(update, gradients, strict=True):
+                        weights_[name].sub_(gradient * update_[name], alpha=settings.eta).clamp_(0, 1)
+                    total[lanes] += loss.detach()
+                for lane, loss_ in zip(active, (total / batches).tolist(), strict=True):
+                    losses[lane].append(loss_)
+                goes_on = [lane for lane in active if _goes_on(losses[lane], past_initial[lane], settings)]
+            for name in update:
+                weights[name][active] = learned[name]
+            active = goes_on
+    epochs = [len(own) for own in losses]
+    padded = [own + [float("nan")] * (max(epochs) - len(own)) for own in losses]
+    return torch.tensor(padded, dtype=torch.float64), torch.tensor(epochs)
+
+
+def _is_plain_head(task: Task, cut: Cut, governed: tuple[str, ...]) -> bool:
+    """Whether ALA governs just the last linear layer under cross-entropy, as in the paper: there is a kernel for that."""
+    name = governed[0].removesuffix(".weight")
+    if not cut.cuts or cut.p != 1 or governed != (f"{name}.weight", f"{name}.bias") or task.dtype != torch.float32:
+        return False
+    return task.loss is F.cross_entropy and type(task.model.get_submodule(name)) is nn.Linear
+
+
+def _learn_head(
+    cohort: Cohort,
+    settings: Settings,
+    learning: Tensor,
+    trained: Tensor,
+    weights: Params,
+    old: Params,
+    update: Params,
+    start: Params,
+    cut: Cut,
+    rows: list[np.ndarray],
+) -> tuple[Tensor, Tensor]:
+    """The same on the GPU, all batches and epochs of all lanes in one kernel."""
+    from fedala.cuda.weights import Head, learn
+
+    task = cohort.task
+    table, places = cohort.features(cut, start, rows)
+    lengths = torch.tensor([len(row) for row in rows], device=task.device)
+    least = torch.full_like(lengths, settings.min_epochs)
+    return learn(
+        table.float(),
+        pad(places, task.device),
+        task.targets(pad(rows, task.device)),
+        torch.where(learning, lengths, 0),
+        least,
+        torch.where(trained, least, max(settings.max_epochs, settings.min_epochs)),
+        Head(*old.values()),
+        Head(*update.values()),
+        Head(*weights.values()),
+        batch_size=task.batch_size,
+        eta=settings.eta,
+        threshold=settings.threshold,
+        most=max(settings.max_epochs, settings.min_epochs),
+        window=WINDOW,
+    )
+
+
+def _goes_on(losses: Sequence[float], trained: bool, settings: Settings) -> bool:
+    """Whether a client learns for another epoch: its first ALA until the loss has settled, every later one for one epoch."""
+    enough = trained or _has_settled(losses, settings) or len(losses) >= settings.max_epochs
+    return not enough or len(losses) < settings.min_epochs
+
+
+def _has_settled(losses: Sequence[float], settings: Settings) -> bool:
+    """The criterion of the initial stage: the population std of the last ten of at least eleven epoch losses."""
+    return len(losses) > WINDOW and float(np.std(losses[-WINDOW:])) < settings.threshold
+
+
+def _sample(cohort: Cohort, lane: int, share: float) -> np.ndarray:
+    """s% of the lane's training samples, drawn anew each round and visited in the client's own order."""
+    rows: np.ndarray = cohort.task.parts["train"][cohort.clients[lane]]
+    chosen: np.ndarray = rows[_positions(cohort.draw(lane, "ala sample"), len(rows), share)]
+    return chosen
+
+
+def _positions(draw: np.random.Generator, size: int, share: float) -> np.ndarray:
+    """Which samples stand in a share of `size` of them: at least one, in order."""
+    chosen = np.zeros(size, dtype=bool)
+    chosen[draw.permutation(size)[: max(1, int(share * size + 1e-9))]] = True
+    return np.flatnonzero(chosen)
+
+
+def _weight_means(weights: Params) -> Tensor:
+    """Each lane's mean of W over all its elements."""
+    flat = [value.flatten(1) for value in weights.values()]
+    total = sum(value.shape[1] for value in flat)
+    return torch.stack([value.sum(1) for value in flat]).sum(0) / total
+
+
+class ALA:
+    """Adaptive Local Aggregation for one client, in any training loop, for any `nn.Module`.
+
+    Make one per client and keep it for the client's life. Each round, before local training:
+
+        report = ala.initialize(local_model, received_model, (x, y), loss=F.cross_entropy)
+
+    turns `local_model`, in place, from what the client trained last into the blend that it should train next.
+    """
+
+    def __init__(
+        self,
+        layers: int | Sequence[str] = 1,
+        eta: float = 1.0,
+        sample: float = 0.8,
+        batch_size: int = 10,
+        threshold: float = 0.01,
+        max_epochs: int = 100,
+        seed: int = 0,
+        *,
+        min_epochs: int = 1,
+        start_round: int = 1,
+        freeze: bool = False,
+    ) -> None:
+        """`layers` counts from the output, or is a list of patterns that parameter names must start with."""
+        patterns = [layers] if isinstance(layers, str) else list(layers) if isinstance(layers, Iterable) else None
+        values = {"eta": eta, "sample": sample, "threshold": threshold, "max_epochs": max_epochs}
+        values |= {"min_epochs": min_epochs, "start_round": start_round, "freeze": freeze}
+        values |= {"batch_size": batch_size, "seed": seed}
+        self.settings = build(ClientSettings, values if patterns is not None else {"layers": layers, **values})
+        self.layers: int | Sequence[str] = self.settings.layers if patterns is None else patterns
+        #: How many rounds this client has taken part in.
+        self.round = 0
+        self._state: dict[str, Any] | None = None
+
+    def governs(self, model: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters that ALA blends; everything else is overwritten by the received model."""
+        return upper(model, self.layers)
+
+    @property
+    def weights(self) -> Params:
+        """W by parameter name, in the model's order; empty before the first round."""
+        return {} if self._state is None else {name: value[0] for name, value in self._state["weights"].items()}
+
+    @torch.inference_mode(False)  # whatever the caller has switched off, W is learned from gradients
+    def initialize(
+        self, local_model: nn.Module, received_model: nn.Module, data: Any, loss: Loss = F.cross_entropy
+    ) -> Report:
+        """Blends `received_model` into `local_model`, in place, and says what happened.
+
+        `data` is the client's training data: a pair (inputs, targets) of tensors or NumPy arrays — inputs may also be a
+        tuple or a dict of them, passed to the model as arguments or keywords —, a `Dataset` of such pairs, or a
+        `DataLoader`, of which the samples that its sampler yields are used, in the dataset's order. Inputs reach the model
+        as they are; only floating-point ones are brought to its precision.
+        `loss(output, target)` is the mean loss of a batch.
+        """
+        governed = self.governs(local_model)
+        local, received = state_of(local_model), state_of(received_model)
+        _check_twins(local, received)
+        device = next(iter(local.values())).device
+        received = {name: value.to(device, copy=True) for name, value in received.items()}
+        state = self._state_for(received, governed)
+        draw_ = draw(self.settings.seed, "ala sample", round=self.round + 1)
+        x, y = _collect(data, lambda size: _positions(draw_, size, self.settings.sample))
+        rows = np.arange(len(next(leaf for _, leaf in leaves(x))))
+        dtype = next((v.dtype for v in local.values() if v.is_floating_point()), torch.float32)
+        task = Task(
+            local_model,
+            x,
+            y,
+            [rows],
+            loss=loss,
+            batch_size=self.settings.batch_size,
+            device=device,
+            precision="float64" if dtype == torch.float64 else "float32",
+            scale=False,
+        )
+        task.dtype = dtype
+        cohort = Cohort(task, [0], [self.settings.seed], round=self.round + 1, received=received, source=[0])
+        whole = replace(self.settings, sample=1.0)  # what was collected is the sample
+        initialized, state, outcome = initialize(cohort, whole, state, local, received, governed=governed)
+        with torch.no_grad():
+            for name, value in local.items():
+                value.copy_(initialized[name])
+        self._state, self.round = state, self.round + 1
+        [report] = outcome.reports(self.settings)
+        return report
+
+    def _state_for(self, received: Params, governed: Sequence[str]) -> dict[str, Any]:
+        """What this client has learned so far, as `received` is: in the model's order, on its device."""
+        state = fresh(received, governed)
+        if self._state is None:
+            return state
+        mine = self._state["weights"]
+        if {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in state["weights"].items()}:
+            raise UserError("This ALA holds the weights of another model; make one ALA per client and model.")
+        return {
+            "weights": {name: mine[name].to(ones) for name, ones in state["weights"].items()},
+            "trained": self._state["trained"].to(state["trained"].device),
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything this client's ALA is, as flat tensors (safetensors holds them as they are)."""
+        tensors = {"round": torch.tensor(self.round)}
+        if self._state is not None:
+            tensors |= {f"weights.{name}": value for name, value in self.weights.items()}
+            tensors["trained"] = self._state["trained"][0]
+        return {name: value.detach().clone() for name, value in tensors.items()}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes up what `state_dict` gave."""
+        if "round" not in tensors or ("trained" not in tensors and any(n.startswith("weights.") for n in tensors)):
+            raise UserError("This is not the state of an ALA: it needs round, trained and weights.*.")
+        self.round = int(tensors["round"])
+        self._state = None
+        if "trained" in tensors:
+            weights = {
+                name.removeprefix("weights."): value.detach().clone().unsqueeze(0)
+                for name, value in tensors.items()
+                if name.startswith("weights.")
+            }
+            self._state = {"weights": weights, "trained": tensors["trained"].detach().clone().reshape(1)}
+
+
+def _check_twins(local: Params, received: Params) -> None:
+    kinds = [{name: (value.shape, value.dtype) for name, value in state.items()} for state in (local, received)]
+    for name in {**local, **received}:
+        if kinds[0].get(name) != kinds[1].get(name):
+            raise UserError(f"The local and the received model must be alike, and differ in {name}.")
+
+
+def _collect(data: Any, choose: Callable[[int], np.ndarray]) -> tuple[Any, Any]:
+    """Inputs and targets of the chosen samples, as trees of tensors whose first dimension is the sample."""
+    if isinstance(data, Dataset):
+        data = DataLoader(data, batch_size=256)
+    if isinstance(data, DataLoader):
+        if data.batch_sampler is not None and not isinstance(data.dataset, IterableDataset):
+            x, y = tree_map(torch.as_tensor, _pick(data, choose))
+            return x, y
+        data = _concatenate([_pair(batch) for batch in data])
+    pair = _pair(data)
+    rows = choose(len(next(leaf for _, leaf in leaves(pair))))
+    x, y = tree_map(lambda leaf: torch.as_tensor(leaf[rows]), pair)
+    return x, y
+
+
+def _pick(loader: DataLoader[Any], choose: Callable[[int], np.ndarray]) -> tuple[Any, Any]:
+    """The chosen ones of the samples that a loader yields in an epoch, each once and in the dataset's own order."""
+    batches: Any = loader.batch_sampler
+    yielded = batches.sampler if type(batches) is BatchSampler else chain.from_iterable(batches)
+    if type(yielded) is RandomSampler and not yielded.replacement and yielded.num_samples == len(yielded.data_source):
+        yielded = range(yielded.num_samples)  # a shuffle: all of them, and its generator is the user's
+    own = np.unique(np.array(list(yielded)))
+    samples = [loader.dataset[key] for key in own[choose(len(own))].tolist()]
+    try:
+        return _pair(loader.collate_fn(samples)) if samples else (torch.empty(0), torch.empty(0))
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise UserError(f"The samples cannot be put together as one batch: {error}.") from error
+
+
+def _concatenate(pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    if not pairs:
+        return torch.empty(0), torch.empty(0)
+    try:
+        x, y = tree_map(lambda *parts: torch.cat([torch.as_tensor(part) for part in parts]), *pairs)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"The batches cannot be put together: {error}.") from error
+    return x, y
+
+
+def _pair(data: Any) -> tuple[Any, Any]:
+    """`data`, provided that it is inputs and targets, with a row for each sample."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise UserError("The data must be a pair (inputs, targets), a Dataset of such pairs, or a DataLoader.")
+    for name, tree in zip(("inputs", "targets"), data, strict=True):
+        tables = [leaf for _, leaf in leaves(tree)]
+        if not tables or not all(_is_table(leaf) for leaf in tables):
+            raise UserError(f"The {name} must be tensors or NumPy arrays, with a row for each sample.")
+    lengths = {len(leaf) for _, leaf in leaves(tuple(data))}
+    if len(lengths) != 1:
+        raise UserError(f"Inputs and targets must have the same number of samples, not {sorted(lengths)}.")
+    return data[0], data[1]
+
+
+def _is_table(leaf: Any) -> bool:
+    numeric = isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf")
+    return numeric and leaf.ndim > 0

@@ -1,0 +1,301 @@
+"""The command line. `fedala run` has one option for each field of `Config`: nothing is declared twice."""
+
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from typer.core import TyperGroup
+except ModuleNotFoundError:
+    print("Error: the command line needs typer and rich: pip install 'fedala[cli]'.", file=sys.stderr)
+    raise SystemExit(2) from None
+
+from fedala.config import Config
+from fedala.data import federate, known, load, write_partition
+from fedala.errors import UserError
+from fedala.methods import catalogue
+from fedala.report import plots, tables
+from fedala.report.progress import Watch
+from fedala.running import Result, execute, plan, versions
+from fedala.store import RunFolder
+
+#: The panels of `fedala run --help`, each with the field of `Config` that it begins with.
+PANELS = {
+    "method": "Methods",
+    "dataset": "Data and model",
+    "join_ratio": "Training",
+    "seeds": "Runs and evaluation",
+    "device": "Machine",
+    "save_models": "Files",
+}
+
+
+class Commands(TyperGroup):
+    """The commands, and what becomes of an error in any of them."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            _say(f"Error: {error}")
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt as interrupt:
+            _say(f"Interrupted{interrupt}.")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Personalised federated learning with Adaptive Local Aggregation (FedALA).",
+    epilog="""Examples:
+  fedala run                                  FedALA and FedAvg on embedded data
+  fedala run --method fedala,ditto+ala --seeds 5      one table, mean ± std
+  fedala partition --partition pathological:2 --plot split.png
+  fedala methods                              what --method and --set take""",
+)
+
+
+def main() -> None:
+    """The entry point `fedala`."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a console that has no ρ shows a question mark instead
+    app(prog_name="fedala")
+
+
+def options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the fields of `Config` (all, or those named) as options; they arrive as its `**values`.
+
+    What was not given on the command line arrives as None. Values are text, which `Config` converts and checks, as it
+    does with those of a file.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        kinds, panel, generated = typing.get_type_hints(Config), None, []
+        for field in fields(Config):
+            panel = PANELS.get(field.name, panel)
+            if not names:
+                generated.append(_parameter(field, kinds[field.name], panel))
+            elif field.name in names:
+                generated.append(_parameter(field, kinds[field.name], None))
+        parameters = [*generated, *own]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Parameter:
+    flag, text = f"--{field.name.replace('_', '-')}", escape(field.metadata["help"])
+    annotation: Any = str | None
+    default = "" if field.default is None else str(field.default)
+    metavar = "|".join(field.metadata.get("choices") or ()) or {int: "INTEGER", float: "NUMBER"}.get(
+        _plain(kind), "TEXT"
+    )
+    if kind is bool:
+        annotation, metavar, flag = bool | None, "", f"{flag}/--no-{flag[2:]}"
+        default = flag.split("/")[0 if field.default else 1]
+    elif field.name == "set":
+        annotation, metavar, default = list[str] | None, "KEY=VALUE", ""
+        text += "; can be given several times"
+    if default:
+        text += rf" [dim]\[default: {default}][/dim]"
+    option = typer.Option(flag, metavar=metavar, help=text, show_default=False, rich_help_panel=panel)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
+    )
+
+
+def _plain(kind: Any) -> Any:
+    """`int` of `int | None`."""
+    return next((arm for arm in typing.get_args(kind) if arm is not type(None)), kind)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands on the command line, and nothing else."""
+    given = {name: value for name, value in values.items() if value is not None and value != []}
+    pairs = [text.partition("=") for text in given.get("set", ())]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise UserError(f"--set {key} lacks its value: write it as in --set fedala.eta=0.5.")
+    return {**given, "set": {key.strip(): value.strip() for key, _, value in pairs}}
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        found = versions()
+        print(f"fedala {found['fedala']} (torch {found['torch']}, Python {found['python']})")
+        raise typer.Exit
+
+
+@app.callback()
+def fedala(
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Show the versions and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="""Examples:
+  fedala run
+  fedala run --method fedala --rounds 50 --seeds 5 --set fedala.layers=2
+  fedala run --dataset cifar10 --data-dir data --partition pathological:2
+  fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
+
+A config file is TOML and holds the same names, such as batch_size = 10. Options of the command line win over it."""
+)
+@options()
+def run(
+    *,
+    config: Annotated[
+        Path | None, typer.Option(help="a TOML file with any of these options", rich_help_panel="Files", metavar="FILE")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help=r"the run folder [dim]\[default: a new one in runs][/dim]",
+            rich_help_panel="Files",
+            metavar="DIR",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="replace the run folder if it exists", rich_help_panel="Files")
+    ] = False,
+    **values: Any,
+) -> None:
+    """Run one or several methods: train, evaluate, compare. Everything is kept in a run folder."""
+    given, file = _given(values), Config.read(config) if config else {}
+    asked = Config.of({**file, **given, "set": {**file.get("set", {}), **given["set"]}})
+    folder = out or Path("runs") / _name(asked)
+    RunFolder.check(folder, force=force)
+    checked = plan(asked)
+    resolved, data = checked.config, checked.federation.dataset
+    note = f" ({data.note})" if data.note else ""
+    _say(
+        f"{resolved.dataset}{note}: {len(data.y):,} samples of {data.classes} classes, "
+        f"{resolved.partition} over {resolved.clients} clients; {resolved.model}, "
+        f"rounds: {resolved.rounds}, runs of each method: {resolved.seeds}, on {checked.device.type}"
+    )
+    try:
+        with Watch(Console(stderr=True), checked) as watch:
+            result = execute(checked, folder, force=force, on_row=watch.row)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"; what was finished is in {folder}" if folder.exists() else "") from None
+    _show(result)
+    print(f"Run folder: {folder}")
+
+
+def _show(result: Result) -> None:
+    console, config = _console(), result.config
+    console.print(tables.results({name: method.summary() for name, method in result.methods.items()}))
+    print("The best round is picked on test data, as in the paper.")
+    if config.join_ratio < 1:
+        whom = "all clients" if config.eval_clients == "all" else "the participants of a round"
+        print(f"With ρ = {config.join_ratio:g}, accuracy is that of {whom}, where the heading does not say otherwise.")
+    if config.seeds > 1:
+        print(f"Mean ± standard deviation of {config.seeds} runs; the seconds are those of all of them together.")
+
+
+def _name(config: Config) -> str:
+    """A name for a run folder: the dataset may be a path, and methods may be many."""
+    dataset = Path(config.dataset).stem if Path(config.dataset).suffix else config.dataset
+    time = datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    parts = [
+        re.sub(r"[^\w.+-]+", "-", part, flags=re.ASCII).strip("-.")[-40:]
+        for part in (dataset, "-".join(config.methods))
+    ]
+    return "-".join([*filter(None, parts), time])
+
+
+@app.command(
+    epilog="""Examples:
+  fedala partition --partition dir:0.1 --plot split.png
+  fedala partition --dataset mnist --data-dir data --partition pathological:2 --save mine.json
+  fedala run --dataset mnist --data-dir data --partition mine.json"""
+)
+@options("dataset", "data_dir", "partition", "partition_seed", "clients", "validation")
+def partition(
+    *,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw classes × clients into this .png, .pdf or .svg file", metavar="FILE")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="write the partition to this .json file, for --partition", metavar="FILE")
+    ] = None,
+    **values: Any,
+) -> None:
+    """Show who holds what: divide a dataset among clients, without running anything."""
+    given = _given(values)
+    config = Config.of(given)
+    if plot:
+        plots.check(plot)
+    data = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
+    # Only a number that was asked for is held against that of a partition file.
+    federation = federate(data, config.partition, config.clients, config.partition_seed, config.validation)
+    if save:
+        write_partition(federation, save)
+    counts = federation.counts()
+    title = f"{config.dataset}, {config.partition}, {len(counts)} clients"
+    if plot:
+        plots.save(plots.bubbles(counts, data.class_names, title), plot)
+    _console().print(tables.clients(federation))
+    sizes = counts.sum(1)
+    note = f" ({data.note})" if data.note else ""
+    print(
+        f"{title}{note}: {sizes.sum():,} samples of {data.classes} classes, "
+        f"{sizes.min():,} to {sizes.max():,} per client"
+    )
+    for path in filter(None, (save, plot)):
+        print(f"Written: {path}")
+
+
+@app.command()
+def methods() -> None:
+    """List the methods and their hyperparameters."""
+    console, entries = _console(), list(catalogue().values())
+    console.print(tables.methods(entries))
+    console.print(tables.hyperparameters(entries))
+    print(
+        "A hyperparameter is set by --set, such as --set fedala.eta=0.5; for x+ala, those of ALA are ala.eta and so on."
+    )
+
+
+@app.command()
+def datasets() -> None:
+    """List the datasets that are known by name."""
+    _console().print(tables.datasets(known()))
+    print("Your own data: --dataset with the path of a .npz, a .csv or an image folder, or hub:owner/name.")
+
+
+def _console() -> Console:
+    """A terminal decides about its width; a table that goes elsewhere is as wide as it needs to be."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240
+    return console
+
+
+def _say(sentence: str) -> None:
+    """To stderr, as it is: no markup, no line breaks."""
+    print(sentence, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,456 @@
+"""Lanes: a group of clients working side by side as one tensor program.
+
+A `Params` is a model's state (parameters and buffers by name) whose first dimension is the *lane*, one lane per
+client. What a method does to parameters — blend, average, pull — is then plain tensor arithmetic. The forward pass
+with other weights in every lane is `torch.func.vmap` over `functional_call`; lanes are independent, so the gradient
+of the *sum* of their losses is each lane's own gradient. One lane alone runs without vmap: the plain reference, and
+what a real client runs.
+
+Clients differ in size. Lanes stand sorted, the longest first, so that the lanes that still have a batch at some step
+are neighbours and a step is a slice. Nothing is padded: no result depends on who else is in the cohort.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedala.layers import Cut, call, layers_of
+from fedala.randomness import draw
+from fedala.trees import leaves, take, tree_map
+
+Params = dict[str, Tensor]
+Loss = Callable[[Any, Any], Tensor]
+Objective = Callable[..., Tensor]
+"""Of one lane: (state, x, y, …) to a number."""
+
+#: Samples that go through a model at once where no gradient is kept: what suits a CPU's caches, and what fills a GPU.
+CHUNK = {"cpu": 512, "cuda": 4096}
+
+
+def state_of(model: nn.Module) -> Params:
+    """A model's parameters and buffers as one lane."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: value.detach().unsqueeze(0) for name, value in state.items()}
+
+
+class Task:
+    """What all lanes share: the model's skeleton, the loss, the samples, and how a client trains on its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Any,
+        y: Any,
+        train: Sequence[np.ndarray],
+        test: Sequence[np.ndarray] = (),
+        validation: Sequence[np.ndarray] = (),
+        *,
+        loss: Loss = F.cross_entropy,
+        batch_size: int = 10,
+        lr: float = 0.005,
+        epochs: int = 1,
+        shuffle: bool = True,
+        device: torch.device | str = "cpu",
+        precision: str = "float32",
+        scale: bool = True,
+    ) -> None:
+        """`train`, `test` and `validation` hold each client's positions in `x` and `y`, in the client's own order.
+
+        With `scale`, images of bytes come to the model as (x/255 − 0.5)/0.5.
+        """
+        self.model = model
+        self.device = torch.device(device)
+        self.precision = precision
+        self.scale = scale
+        self.dtype = torch.float64 if precision == "float64" else torch.float32
+        self.x = tree_map(lambda t: self._placed(t.to(self.device)), x)
+        self.y = tree_map(lambda t: t.to(self.device), y)
+        self.parts = {"train": train, "test": test, "validation": validation}
+        self.loss = loss
+        self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
+        self.layers = layers_of(model)
+        self.trainable = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        #: On a GPU: the steps that have been captured, by what they do.
+        self.captured: dict[Any, Any] = {}
+        # Torch honours `padding_idx` in lane 0 only when a gradient is taken from outside vmap, so it is done here.
+        self.padding = tuple(
+            (f"{name}.weight" if name else "weight", module.padding_idx)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
+        )
+
+    def size(self, client: int, part: str = "train") -> int:
+        return len(self.parts[part][client])
+
+    def inputs(self, rows: Tensor) -> Any:
+        """The samples at `rows`, ready for the model."""
+        return tree_map(lambda t: self._ready(t[rows]), self.x)
+
+    def targets(self, rows: Tensor) -> Any:
+        return tree_map(lambda t: t[rows], self.y)
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """On a GPU that has room for it, samples are made ready once; elsewhere, whenever they are used."""
+        if (
+            self.device.type == "cuda"
+            and x.numel() * 4 < torch.cuda.get_device_properties(self.device).total_memory // 10
+        ):
+            return self._ready(x)
+        return x
+
+    def _ready(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.uint8 and self.scale:
+            return x.to(self.dtype).div_(255).sub_(0.5).div_(0.5)
+        return x.to(self.dtype) if x.is_floating_point() else x
+
+    @contextmanager
+    def mode(self, training: bool, frozen: Collection[str] = ()) -> Iterator[None]:
+        """The model in training or in evaluation mode; modules whose parameters are all `frozen` stay in evaluation mode."""
+        before = [(module, module.training) for module in self.model.modules()]
+        self.model.train(training)
+        for name, module in self.model.named_modules() if frozen else ():
+            own = [f"{name}.{p}" for p, _ in module.named_parameters()]
+            if own and all(p in frozen for p in own):
+                module.eval()
+        try:
+            with self._arithmetic():
+                yield
+        finally:
+            for module, training in before:
+                module.training = training
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.device.type == "cuda":
+                from fedala.cuda.graphs import fast
+
+                stack.enter_context(fast(self.precision))
+            if self.precision == "bf16":
+                stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
+            yield
+
+    # --- the model in every lane -----------------------------------------------------------------------------------
+
+    def per_lane(self, f: Callable[..., Any], *trees: Any) -> Any:
+        """`f` of each lane's part of the trees. A single lane is called plainly, as a module would be."""
+        first = next(leaf for _, leaf in leaves(trees))
+        if len(first) == 1:
+            return tree_map(lambda t: t.unsqueeze(0), f(*(tree_map(lambda t: t.squeeze(0), tree) for tree in trees)))
+        return vmap(f, randomness="different")(*trees)
+
+    def losses(self, params: Params, x: Any, y: Any, cut: Cut | None = None) -> Tensor:
+        """Each lane's loss on its batch; with a `cut`, from the features below it."""
+
+        def loss(state: Params, x: Any, y: Any) -> Tensor:
+            return self.loss(cut.upper(state, x) if cut else call(self.model, state, x), y)
+
+        result: Tensor = self.per_lane(loss, params, x, y)
+        return result
+
+    def summed_losses(self, output: Tensor, y: Tensor, real: Tensor, ends: Sequence[int]) -> Tensor:
+        """Each lane's summed loss over its real samples, the first `ends[lane]` of its row."""
+        if self.loss is F.cross_entropy:
+            each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+            return torch.where(real, each, 0).sum(1)
+        return torch.stack([self.loss(output[lane, :end], y[lane, :end]) * end for lane, end in enumerate(ends)])
+
+    def gradients(
+        self,
+        params: Params,
+        x: Any,
+        y: Any,
+        names: Sequence[str] | None = None,
+        objective: Objective | None = None,
+        *fixed: Any,
+    ) -> tuple[Tensor, Params]:
+        """Each lane's loss on its batch, and the gradients of the named parameters (of all that learn, by default).
+
+        `objective(state, x, y, *fixed)`, for one lane, may stand for the loss. Buffers (running statistics) are updated in place.
+        """
+        names = self.trainable if names is None else names
+        with torch.enable_grad():
+            state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
+            losses = self.per_lane(objective, state, x, y, *fixed) if objective else self.losses(state, x, y)
+            values = torch.autograd.grad(losses.sum(), [state[name] for name in names])
+        gradients = dict(zip(names, values, strict=True))
+        for name, row in self.padding:
+            if name in gradients:
+                gradients[name].select(1, row).zero_()
+        return losses.detach(), gradients
+
+
+class Score(NamedTuple):
+    """Per lane: correct answers, summed loss, samples."""
+
+    correct: Tensor
+    loss: Tensor
+    samples: Tensor
+
+
+Step = Callable[[Task, Any, Any, Any, Any], Tensor]
+"""(task, state, fixed, x, y) of the lanes that have a batch: changes `state` in place, returns the lanes' losses."""
+
+
+def descend(params: Params, gradients: Params, lr: float) -> None:
+    """One step of gradient descent, in place."""
+    torch._foreach_add_([params[name].detach() for name in gradients], list(gradients.values()), alpha=-lr)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """The step of plain SGD on the named parameters, with a pull of strength μ towards `fixed["anchor"]` where μ > 0."""
+
+    lr: float
+    names: tuple[str, ...]
+    mu: float = 0.0
+
+    def __call__(self, task: Task, state: Params, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
+        losses, gradients = task.gradients(state, x, y, self.names)
+        if self.mu:
+            for name, gradient in gradients.items():
+                gradient.add_(state[name] - fixed["anchor"][name], alpha=self.mu)
+        descend(state, gradients, self.lr)
+        return losses
+
+
+@dataclass
+class Cohort:
+    """Some clients of one round, as lanes. `seeds[i]` is the seed of the run that lane i belongs to."""
+
+    task: Task
+    clients: Sequence[int]
+    seeds: Sequence[int]
+    round: int = 1
+    rounds: int = 1
+    #: What the server sent, per lane, and which of the server's models each lane got: lanes that share one share its work.
+    received: Params = field(default_factory=dict)
+    source: Sequence[int] = ()
+    #: What happened, by name, one number per lane; the simulation records it.
+    notes: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes()
+        if any(a < b for a, b in pairwise(sizes)):
+            raise ValueError("lanes must be sorted by their number of training samples, the longest first")
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def sizes(self, part: str = "train") -> list[int]:
+        return [self.task.size(client, part) for client in self.clients]
+
+    def draw(self, lane: int, purpose: str, epoch: int = 0) -> np.random.Generator:
+        return draw(self.seeds[lane], purpose, client=self.clients[lane], round=self.round, epoch=epoch)
+
+    # --- local training --------------------------------------------------------------------------------------------
+
+    def sgd(
+        self,
+        params: Params,
+        *,
+        epochs: int | None = None,
+        lr: float | None = None,
+        proximal: tuple[float, Params] | None = None,
+        names: Collection[str] | None = None,
+        **options: Any,
+    ) -> Params:
+        """Plain SGD over each lane's training samples, starting from a copy of `params`.
+
+        `proximal = (μ, anchor)` adds μ/2·‖w − anchor‖² to the loss. `names` are the parameters that learn; the others are
+        frozen and run in evaluation mode.
+        """
+        task = self.task
+        learning = tuple(name for name in task.trainable if names is None or name in names)
+        mu, anchor = proximal or (0.0, {})
+        step = SGD(task.lr if lr is None else lr, learning, mu)
+        fixed = {"anchor": {name: anchor[name] for name in learning}} if mu else {}
+        frozen = set(task.trainable) - set(learning)
+        trained: Params = self.train(step, params, fixed, epochs=epochs, frozen=frozen, **options)
+        return trained
+
+    def train(
+        self,
+        step: Step | Sequence[Step],
+        state: Any,
+        fixed: Any = None,
+        *,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        rows: Sequence[np.ndarray] | None = None,
+        purpose: str = "batches",
+        frozen: Collection[str] = (),
+    ) -> Any:
+        """Takes a step for every batch of every lane, and returns the new state.
+
+        `state` and `fixed` are trees of lanes. A step gets the part of the lanes that have a batch, changes that part of
+        `state` in place and returns the lanes' losses; it must depend on nothing else that changes from round to round.
+        Several steps take turns. `rows` replaces the lanes' training samples.
+        """
+        task = self.task
+        turns = (step,) if callable(step) else tuple(step)
+        fixed = fixed or {}
+        size = batch_size or task.batch_size
+        own = [task.parts["train"][client] for client in self.clients] if rows is None else rows
+        lengths = [len(r) for r in own]
+        epochs = task.epochs if epochs is None else epochs
+        with task.mode(training=True, frozen=frozen), torch.no_grad():
+            captured = self._captured(turns, size, frozen, state, fixed) if task.device.type == "cuda" else None
+            if captured:
+                state, fixed, total = captured.load(state, fixed, len(self))
+            else:
+                state = tree_map(lambda value: value.clone(memory_format=torch.contiguous_format), state)
+                total = torch.zeros(len(self), device=task.device, dtype=task.dtype)
+            for epoch in range(epochs):
+                table = pad([self.shuffled(lane, own[lane], purpose, epoch) for lane in range(len(self))], task.device)
+                if captured:
+                    captured.order(table)
+                for lanes, columns in steps(lengths, size, drop_last=True):
+                    turn = columns.start // size % len(turns)
+                    if captured and columns.stop - columns.start == size:
+                        captured.step(lanes.stop, turn)
+                        continue
+                    place = table[lanes, columns]
+                    x, y = task.inputs(place), task.targets(place)
+                    total[lanes] += turns[turn](task, take(state, lanes), take(fixed, lanes), x, y)
+            if captured:
+                state, total = tree_map(torch.clone, (state, total))
+        taken = [epochs * max(n // size, int(n > 0)) for n in lengths]
+        self.notes["train_loss"] = total / torch.tensor(taken, device=task.device)
+        return state
+
+    def _captured(self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any) -> Any:
+        from fedala.cuda.graphs import Captured
+
+        shapes = tuple((name, *value.shape[1:]) for name, value in leaves((state, fixed)))
+        key = (turns, size, frozenset(frozen), shapes)
+        known = self.task.captured.get(key)
+        if known is None or known.lanes < len(self):
+            known = self.task.captured[key] = Captured(self.task, turns, size, len(self), state, fixed)
+        return known
+
+    def shuffled(self, lane: int, rows: np.ndarray, purpose: str, epoch: int) -> np.ndarray:
+        """A lane's samples in the order of one epoch."""
+        return rows[self.draw(lane, purpose, epoch).permutation(len(rows))] if self.task.shuffle else rows
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, params: Params, part: str | Sequence[np.ndarray] = "test") -> Score:
+        """Each lane's model on its own samples. The lower layers that are the received ones run once for all lanes."""
+        task = self.task
+        rows = [task.parts[part][client] for client in self.clients] if isinstance(part, str) else part
+        order = sorted(range(len(self)), key=lambda lane: -len(rows[lane]))
+        lengths = torch.tensor([len(rows[lane]) for lane in order], device=task.device)
+        with task.mode(training=False):
+            cut = Cut(task.model, self._own_layers(params))
+            table, places = self.features(cut, params, rows)
+            needed = {name for layer in task.layers[: cut.p] for name in layer}
+            state = {name: value for name, value in params.items() if name in needed}
+            if order != list(range(len(self))):
+                state = take(state, order)
+            where, which = (pad([own[lane] for lane in order], task.device) for own in (places, rows))
+            correct, loss = torch.zeros(2, len(self), device=task.device, dtype=task.dtype)
+            for start in range(0, where.shape[1], self._width()):
+                columns = slice(start, min(start + self._width(), where.shape[1]))
+                lanes = slice(0, sum(len(rows[lane]) > start for lane in order))
+                x, y = self.rows(table, where[lanes, columns]), task.targets(which[lanes, columns])
+                output = task.per_lane(cut.upper, take(state, lanes), x) if cut.p else x
+                # No sample's output depends on its neighbours here: shorter lanes are padded, the padding is not counted.
+                real = torch.arange(columns.start, columns.stop, device=task.device) < lengths[lanes, None]
+                correct[lanes] += ((output.argmax(-1) == y) & real).sum(1)
+                ends = [min(len(rows[lane]) - start, y.shape[1]) for lane in order[lanes]]
+                loss[lanes] += task.summed_losses(output, y, real, ends)
+        back = sorted(range(len(self)), key=order.__getitem__)
+        return Score(correct[back], loss[back], lengths[back])
+
+    def _width(self) -> int:
+        """Samples per lane and step of an evaluation."""
+        return max(1, 8 * CHUNK[self.task.device.type] // len(self))
+
+    def _own_layers(self, params: Params) -> int:
+        """How many upper layers are not the received ones, told by identity: the tensors that were handed out are the same."""
+        own = len(self.task.layers)
+        while own and all(params[name] is self.received.get(name) for name in self.task.layers[own - 1]):
+            own -= 1
+        return own
+
+    # --- features under the upper layers ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def features(self, cut: Cut, params: Params, rows: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
+        """What enters the upper layers, for each lane's `rows`: a table, and each lane's places in it.
+
+        Lanes whose lower layers are one and the same received model go through it together, in large batches. Where the
+        model cannot be cut there is nothing to compute: the table is None, and stands for the samples themselves.
+        """
+        task = self.task
+        if not cut.cuts:
+            return None, list(rows)
+        shared = self._own_layers(params) <= cut.p and len(self.source) == len(self)
+        groups: dict[int, list[int]] = {}
+        for lane in range(len(self)):
+            groups.setdefault(self.source[lane] if shared else lane, []).append(lane)
+        places: dict[int, np.ndarray] = {}
+        table, filled = [], 0
+        for group in groups.values():
+            state = {name: value[group[0]] for name, value in params.items()}
+            together = torch.as_tensor(np.concatenate([rows[lane] for lane in group])).to(task.device)
+            for chunk in torch.split(together, CHUNK[task.device.type]):
+                if len(chunk):
+                    table.append(cut.lower(state, task.inputs(chunk)))
+            for lane in group:
+                places[lane] = np.arange(filled, filled + len(rows[lane]))
+                filled += len(rows[lane])
+        joint = tree_map(lambda *parts: torch.cat(parts), *table) if table else None
+        return joint, [places[lane] for lane in range(len(self))]
+
+    def rows(self, table: Any, places: Tensor) -> Any:
+        """Rows of a table that `features` made."""
+        return self.task.inputs(places) if table is None else tree_map(lambda t: t[places], table)
+
+
+def steps(lengths: Sequence[int], size: int, *, drop_last: bool) -> Iterator[tuple[slice, slice]]:
+    """The steps of one pass over ragged lanes, the longest first: which lanes (neighbours), and which of their samples.
+
+    Lanes with a full batch go together; lanes whose last batch is shorter go as a group of their own, by its length.
+    """
+    for start in range(0, max(lengths, default=0), size):
+        full = sum(n >= start + size for n in lengths)
+        if full:
+            yield slice(0, full), slice(start, start + size)
+        if drop_last and start > 0:
+            continue
+        lane = full
+        while lane < len(lengths) and lengths[lane] > start:
+            end = lane + sum(n == lengths[lane] for n in lengths[lane:])
+            yield slice(lane, end), slice(start, lengths[lane])
+            lane = end
+
+
+def pad(rows: Sequence[Any], device: torch.device) -> Tensor:
+    """Ragged rows of positions as one matrix on the device. The padding is never read."""
+    tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    padded: Tensor = nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    return padded.to(device)
+
+
+def average(params: Params, weights: Tensor) -> Params:
+    """The weighted mean over lanes, as one lane. Integer counters are not averaged: the first lane's stay."""
+    share = weights / weights.sum()
+
+    def mean(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value[:1].clone()
+        total: Tensor = torch.tensordot(share.to(value.dtype), value, 1)
+        return total.unsqueeze(0)
+
+    return {name: mean(value) for name, value in params.items()}

@@ -1,0 +1,163 @@
+"""ALA's weight learning on the last linear layer under cross-entropy, as one kernel: the paper's default for all its
+models.
+
+One program per lane runs through all its batches and epochs, each lane for as long as it needs, and nothing returns
+to the host in between. The arithmetic is that of `fedala.ala`; see there for what is computed.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _learn(
+    features, places, labels, lengths, least, limit,
+    w, d, weights, w0, d0, weights0, losses, epochs,
+    width, most, eta, threshold,
+    B: tl.constexpr, C: tl.constexpr, F: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
+    WINDOW: tl.constexpr, RESIDENT: tl.constexpr, KS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0).to(tl.int64)
+    n = tl.load(lengths + lane)
+    at_least, at_most = tl.load(least + lane), tl.load(limit + lane)
+    j, c = tl.arange(0, BB), tl.arange(0, BC)
+    w += lane * C * F
+    d += lane * C * F
+    weights += lane * C * F
+    bias_w = tl.load(w0 + lane * C + c, mask=c < C, other=0.0)
+    bias_d = tl.load(d0 + lane * C + c, mask=c < C, other=0.0)
+    bias_weight = tl.load(weights0 + lane * C + c, mask=c < C, other=0.0)
+    if RESIDENT:  # all of W fits into registers: nothing but samples is read while it is learned
+        f = tl.arange(0, KS)[:, None, None] * (BF // KS) + tl.arange(0, BF // KS)[None, :, None]
+        tile = c[None, None, :] * F + f
+        inside = (c[None, None, :] < C) & (f < F)
+        old = tl.load(w + tile, mask=inside, other=0.0)
+        update = tl.load(d + tile, mask=inside, other=0.0)
+        weight = tl.load(weights + tile, mask=inside, other=0.0)
+        # A sample's features, cut into KS pieces that are multiplied side by side.
+        g = tl.arange(0, KS)[:, None, None] * (BF // KS) + tl.arange(0, BF // KS)[None, None, :]
+    epoch = 0
+    going = (n > 0) & (at_most > 0)
+    while going:
+        total = 0.0
+        batches = 0.0
+        start = 0
+        while start < n:
+            valid = (j < B) & (start + j < n)
+            size = tl.minimum(n - start, B).to(tl.float32)
+            place = tl.load(places + lane * width + start + j, mask=valid, other=0).to(tl.int64)
+            label = tl.load(labels + lane * width + start + j, mask=valid, other=-1)
+            if RESIDENT:
+                rows = features + place[None, :, None] * F + g
+                x3 = tl.load(rows, mask=valid[None, :, None] & (g < F), other=0.0)
+                logits = tl.sum(tl.dot(x3, old + update * weight, input_precision=PRECISION), 0)
+            else:
+                logits = tl.zeros((BB, BC), tl.float32)
+                for f0 in tl.static_range(0, F, BF):
+                    f = f0 + tl.arange(0, BF)
+                    x = tl.load(
+                        features + place[:, None] * F + f[None, :], mask=valid[:, None] & (f[None, :] < F), other=0.0
+                    )
+                    tile = c[None, :] * F + f[:, None]
+                    inside = (c[None, :] < C) & (f[:, None] < F)
+                    old = tl.load(w + tile, mask=inside, other=0.0)
+                    update = tl.load(d + tile, mask=inside, other=0.0)
+                    weight = tl.load(weights + tile, mask=inside, other=0.0)
+                    logits = tl.dot(x, old + update * weight, logits, input_precision=PRECISION)
+            logits += (bias_w + bias_d * bias_weight)[None, :]
+            logits = tl.where((c < C)[None, :], logits, float("-inf"))
+            top = tl.max(logits, 1)
+            exponentials = tl.exp(logits - top[:, None])
+            sums = tl.sum(exponentials, 1)
+            hit = c[None, :] == label[:, None]
+            own = tl.sum(tl.where(hit, logits, 0.0), 1)
+            total += tl.sum(tl.where(valid, tl.log(sums) + top - own, 0.0)) / size
+            gradient = (exponentials / sums[:, None] - tl.where(hit, 1.0, 0.0)) / size
+            gradient = tl.where(valid[:, None], gradient, 0.0)
+            if RESIDENT:
+                both = tl.broadcast_to(gradient[None, :, :], (KS, BB, BC))
+                slope = tl.dot(tl.permute(x3, (0, 2, 1)), both, input_precision=PRECISION)
+                weight = tl.minimum(tl.maximum(weight - eta * (slope * update), 0.0), 1.0)
+            else:
+                for f0 in tl.static_range(0, F, BF):
+                    f = f0 + tl.arange(0, BF)
+                    x = tl.load(
+                        features + place[:, None] * F + f[None, :], mask=valid[:, None] & (f[None, :] < F), other=0.0
+                    )
+                    tile = c[None, :] * F + f[:, None]
+                    inside = (c[None, :] < C) & (f[:, None] < F)
+                    update = tl.load(d + tile, mask=inside, other=0.0)
+                    weight = tl.load(weights + tile, mask=inside, other=0.0)
+                    slope = tl.dot(tl.trans(x), gradient, input_precision=PRECISION)
+                    weight = tl.minimum(tl.maximum(weight - eta * (slope * update), 0.0), 1.0)
+                    tl.store(weights + tile, weight, mask=inside)
+            moved = bias_weight - eta * (tl.sum(gradient, 0) * bias_d)
+            bias_weight = tl.minimum(tl.maximum(moved, 0.0), 1.0)
+            if not RESIDENT:
+                tl.debug_barrier()  # the next batch reads what this one has written
+            batches += 1.0
+            start += B
+        tl.store(losses + lane * most + epoch, total / batches)
+        tl.debug_barrier()
+        epoch += 1
+        # The initial stage (at_most > at_least) goes on until the last ten of at least eleven losses have settled.
+        i = tl.arange(0, 16)
+        last = tl.load(losses + lane * most + epoch - WINDOW + i, mask=(i < WINDOW) & (epoch > WINDOW), other=0.0)
+        mean = tl.sum(last) / WINDOW
+        spread = tl.sqrt(tl.sum(tl.where(i < WINDOW, (last - mean) * (last - mean), 0.0)) / WINDOW)
+        settled = (epoch > WINDOW) & (spread < threshold)
+        going = (epoch < at_least) | ((epoch < at_most) & (settled == 0))
+    if RESIDENT:
+        tl.store(weights + tile, weight, mask=inside)
+    tl.store(weights0 + lane * C + c, bias_weight, mask=c < C)
+    tl.store(epochs + lane, epoch)
+
+
+class Head(NamedTuple):
+    """The last linear layer's numbers in every lane: weight [lane, class, feature] and bias [lane, class]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def learn(
+    features: Tensor,
+    places: Tensor,
+    labels: Tensor,
+    lengths: Tensor,
+    least: Tensor,
+    limit: Tensor,
+    local: Head,
+    update: Head,
+    weights: Head,
+    *,
+    batch_size: int,
+    eta: float,
+    threshold: float,
+    most: int,
+    window: int,
+    precision: str = "tf32x3",
+) -> tuple[Tensor, Tensor]:
+    """Learns `weights` in place, and returns each lane's epoch losses (NaN beyond its last) and number of epochs.
+
+    A lane learns for `least` epochs and then, where `limit` is higher, until its loss has settled or `limit` is reached.
+    """
+    lanes, classes, width = local.weight.shape
+    losses = torch.full((lanes, most), float("nan"), device=features.device)
+    epochs = torch.zeros(lanes, dtype=torch.int32, device=features.device)
+    tensors: list[Any] = [t.contiguous() for pair in zip(local, update, strict=True) for t in pair]
+    bc, bf = max(16, triton.next_power_of_2(classes)), triton.next_power_of_2(width)
+    resident = bc * bf <= 16384
+    _learn[(lanes,)](
+        features.contiguous(), places.contiguous(), labels.contiguous(), lengths.int(), least.int(), limit.int(),
+        tensors[0], tensors[1], weights.weight, tensors[2], tensors[3], weights.bias, losses, epochs,
+        places.shape[1], most, eta, threshold,
+        B=batch_size, C=classes, F=width, BB=max(16, triton.next_power_of_2(batch_size)), BC=bc,
+        BF=bf if resident else max(32, 2048 // bc), WINDOW=window, RESIDENT=resident, KS=max(1, min(8, bf // 16)),
+        PRECISION=precision, num_warps=8,
+    )  # fmt: skip
+    return losses, epochs

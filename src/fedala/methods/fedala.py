@@ -1,0 +1,74 @@
+"""FedALA: Zhang, Hua, Wang, Song, Xue, Ma, Guan. FedALA: Adaptive Local Aggregation for Personalized Federated Learning.
+AAAI 2023. And ALA on any other method, `method+ala`: it replaces local initialisation and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fedala import ala
+from fedala.cohort import Cohort, Params, Task
+from fedala.methods.fedavg import FedAvg
+from fedala.methods.method import Method, State
+
+
+@dataclass(frozen=True)
+class WithALA(Method):
+    """`base`, with its local model initialised by ALA(received, local). On FedAvg, this is FedALA."""
+
+    base: Method
+    ala: ala.Settings
+
+    @property
+    def is_fedala(self) -> bool:
+        return type(self.base) is FedAvg
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "fedala" if self.is_fedala else f"{self.base.name}+ala"
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return "FedALA" if self.is_fedala else f"{self.base.title}+ALA"
+
+    @property
+    def everyone(self) -> bool:  # type: ignore[override]
+        return self.base.everyone
+
+    def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+        return self.base.governed(model, layers)
+
+    def serve(self, start: Params, sizes: Sequence[int]) -> State:
+        return self.base.serve(start, sizes)
+
+    def send(self, server: State, clients: list[int]) -> Params:
+        return self.base.send(server, clients)
+
+    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
+        return self.base.aggregate(server, uploads, weights, clients)
+
+    def fresh(self, task: Task, start: Params) -> State:
+        learned = ala.fresh(start, self.governed(task.model, self.ala.layers))
+        return self._state(self.base.fresh(task, start), start, learned)
+
+    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
+        names = self.governed(cohort.task.model, self.ala.layers)
+        local = state["base"].get("local", state.get("local"))
+        initialized, learned, outcome = ala.initialize(cohort, self.ala, state["ala"], local, received, governed=names)
+        cohort.notes |= {"ala_epochs": outcome.epochs, "ala_weight": outcome.weight_mean}
+        return initialized, {**state, "ala": learned}
+
+    def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
+        return self.base.evaluated(cohort, initialized, received, state["base"])
+
+    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+        upload, kept = self.base.train(cohort, initialized, received, state["base"])
+        return upload, self._state(kept, upload, state["ala"])
+
+    def left(self, upload: Params, state: State) -> Params:
+        return self.base.left(upload, state["base"])
+
+    @staticmethod
+    def _state(base: State, local: Params, learned: State) -> State:
+        """The base's state and ALA's; and the local model, where the base does not keep one itself."""
+        return {"base": base, "ala": learned, **({} if "local" in base else {"local": local})}

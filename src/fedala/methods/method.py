@@ -1,0 +1,78 @@
+"""What a federated method is: FedAvg, and the two or three functions in which a method differs from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from fedala.cohort import Cohort, Params, Task, average
+from fedala.layers import upper
+
+#: What a client or a server keeps between rounds: nested dicts of tensors, the first dimension of each the lane.
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method; its fields are its hyperparameters, and it has no other state.
+
+    A round is: the server `send`s; each participant `initialize`s its local model; the `evaluated` model is tested; the
+    participant `train`s and uploads; the server `aggregate`s. All of it is written for a cohort of lanes: every tensor's first
+    dimension is the lane. What clients and server keep between rounds is in their `State`, and nowhere else.
+    """
+
+    #: Name on the command line, name in tables, and one line that says what it does.
+    name: ClassVar[str]
+    title: ClassVar[str]
+    summary: ClassVar[str]
+    #: Whether each client is evaluated with a model of its own; otherwise with the global model.
+    personal: ClassVar[bool] = True
+    #: Whether every client must take part in every round.
+    everyone: ClassVar[bool] = False
+    #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty where it does.
+    refuses_ala: ClassVar[str] = ""
+
+    # --- the server ------------------------------------------------------------------------------------------------
+
+    def serve(self, start: Params, sizes: Sequence[int]) -> State:
+        """The server's state before the first round, from the initial model Θ⁰ (one lane) and the clients' sizes."""
+        return {"global": start}
+
+    def send(self, server: State, clients: list[int]) -> Params:
+        """What goes to this round's clients: one lane, shared by all, or one lane for each. Exactly this is sent and counted."""
+        sent: Params = server["global"]
+        return sent
+
+    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
+        """The server's state after the round; `weights` are the clients' numbers of training samples."""
+        return {"global": average(uploads, weights)}
+
+    # --- the client ------------------------------------------------------------------------------------------------
+
+    def fresh(self, task: Task, start: Params) -> State:
+        """The state of clients that take part for the first time; `start` holds Θ⁰ in every lane. What starts is `local`."""
+        return {}
+
+    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
+        """The local model that training starts from, and the state after it."""
+        return received, state
+
+    def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
+        """The personal model that is tested, before training."""
+        return initialized
+
+    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+        """Local training: what is uploaded, and the client's new state."""
+        return cohort.sgd(initialized), state
+
+    def left(self, upload: Params, state: State) -> Params:
+        """The personal model that a participation leaves behind, until the client takes part again."""
+        model: Params = state.get("local", upload)
+        return model
+
+    # --- ALA in its place ------------------------------------------------------------------------------------------
+
+    def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+        """The parameters that ALA blends when it replaces this method's initialisation."""
+        return upper(model, layers)

@@ -1,0 +1,39 @@
+"""The 4-layer CNN of McMahan et al. (2017), as the paper uses it: two 5×5 convolutions and two linear layers, no padding."""
+
+from collections.abc import Callable, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedala.errors import UserError
+from fedala.layers import Layered
+
+
+class CNN(Layered):
+    layers = (("fc2",), ("fc1",), ("conv2",), ("conv1",))
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        channels, *sides = shape
+        # Each 5×5 convolution takes 4 from a side, each pooling halves it.
+        height, width = (((side - 4) // 2 - 4) // 2 for side in sides)
+        if height < 1 or width < 1:
+            raise UserError(f"The CNN needs images of at least 16×16 pixels, not {sides[0]}×{sides[1]}.")
+        self.conv1 = nn.Conv2d(channels, 32, 5)
+        self.conv2 = nn.Conv2d(32, 64, 5)
+        self.fc1 = nn.Linear(64 * height * width, 512)
+        self.fc2 = nn.Linear(512, classes)
+
+    def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        return (
+            # The ReLU of the largest is the largest ReLU: pooling first leaves a quarter of the work.
+            lambda x: F.max_pool2d(self.conv1(x), 2).relu(),
+            lambda x: F.max_pool2d(self.conv2(x), 2).relu().flatten(1),
+            lambda x: self.fc1(x).relu(),
+            self.fc2,
+        )
+
+
+def cnn(shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10) -> CNN:
+    """The paper's CNN for images of `shape` (channels, height, width)."""
+    return CNN(shape, classes)

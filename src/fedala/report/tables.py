@@ -1,0 +1,102 @@
+"""Tables for the terminal: results, clients, methods, datasets."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from fedala.data import Federation, Known
+from fedala.methods import Entry
+
+#: The accuracies of a summary, and what to call them.
+ACCURACIES = {
+    "best": "best round",
+    "best_joined": "best round,\nparticipants",
+    "final": "last round",
+    "validation_picked": "round picked by\nvalidation",
+}
+
+
+def results(methods: Mapping[str, Any]) -> Table:
+    """The `methods` of a run's summary: accuracies in percent, mean ± standard deviation over the runs."""
+    shown = [key for key in ACCURACIES if any(key in method["accuracy"] for method in methods.values())]
+    table = _table("accuracy in %")
+    for key in shown:
+        table.add_column(ACCURACIES[key], justify="right", no_wrap=True)
+    table.add_column("seconds\nper round", justify="right")
+    table.add_column("parameters per client\nand round", justify="right")
+    for method in methods.values():
+        accuracies = [percent(method["accuracy"].get(key)) for key in shown]
+        parameters = f"{method['parameters_per_client_and_round']['together']:,}"
+        table.add_row(escape(method["title"]), *accuracies, f"{method['seconds_per_round']:.3g}", parameters)
+    return table
+
+
+def percent(figure: Mapping[str, Any] | None) -> str:
+    """Mean ± standard deviation in percent; a single run has no deviation."""
+    if figure is None:
+        return "–"
+    deviation = f" ± {100 * figure['std']:.2f}" if len(figure["runs"]) > 1 else ""
+    return f"{100 * figure['mean']:.2f}{deviation}"
+
+
+def clients(federation: Federation) -> Table:
+    """Every client: how many samples in which part, of how many classes, and which it has most of."""
+    names = federation.dataset.class_names or [str(label) for label in range(federation.dataset.classes)]
+    parts = {"train": federation.train, "validation": federation.validation, "test": federation.test}
+    parts = {name: rows for name, rows in parts.items() if name != "validation" or any(map(len, rows))}
+    table = _table("client", "samples", *parts, "classes", right=True)
+    table.add_column("most of")
+    for client, counts in enumerate(federation.counts()):
+        sizes = [f"{len(rows[client]):,}" for rows in parts.values()]
+        largest = [label for label in np.argsort(-counts, kind="stable")[:3] if counts[label]]
+        most = ", ".join(f"{names[label]} ({counts[label] / counts.sum():.0%})" for label in largest)
+        table.add_row(str(client), f"{counts.sum():,}", *sizes, str(np.count_nonzero(counts)), escape(most))
+    return table
+
+
+def methods(entries: Iterable[Entry]) -> Table:
+    """The methods by name."""
+    table = _table("method", "", "with ALA", "what it does")
+    for entry in entries:
+        table.add_row(entry.name, escape(entry.title), f"{entry.name}+ala" if entry.takes_ala else "", entry.summary)
+    return table
+
+
+def hyperparameters(entries: Iterable[Entry]) -> Table:
+    """What `--set` takes."""
+    table = _table("hyperparameter", "default", "what it is")
+    for entry in entries:
+        for name, (default, text) in entry.defaults().items():
+            table.add_row(f"{entry.name}.{name}", _plain(default), escape(text))
+    return table
+
+
+def datasets(rows: Iterable[Known]) -> Table:
+    """The datasets known by name, with the settings that a run takes for them."""
+    table = _table("dataset", "what it is")
+    for name in ("classes", "samples", "shape"):
+        table.add_column(name, justify="right")
+    for name in ("from", "model"):
+        table.add_column(name)
+    for name in ("lr", "rounds"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        shape = "×".join(map(str, row.shape))
+        sizes = (str(row.classes), f"{row.samples:,}", shape)
+        table.add_row(row.name, row.what, *sizes, row.source, row.model, f"{row.lr:g}", str(row.rounds))
+    return table
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(*columns: str, right: bool = False) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    return table

@@ -1,0 +1,337 @@
+"""`fedala.run`: from a config to results."""
+
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedala.cohort import Params, Task, state_of
+from fedala.config import Config
+from fedala.data import Dataset, Federation, federate, known, load
+from fedala.errors import UserError
+from fedala.methods import Method, WithALA, catalogue, make
+from fedala.models import build_model
+from fedala.options import suggest
+from fedala.randomness import torch_seed
+from fedala.simulation import Personal, Row, Simulation
+from fedala.store import RunFolder
+
+
+@dataclass
+class MethodResult:
+    """What one method did, over all runs."""
+
+    method: str
+    title: str
+    history: list[Row] = field(default_factory=list)
+    models: dict[tuple[int, int | None], dict[str, Tensor]] = field(default_factory=dict)
+    """By seed and client (None: the global model), unless they went to a run folder."""
+
+    def _per_run(self, pick: Callable[[list[Row]], float]) -> np.ndarray:
+        seeds = dict.fromkeys(row["seed"] for row in self.history)
+        return np.array([pick([row for row in self.history if row["seed"] == seed]) for seed in seeds])
+
+    @property
+    def best(self) -> np.ndarray:
+        """Each run's accuracy in its best round: the paper's headline, picked on test data."""
+        return self._per_run(lambda rows: max(row["accuracy"] for row in rows))
+
+    @property
+    def best_joined(self) -> np.ndarray:
+        """The same over the participants of the round alone, as in the paper's ρ = 0.5 column."""
+        return self._per_run(lambda rows: max(row["accuracy_joined"] for row in rows))
+
+    @property
+    def final(self) -> np.ndarray:
+        """Each run's accuracy after the last round."""
+        return self._per_run(lambda rows: rows[-1]["accuracy"])
+
+    @property
+    def picked(self) -> np.ndarray | None:
+        """Each run's accuracy in the round that the validation slice picks."""
+        if "accuracy_validation" not in self.history[0]:
+            return None
+        return self._per_run(lambda rows: max(rows, key=lambda row: row["accuracy_validation"])["accuracy"])
+
+    @property
+    def best_accuracy(self) -> float:
+        """Mean over the runs of the best round's accuracy."""
+        return float(self.best.mean())
+
+    @property
+    def seconds_per_round(self) -> float:
+        """Of all runs together: evaluated rounds, without the first two, which pay for the start and for ALA's initial stage,
+        and the last, which does not train."""
+        seconds = [row["seconds"] for row in self.history if row["seed"] == self.history[0]["seed"]]
+        return float(np.mean(seconds[2:-1] or seconds[:-1] or seconds))
+
+    def summary(self) -> dict[str, Any]:
+        def over_runs(values: np.ndarray) -> dict[str, Any]:
+            return {"mean": float(values.mean()), "std": float(values.std()), "runs": values.tolist()}
+
+        figures = {"best": over_runs(self.best), "final": over_runs(self.final)}
+        if self.picked is not None:
+            figures["validation_picked"] = over_runs(self.picked)
+        if any(row["accuracy"] != row["accuracy_joined"] for row in self.history):
+            figures["best_joined"] = over_runs(self.best_joined)
+        sent, uploaded = (max(row[key] for row in self.history) for key in ("sent", "uploaded"))
+        return {
+            "title": self.title,
+            "accuracy": figures,
+            "seconds_per_round": self.seconds_per_round,
+            "parameters_per_client_and_round": {"sent": sent, "uploaded": uploaded, "together": sent + uploaded},
+        }
+
+
+@dataclass
+class Result:
+    """What a run gave: one `MethodResult` per method. With a single method, its figures are the result's own."""
+
+    config: Config
+    methods: dict[str, MethodResult]
+    folder: Path | None = None
+
+    @property
+    def _only(self) -> MethodResult:
+        if len(self.methods) != 1:
+            raise AttributeError(
+                f"This result holds several methods: use result.methods[{next(iter(self.methods))!r}]."
+            )
+        return next(iter(self.methods.values()))
+
+    @property
+    def history(self) -> list[Row]:
+        return self._only.history
+
+    @property
+    def best_accuracy(self) -> float:
+        return self._only.best_accuracy
+
+    @property
+    def models(self) -> dict[tuple[int, int | None], dict[str, Tensor]]:
+        return self._only.models
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been checked from end to end: everything that can be refused has been refused."""
+
+    config: Config
+    federation: Federation
+    model: Callable[[], nn.Module]
+    methods: tuple[Method, ...]
+    device: torch.device
+
+
+def plan(
+    config: Config, dataset: Dataset | Federation | None = None, model: Callable[[], nn.Module] | None = None
+) -> Plan:
+    """Checks a config and loads what it names; nothing is written. The plan's config has every value resolved."""
+    names = [name for name in known() if name.name == config.dataset]
+    values: dict[str, Any] = {"rounds": 2000, "lr": 0.005, "model": "cnn"}
+    if names:
+        values |= {"rounds": names[0].rounds, "lr": names[0].lr, "model": names[0].model}
+    _check_settings(config)
+    methods = tuple(make(name, config.set) for name in config.methods)
+    for method in methods:
+        if sum(other.name == method.name for other in methods) > 1:
+            raise UserError(f"method names {method.title} twice: {config.method}.")
+        if method.everyone and config.join_ratio < 1:
+            raise UserError(f"{method.title} needs every client in every round: it cannot run with join_ratio < 1.")
+    device = _device(config.device)
+
+    if isinstance(dataset, Federation):
+        federation = dataset
+    else:
+        data = dataset or load(config.dataset, Path(config.data_dir) if config.data_dir else None)
+        if not names and data.vocabulary is not None:
+            values |= {"model": "fasttext", "lr": 0.1}
+        federation = federate(data, config.partition, config.clients, config.partition_seed, config.validation)
+    if config.model in ("resnet18", "fasttext"):
+        values["lr"] = 0.1
+    chosen = {key: value for key, value in values.items() if getattr(config, key) is None}
+    config = replace(config, clients=len(federation.train), **chosen)
+    name = str(config.model)
+    make_model = model or (lambda: build_model(name, federation.dataset))
+    with torch.device("meta"):
+        skeleton = make_model()
+    for method in methods:
+        if isinstance(method, WithALA):
+            method.governed(skeleton, method.ala.layers)
+    return Plan(config, federation, make_model, methods, device)
+
+
+def run(
+    config: Config | None = None,
+    *,
+    dataset: str | Dataset | Federation | None = None,
+    model: str | Callable[[], nn.Module] | None = None,
+    out: Path | str | None = None,
+    force: bool = False,
+    on_row: Callable[[str, Row], None] | None = None,
+    **options: Any,
+) -> Result:
+    """Runs one or several methods: `run(method="fedala", dataset="digits", rounds=50)`.
+
+    Options are those of `fedala run`. A `Dataset` or a `Federation` of your own may stand for the dataset's name, and a
+    function that builds an `nn.Module` for the model's. With `out`, everything is kept in that folder.
+    """
+    if isinstance(dataset, str):
+        options["dataset"] = dataset
+    elif dataset is not None:
+        options["dataset"] = (dataset.dataset if isinstance(dataset, Federation) else dataset).name
+    if isinstance(model, str):
+        options["model"] = model
+    own_data = None if isinstance(dataset, str) else dataset
+    own_model = None if isinstance(model, str) else model
+    checked = plan(config or Config.of(options), own_data, own_model)
+    return execute(checked, Path(out) if out else None, force=force, on_row=on_row)
+
+
+def execute(
+    plan: Plan, out: Path | None, *, force: bool = False, on_row: Callable[[str, Row], None] | None = None
+) -> Result:
+    """Carries out a plan."""
+    config = plan.config
+    folder = RunFolder.create(out, config, force=force) if out else None
+    result = Result(config, {}, out)
+    began = time.time()
+    devices = [plan.device] if plan.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        for method in plan.methods:
+            outcome = MethodResult(method.name, method.title)
+            result.methods[method.name] = outcome
+            simulation = prepare(plan, method)
+
+            def keep(personal: Personal, outcome: MethodResult = outcome) -> None:
+                if folder and config.save_models:
+                    folder.save_model(outcome.method, personal)
+                elif not folder:
+                    state = {name: value[0].cpu() for name, value in personal.model.items()}
+                    outcome.models[personal.seed, personal.client] = state
+
+            for row in simulation.run(keep):
+                outcome.history.append(row)
+                if folder:
+                    folder.add_history(method.name, [row])
+                if row["round"] < int(config.rounds or 0):
+                    row.pop("clients")  # every client's part is kept of the last evaluation only
+                elif folder:
+                    folder.add_clients(method.name, row)
+                if on_row:
+                    on_row(method.name, row)
+            if folder:
+                folder.write_summary(_summary(result, time.time() - began))
+    return result
+
+
+def prepare(plan: Plan, method: Method) -> Simulation:
+    """One method's simulation, ready for its first round."""
+    config, federation = plan.config, plan.federation
+    with torch.device("meta"):
+        skeleton = plan.model()
+    task = Task(
+        skeleton,
+        federation.dataset.x,
+        federation.dataset.y,
+        federation.train,
+        federation.test,
+        federation.validation,
+        batch_size=config.batch_size,
+        lr=float(config.lr or 0),
+        epochs=config.local_epochs,
+        shuffle=config.shuffle,
+        device=plan.device,
+        precision=config.precision,
+    )
+
+    def start(seed: int) -> Params:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch_seed(seed, "initial model"))
+            state = state_of(plan.model())
+        return {
+            name: value.to(plan.device, task.dtype if value.is_floating_point() else value.dtype)
+            for name, value in state.items()
+        }
+
+    return Simulation(
+        method,
+        task,
+        start,
+        seeds=range(config.seed, config.seed + config.seeds),
+        rounds=int(config.rounds or 1),
+        join_ratio=config.join_ratio,
+        lanes=_lanes(config.lanes, plan.device),
+        eval_every=config.eval_every,
+        eval_clients=config.eval_clients,
+    )
+
+
+def _lanes(lanes: str, device: torch.device) -> int | None:
+    """How many clients side by side; None: all. On a CPU, lanes gain nothing over one client after another."""
+    if lanes == "auto":
+        return None if device.type == "cuda" else 1
+    return None if lanes == "all" else int(lanes)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, and there is no CUDA device here: use --device cpu or auto.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _check_settings(config: Config) -> None:
+    """Every hyperparameter belongs to a method of this run: a setting that would be ignored is a mistake."""
+    owners = {part for name in config.methods for part in name.split("+")}
+    owners |= {"ala"} if "fedala" in owners else set()
+    owners |= {"fedala"} if "fedavg+ala" in config.methods else set()
+    for key in config.set:
+        owner, dot, name = key.partition(".")
+        if owner != "ala" and owner not in catalogue():
+            raise UserError(f"set {key}: there is no method {owner!r}{suggest(owner, [*catalogue(), 'ala'])}.")
+        if not dot or not name:
+            raise UserError(f"set {key}: write it as method.option=value, such as fedala.eta=0.5.")
+        if owner not in owners:
+            raise UserError(f"set {key}: {owner} is not among the methods of this run ({', '.join(config.methods)}).")
+
+
+def _summary(result: Result, seconds: float) -> Mapping[str, Any]:
+    return {
+        "methods": {name: outcome.summary() for name, outcome in result.methods.items()},
+        "note": "best: the best round, picked on test data as in the paper; final: the last round",
+        "rounds": result.config.rounds,
+        "seeds": result.config.seeds,
+        "seconds": seconds,
+        "command": " ".join(sys.argv),
+        "versions": {**versions(), "commit": _commit()},
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    try:
+        found["fedala"] = version("fedala")
+    except PackageNotFoundError:  # run from a source tree
+        found["fedala"] = "unknown"
+    return found
+
+
+def _commit() -> str | None:
+    """The git commit of the source tree that runs, where it is one."""
+    here = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None

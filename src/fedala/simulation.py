@@ -1,0 +1,247 @@
+"""The round loop on one machine: draw, send, initialise, evaluate, train, upload, aggregate, record.
+
+Several runs (seeds) of one method go side by side: a lane is a client of a run. Everything a simulation is between
+two rounds stands in `servers`, `clients` and `left`; every draw is keyed, so there is no random state.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedala.clients import ClientStates, Lane
+from fedala.cohort import Cohort, Params, Task
+from fedala.methods import Method, State
+from fedala.randomness import draw, torch_seed
+from fedala.trees import count, join, take, tree_map
+
+Row = dict[str, Any]
+"""One line of the history: one run's evaluation of one round."""
+
+
+@dataclass(frozen=True)
+class Personal:
+    """The model that a client ends with; client None: the global model."""
+
+    seed: int
+    client: int | None
+    model: Params
+
+
+class Simulation:
+    """One method on one federation, over one or several seeds."""
+
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        start: Callable[[int], Params],
+        *,
+        seeds: Sequence[int] = (0,),
+        rounds: int = 1,
+        join_ratio: float = 1.0,
+        lanes: int | None = None,
+        eval_every: int = 1,
+        eval_clients: str = "all",
+        client_memory: int | None = None,
+    ) -> None:
+        """`start(seed)` is the initial model Θ⁰ of a run, as one lane; `lanes` bounds how many work side by side.
+
+        `client_memory` bounds the bytes of host memory for the state of clients that are not taking part.
+        """
+        self.method, self.task = method, task
+        self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
+        self.lanes, self.eval_every, self.eval_clients = lanes, eval_every, eval_clients
+        self.population = len(task.parts["train"])
+        self.parts = ["test"] + (["validation"] if any(len(rows) for rows in task.parts["validation"]) else [])
+        self.start = [start(seed) for seed in self.seeds]
+        sizes = [task.size(client) for client in range(self.population)]
+        self.servers: list[State] = [method.serve(model, sizes) for model in self.start]
+        self.clients = ClientStates(task.device, everybody=join_ratio == 1, budget=client_memory)
+        #: Per run, client and part: what the model that the client was left with scores (correct, loss, samples).
+        self.left: np.ndarray | None = None
+        self._unsettled: list[tuple[np.ndarray, int, Sequence[Lane], torch.Tensor]] = []
+
+    def run(self, on_model: Callable[[Personal], None] | None = None) -> Iterator[Row]:
+        """All rounds: T rounds give evaluations 0 to T. The models of the last one go to `on_model`."""
+        for round in range(1, self.rounds + 2):
+            last = round > self.rounds
+            yield from self.step(round, train=not last, on_model=on_model if last else None)
+
+    # --- one round -------------------------------------------------------------------------------------------------
+
+    def step(self, round: int, *, train: bool, on_model: Callable[[Personal], None] | None = None) -> list[Row]:
+        """Round `round`, counted from 1: its evaluation is number `round − 1`, after that many aggregations."""
+        began = time.perf_counter()
+        evaluates = not train or (round - 1) % self.eval_every == 0
+        joined = [self.participants(seed, round) for seed in self.seeds]
+        sent = [self.method.send(server, clients) for server, clients in zip(self.servers, joined, strict=True)]
+        table = self._scores_left().copy() if self._looks_back else np.zeros(self._shape)
+        uploads: list[tuple[list[Lane], Params]] = []
+        noted: list[tuple[list[Lane], dict[str, torch.Tensor]]] = []
+        for lanes in self._cohorts([(run, client) for run, clients in enumerate(joined) for client in clients]):
+            cohort = self._cohort(lanes, round, sent, joined)
+            torch.manual_seed(torch_seed(cohort.seeds[0], "torch", client=cohort.clients[0], round=round))
+            state = self.clients.gather(lanes, lambda lane: self.method.fresh(self.task, self.start[lane[0]]))
+            initialized, state = self.method.initialize(cohort, cohort.received, state)
+            if evaluates or on_model:
+                evaluated = self.method.evaluated(cohort, initialized, cohort.received, state)
+                self._score(cohort, lanes, evaluated, table)
+                if on_model and self.method.personal:
+                    for i, lane in enumerate(lanes):
+                        on_model(Personal(self.seeds[lane[0]], lane[1], take(evaluated, slice(i, i + 1))))
+            if train:
+                upload, state = self.method.train(cohort, initialized, cohort.received, state)
+                self.clients.scatter(lanes, state)
+                uploads.append((lanes, upload))
+                if self._looks_back:
+                    self._score(cohort, lanes, self.method.left(upload, state), self._scores_left())
+            noted.append((lanes, cohort.notes))
+        if evaluates and self.eval_clients == "all":
+            self._score_others(round, sent, joined, table)
+        uploaded = self._aggregate(uploads) if train else 0
+        # Up to here nothing has waited for the device; now the figures come back, all at once.
+        self._settle()
+        notes: dict[str, dict[Lane, float]] = {}
+        for lanes, values in noted:
+            for name, figures in values.items():
+                notes.setdefault(name, {}).update(zip(lanes, figures.tolist(), strict=True))
+        rows = [self._row(run, round, joined[run], table, notes, sent[run]) for run in range(len(self.seeds))]
+        if train:
+            rows = [{**row, "uploaded": uploaded} for row in rows]
+        elif on_model:
+            self._last_models(joined, on_model)
+        seconds = time.perf_counter() - began
+        return [{**row, "seconds": seconds} for row in rows] if evaluates else []
+
+    def participants(self, seed: int, round: int) -> list[int]:
+        """`round(ρ·clients)` clients without replacement, at least one."""
+        size = max(1, int(np.floor(self.join_ratio * self.population + 0.5)))
+        if size >= self.population:
+            return list(range(self.population))
+        chosen = draw(seed, "participants", round=round).choice(self.population, size, replace=False)
+        return sorted(chosen.tolist())
+
+    def _cohorts(self, lanes: Sequence[Lane]) -> Iterator[list[Lane]]:
+        """Lanes by length, the longest first, as many at a time as work side by side."""
+        size = self.task.size
+        ordered = sorted(lanes, key=lambda lane: (-size(lane[1]), -size(lane[1], "test"), lane[1], lane[0]))
+        width = self.lanes or len(ordered)
+        for first in range(0, len(ordered), width):
+            yield ordered[first : first + width]
+
+    def _cohort(self, lanes: Sequence[Lane], round: int, sent: list[Params], joined: list[list[int]]) -> Cohort:
+        """The lanes of a cohort with what the server sent them: lanes of one run share one model, or each has its own."""
+        models, source, offset = [], {}, 0
+        for run, params in enumerate(sent):
+            width = len(next(iter(params.values()))) if params else 0
+            for place, client in enumerate(joined[run]):
+                source[run, client] = offset + (place if width > 1 else 0)
+            models.append(params)
+            offset += width
+        index = [source[lane] for lane in lanes]
+        if offset == 1:
+            received = tree_map(lambda value: value.expand(len(lanes), *value.shape[1:]), models[0])
+        else:
+            received = take(join(models), index) if offset else {}
+        clients, seeds = [client for _, client in lanes], [self.seeds[run] for run, _ in lanes]
+        return Cohort(self.task, clients, seeds, round, self.rounds, received, index)
+
+    def _aggregate(self, uploads: list[tuple[list[Lane], Params]]) -> int:
+        """Every run's server takes in what its clients uploaded, in their order. Returns how much one of them uploaded."""
+        place = {lane: i for i, lane in enumerate(lane for lanes, _ in uploads for lane in lanes)}
+        everything = join([params for _, params in uploads])
+        for run in range(len(self.seeds)):
+            clients = sorted(client for other, client in place if other == run)
+            sizes = [self.task.size(client) for client in clients]
+            if sum(sizes):
+                own = take(everything, [place[run, client] for client in clients])
+                weights = torch.tensor(sizes, device=self.task.device).double()
+                self.servers[run] = self.method.aggregate(self.servers[run], own, weights, clients)
+        return count(everything) // len(place)
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        return len(self.seeds), self.population, len(self.parts), 3
+
+    @property
+    def _looks_back(self) -> bool:
+        """Whether clients outside the round are evaluated with a personal model that an earlier round left them."""
+        return self.join_ratio < 1 and self.eval_clients == "all" and self.method.personal
+
+    def _scores_left(self) -> np.ndarray:
+        """What every client's left model scores; before its first participation that is Θ⁰."""
+        if self.left is None:
+            self.left = np.zeros(self._shape)
+            everybody = list(range(self.population))
+            for lanes in self._cohorts([(run, client) for run in range(len(self.seeds)) for client in everybody]):
+                cohort = self._cohort(lanes, 0, self.start, [everybody] * len(self.seeds))
+                self._score(cohort, lanes, cohort.received, self.left)
+            self._settle()
+        return self.left
+
+    def _score_others(self, round: int, sent: list[Params], joined: list[list[int]], table: np.ndarray) -> None:
+        """Clients outside the round, where the model is the global one."""
+        if self.method.personal or self.join_ratio == 1:
+            return
+        others = [sorted(set(range(self.population)) - set(clients)) for clients in joined]
+        for lanes in self._cohorts([(run, client) for run, clients in enumerate(others) for client in clients]):
+            cohort = self._cohort(lanes, round, sent, others)
+            self._score(cohort, lanes, cohort.received, table)
+
+    def _score(self, cohort: Cohort, lanes: Sequence[Lane], model: Params, table: np.ndarray) -> None:
+        """Tests each lane's model; the figures get into the table when all of them are settled."""
+        for place, part in enumerate(self.parts):
+            score = cohort.evaluate(model, part)
+            self._unsettled.append((table, place, lanes, torch.stack([t.double() for t in score], 1)))
+
+    def _settle(self) -> None:
+        if self._unsettled:
+            figures = iter(torch.cat([score for *_, score in self._unsettled]).cpu().numpy())
+            for table, place, lanes, _ in self._unsettled:
+                for run, client in lanes:
+                    table[run, client, place] = next(figures)
+        self._unsettled = []
+
+    def _row(
+        self,
+        run: int,
+        round: int,
+        joined: list[int],
+        table: np.ndarray,
+        notes: dict[str, dict[Lane, float]],
+        sent: Params,
+    ) -> Row:
+        def shares(clients: Any, part: int) -> tuple[float, float]:
+            correct, loss, samples = table[run, clients, part].sum(0)
+            return (float(correct / samples), float(loss / samples)) if samples else (float("nan"), float("nan"))
+
+        evaluated = slice(None) if self.eval_clients == "all" else joined
+        accuracy, loss = shares(evaluated, 0)
+        row: Row = {"seed": self.seeds[run], "round": round - 1, "accuracy": accuracy, "loss": loss}
+        row["accuracy_joined"] = shares(joined, 0)[0]
+        if "validation" in self.parts:
+            row["accuracy_validation"] = shares(evaluated, 1)[0]
+        for name, values in notes.items():
+            own = [value for lane, value in values.items() if lane[0] == run and not np.isnan(value)]
+            row[name] = float(np.mean(own)) if own else float("nan")
+        row["sent"] = count(sent) // max(1, len(next(iter(sent.values())))) if sent else 0
+        row["uploaded"] = 0
+        row["clients"] = table[run, :, 0]
+        return row
+
+    def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
+        """The global models, and the personal models of clients outside the last round."""
+        for run, seed in enumerate(self.seeds):
+            if "global" in self.servers[run] and self.method.send(self.servers[run], joined[run]):
+                on_model(Personal(seed, None, self.servers[run]["global"]))
+            for client in sorted(set(range(self.population)) - set(joined[run])) if self.method.personal else ():
+                state = self.clients.get((run, client))
+                known = self.start[run] if state is None else self.method.left(state.get("local", {}), state)
+                if known:
+                    on_model(Personal(seed, client, known))

@@ -1,0 +1,134 @@
+"""The run folder: config, history, per-client results, summary, models. Nothing in it is pickled."""
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fedala.config import Config
+from fedala.errors import UserError
+from fedala.simulation import Personal, Row
+
+#: What a run folder holds. `--force` replaces a folder only if there is nothing else in it.
+CONTENT = {
+    "config.toml", "history.csv", "clients.csv", "summary.json", "models", "checkpoint", "report.html"
+}  # fmt: skip
+
+
+class RunFolder:
+    """One run, or one comparison of methods, on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def check(cls, path: Path, *, force: bool) -> None:
+        """Refuses a folder that exists, and a place where none can be made, before any work is done."""
+        try:
+            if not os.path.lexists(path):
+                parent = next(p for p in path.absolute().parents if p.exists())
+                if not parent.is_dir() or not os.access(parent, os.W_OK):
+                    raise UserError(f"The output folder {path} cannot be made: {parent} cannot be written to.")
+            elif not force:
+                raise UserError(f"The output folder {path} exists already: choose another, or --force to replace it.")
+            elif path.is_symlink() or not path.is_dir():
+                raise UserError(f"{path} is not a folder, so --force does not replace it: choose another.")
+            elif foreign := sorted(entry.name for entry in path.iterdir() if entry.name.lstrip(".") not in CONTENT):
+                raise UserError(
+                    f"{path} holds {foreign[0]}, which is no part of a run, so --force will not replace it."
+                )
+        except OSError as error:
+            raise UserError(f"The output folder {path} cannot be used: {error.strerror}.") from None
+
+    @classmethod
+    def create(cls, path: Path, config: Config, *, force: bool) -> "RunFolder":
+        cls.check(path, force=force)
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+            path.mkdir(parents=True)
+            (path / "config.toml").write_text(config.text(), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"The output folder {path} cannot be made: {error.strerror}.") from None
+        return cls(path)
+
+    def add_history(self, method: str, rows: Iterable[Row]) -> None:
+        """Appends evaluations, flushed, so that a fault later loses none of them."""
+        for row in rows:
+            line = {"method": method, **{key: value for key, value in row.items() if key != "clients"}}
+            self._append("history.csv", line)
+
+    def add_clients(self, method: str, row: Row) -> None:
+        """Every client's part in one evaluation."""
+        for client, (correct, loss, samples) in enumerate(row["clients"]):
+            accuracy, mean_loss = (correct / samples, loss / samples) if samples else (float("nan"), float("nan"))
+            line = {"method": method, "seed": row["seed"], "round": row["round"], "client": client}
+            self._append("clients.csv", {**line, "samples": int(samples), "accuracy": accuracy, "loss": mean_loss})
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        path = self.path / name
+        path.touch()
+        with path.open("r+", newline="", encoding="utf-8") as file:
+            columns = next(csv.reader(file), [])
+            new = [column for column in line if column not in columns]
+            if not new:
+                file.seek(0, os.SEEK_END)
+                file.write(_csv(columns, [line]))
+                return
+            file.seek(0)
+            lines = [*csv.DictReader(file), line]
+        # Another method may have more to say about a round: its columns are added, empty for the others.
+        self._replace(name, _csv([*columns, *new], lines, header=True))
+
+    def _replace(self, name: str, text: str) -> None:
+        """Writes a file in one step: whoever looks, or whatever fails, there is the old one or the new one."""
+        temporary = self.path / f".{name}"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.path / name)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of history.csv, numbers as numbers."""
+        with (self.path / "history.csv").open(newline="", encoding="utf-8") as file:
+            return [
+                {key: value if key == "method" else _number(value) for key, value in row.items()}
+                for row in csv.DictReader(file)
+            ]
+
+    def save_model(self, method: str, personal: Personal) -> None:
+        path = self._model(method, personal.seed, personal.client)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()}, path)
+
+    def model(self, method: str, seed: int, client: int | None = None) -> dict[str, Tensor]:
+        """A saved model's state, by name: a client's personal one, or the global one."""
+        tensors: dict[str, Tensor] = load_file(self._model(method, seed, client))
+        return tensors
+
+    def _model(self, method: str, seed: int, client: int | None) -> Path:
+        name = "global" if client is None else f"client-{client:05d}"
+        return self.path / "models" / method / f"seed-{seed}" / f"{name}.safetensors"
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+
+def _csv(columns: list[str], lines: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _number(text: str) -> float | int | None:
+    if not text:
+        return None
+    return int(text) if text.lstrip("-").isdecimal() else float(text)

@@ -1,0 +1,149 @@
+"""Every client's share is split once and for all, and a partition file gives back what was written."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedala.data import Dataset, federate, iid, write_partition
+from fedala.errors import UserError
+from fedala.randomness import draw
+
+
+def dataset(samples=120, classes=3, name="toy"):
+    y = torch.arange(samples) % classes
+    return Dataset(name, torch.zeros(samples, 2), y, classes)
+
+
+def parts(federation):
+    return [[p.tolist() for p in part] for part in (federation.train, federation.validation, federation.test)]
+
+
+@given(st.integers(2, 200), st.integers(1, 8), st.floats(0, 0.99), st.integers(0, 50))
+def test_train_validation_and_test_are_disjoint_and_complete(samples, clients, validation, seed):
+    clients = min(clients, samples)
+    federation = federate(dataset(samples, 2), "iid", clients, seed, validation)
+    everything = federation.train + federation.validation + federation.test
+    assert sorted(np.concatenate(everything).tolist()) == list(range(samples))
+    for train, held_out, test in zip(federation.train, federation.validation, federation.test, strict=True):
+        training = len(train) + len(held_out)
+        assert training == int(0.75 * (training + len(test)))
+        assert len(held_out) == int(validation * training)
+
+
+def test_the_split_is_keyed_by_seed_and_client_and_the_validation_part_is_the_end_of_the_training_part():
+    data = dataset()
+    federation = federate(data, "iid", 4, seed=7, validation=0.2)
+    for client, share in enumerate(iid(data.y, clients=4, seed=7)):
+        order = share[draw(7, "split", client=client).permutation(30)]
+        np.testing.assert_array_equal(federation.train[client], order[:18])
+        np.testing.assert_array_equal(federation.validation[client], order[18:22])
+        np.testing.assert_array_equal(federation.test[client], order[22:])
+
+
+def test_counts_cover_all_parts_by_class():
+    data = dataset()
+    federation = federate(data, "pathological:1", 3, validation=0.3)
+    assert federation.counts().tolist() == [[40, 0, 0], [0, 40, 0], [0, 0, 40]]
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_a_written_partition_reads_back_the_same(tmp_path, validation):
+    federation = federate(dataset(), "dir:1", 5, seed=3, validation=validation)
+    write_partition(federation, tmp_path / "p.json")
+    for clients in (5, None):
+        again = federate(dataset(), str(tmp_path / "p.json"), clients, seed=99, validation=validation)
+        assert parts(again) == parts(federation)
+    assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_validation_can_be_cut_from_a_file_that_has_none_and_a_files_own_stays(tmp_path):
+    path = str(tmp_path / "p.json")
+    write_partition(federate(dataset(), "iid", 4), path)
+    assert parts(federate(dataset(), path, 4, validation=0.2)) == parts(federate(dataset(), "iid", 4, validation=0.2))
+    write_partition(federate(dataset(), "iid", 4, validation=0.2), path)
+    assert parts(federate(dataset(), path, 4, validation=0.5)) == parts(federate(dataset(), "iid", 4, validation=0.2))
+
+
+def test_a_client_given_as_a_list_is_split_as_any_share(tmp_path):
+    shares = [share.tolist() for share in iid(dataset().y, clients=4, seed=7)]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"format": "fedala-partition", "version": 1, "samples": 120, "clients": shares}))
+    assert parts(federate(dataset(), str(path), 4, seed=7)) == parts(federate(dataset(), "iid", 4, seed=7))
+
+
+def change(tmp_path, **changes):
+    path = tmp_path / "p.json"
+    write_partition(federate(dataset(), "iid", 2), path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": "else"}, 'does not say "format"'),
+        ({"version": 2}, "version 2; this program reads version 1"),
+        ({"samples": 119}, "with 119 samples, whose labels are not those of toy with 120"),
+        ({"labels": "0" * 64}, "a partition fits one dataset only"),
+        ({"clients": []}, "names no clients"),
+        ({"clients": {}}, "names no clients"),
+        ({"clients": [[1, 2], [2, 3]]}, "the sample 2 away twice"),
+        ({"clients": [{"train": [1], "test": [1]}, []]}, "the sample 1 away twice"),
+        ({"clients": [[1], [120]]}, "client 1 must list whole numbers from 0 to 119"),
+        ({"clients": [[-1], [3]]}, "client 0 must list whole numbers"),
+        ({"clients": [[1.0], [3]]}, "whole numbers"),
+        ({"clients": [[True], [3]]}, "whole numbers"),
+        ({"clients": [{"train": [1], "test": "2"}, [3]]}, "client 0, test must list"),
+        ({"clients": [{"train": [1]}, [3]]}, "must be a list of samples, or have train, test"),
+        ({"clients": [{"train": [1], "test": [], "tset": []}, [3]]}, "must be a list of samples, or have train, test"),
+        ({"clients": [1, 2]}, "must be a list of samples"),
+        ({"clients": [[1], [2], [3]]}, "holds 3 clients, but 2 were asked for"),
+    ],
+)
+def test_a_partition_file_is_checked(tmp_path, changes, says):
+    with pytest.raises(UserError, match=says):
+        federate(dataset(), change(tmp_path, **changes), 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"{", "not a readable"), (b"\xff", "not a readable"), (b"[1]", "does not say"), (b"[" * 10**5, "not a readable")],
+)
+def test_a_file_that_is_no_partition(tmp_path, content, says):
+    (tmp_path / "p.json").write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        federate(dataset(), str(tmp_path / "p.json"))
+
+
+def test_a_partition_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"no partition file .*nowhere\.json"):
+        federate(dataset(), str(tmp_path / "nowhere.json"))
+
+
+def test_another_datasets_labels_are_refused_even_in_the_same_number(tmp_path):
+    write_partition(federate(dataset(), "iid", 2), tmp_path / "p.json")
+    other = Dataset("other", torch.zeros(120, 2), (torch.arange(120) + 1) % 3, 3)
+    with pytest.raises(UserError, match=r"made for toy .* those of other"):
+        federate(other, str(tmp_path / "p.json"), 2)
+
+
+@pytest.mark.parametrize(("path", "says"), [("no/where/p.json", "cannot be written"), ("p.txt", r"called ….json")])
+def test_a_partition_that_cannot_be_written(tmp_path, path, says):
+    with pytest.raises(UserError, match=says):
+        write_partition(federate(dataset(), "iid", 2), tmp_path / path)
+
+
+@pytest.mark.parametrize("validation", [-0.1, 1.0, math.nan])
+def test_the_validation_share_must_be_a_share(validation):
+    with pytest.raises(UserError, match="at least 0 and less than 1"):
+        federate(dataset(), "iid", 2, validation=validation)
+
+
+def test_the_seed_must_fit():
+    with pytest.raises(UserError, match="seed of a partition"):
+        federate(dataset(), "iid", 2, seed=-1)

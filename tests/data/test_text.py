@@ -1,0 +1,52 @@
+"""Tokens as torchtext's `basic_english` makes them, and a vocabulary that is a function of the texts."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedala.data.text import token_ids, tokens, vocabulary
+
+
+def reference(text):
+    """torchtext's table of patterns and replacements, one after the other."""
+    text = text.lower()
+    for pattern, replacement in (
+        (r"\'", " '  "), (r"\"", ""), (r"\.", " . "), (r"<br \/>", " "), (r",", " , "), (r"\(", " ( "), (r"\)", " ) "),
+        (r"\!", " ! "), (r"\?", " ? "), (r"\;", " "), (r"\:", " "), (r"\s+", " "),
+    ):  # fmt: skip
+        text = re.sub(pattern, replacement, text)
+    return text.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Oil's UP, again!", "oil ' s up , again !"),
+        ('He said: "no"; (why?)', "he said no ( why ? )"),
+        ("one<br />two\t\nthree", "one two three"),
+        ("$3.50 is #36;-5", "$3 . 50 is #36 -5"),
+        ("", ""),
+    ],
+)
+def test_tokens(text, expected):
+    assert tokens(text) == expected.split()
+
+
+@given(st.text(alphabet=st.sampled_from(list("aB '\".,()!?;:<br/>\n\t-é\u2003"))) | st.text())
+def test_tokens_are_those_of_the_reference(text):
+    assert tokens(text) == reference(text)
+
+
+def test_the_vocabulary_is_by_frequency_then_alphabet():
+    assert vocabulary([["b", "c", "a"], ["c", "z"], ["b"]]) == {"b": 1, "c": 2, "a": 3, "z": 4}
+
+
+def test_ids_are_cut_and_padded_to_200():
+    ids, rows = token_ids(["a " * 300, "b a", ""])
+    assert ids.shape == (3, 200)
+    assert ids[0].tolist() == [1] * 200
+    assert ids[1].tolist() == [2, 1] + [0] * 198
+    assert ids[2].tolist() == [0] * 200
+    assert rows == 3

@@ -1,0 +1,245 @@
+"""What every method must hold, and what sets each apart."""
+
+import numpy as np
+import pytest
+import torch
+from small import assert_close, ragged_task, simulate
+
+from fedala import methods
+from fedala.errors import UserError
+from fedala.methods import catalogue, make
+from fedala.trees import leaves
+
+SIZES = [5, 22, 13, 3, 8, 17, 0]
+EVERY = [*catalogue(), *(f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg")]
+
+
+def same_rows(a, b, tolerance):
+    assert [(row["seed"], row["round"]) for row in a] == [(row["seed"], row["round"]) for row in b]
+    for one, other in zip(a, b, strict=True):
+        for key in one.keys() - {"seconds", "clients"}:
+            assert one[key] == pytest.approx(other[key], abs=tolerance, nan_ok=True), key
+        assert np.allclose(one["clients"], other["clients"], atol=tolerance)
+
+
+@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
+@pytest.mark.parametrize("name", EVERY)
+def test_lanes_are_independent_over_rounds(name, join_ratio):
+    """One client after another, three at a time, all together, and two seeds together or each alone: the same."""
+    task = ragged_task(SIZES)
+    options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
+    _, rows, models = simulate(name, task, lanes=1, **options)
+    for lanes in (3, None):
+        _, other_rows, other_models = simulate(name, task, lanes=lanes, **options)
+        same_rows(rows, other_rows, 1e-9)
+        assert models.keys() == other_models.keys()
+        for key in models:
+            assert_close(models[key], other_models[key], 1e-10)
+    _, single, single_models = simulate(name, task, **{**options, "seeds": (4,)})
+    same_rows([row for row in rows if row["seed"] == 4], single, 1e-9)
+    for key in single_models:
+        assert_close(models[key], single_models[key], 1e-10)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_same_seed_gives_the_same_history_and_another_does_not(name):
+    task = ragged_task(SIZES, dtype=torch.float32)
+    first, again, other = (simulate(name, task, rounds=2, seeds=(seed,)) for seed in (0, 0, 1))
+    same_rows(first[1], again[1], 0)
+    for key in first[2]:
+        assert_close(first[2][key], again[2][key], 0)
+    assert [row["loss"] for row in first[1]] != [row["loss"] for row in other[1]]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_goes_on_from_its_declared_state_alone(name):
+    """A second simulation that is handed servers, clients and scores in the middle ends where the first one does."""
+    task = ragged_task(SIZES)
+    whole, _, _ = simulate(name, task, rounds=4, join_ratio=0.5)
+    first, _, _ = simulate(name, task, rounds=4, join_ratio=0.5)
+    half, _, _ = simulate(name, task, rounds=2, join_ratio=0.5)
+    first.servers, first.clients, first.left = half.servers, half.clients, half.left
+    rows = [row for round in (3, 4, 5) for row in first.step(round, train=round < 5)]
+    for (_, a), (_, b) in zip(leaves(whole.servers), leaves(first.servers), strict=True):
+        assert torch.equal(a, b)
+    assert [row["round"] for row in rows] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_client_without_training_samples_keeps_what_it_received_and_has_no_weight(name):
+    empty = SIZES.index(0)
+    simulation, rows, models = simulate(name, ragged_task(SIZES), rounds=3)
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    if name == "fedala":
+        assert_close(models[0, empty], models[0, None], 0)
+    task = ragged_task(SIZES)
+    task.parts = {part: [r for i, r in enumerate(rows) if i != empty] for part, rows in task.parts.items()}
+    without, _, _ = simulate(name, task, rounds=3)
+    # Draws are keyed by client; the empty one is the last, so the others keep their keys without it.
+    assert_close(simulation.servers[0]["global"], without.servers[0]["global"], 1e-12)
+
+
+def test_t_rounds_give_t_plus_one_evaluations():
+    _, rows, _ = simulate("fedavg", ragged_task(SIZES), rounds=3)
+    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    _, rows, _ = simulate("fedavg", ragged_task(SIZES), rounds=3, eval_every=2)
+    assert [row["round"] for row in rows] == [0, 2, 3]
+
+
+def test_what_is_sent_is_counted():
+    parameters = sum(value.numel() for value in simulate("fedavg", ragged_task(SIZES))[0].start[0].values())
+    for name in EVERY:
+        _, rows, _ = simulate(name, ragged_task(SIZES), rounds=2)
+        expected = 0 if name == "local" else parameters
+        assert (rows[0]["sent"], rows[0]["uploaded"]) == (expected, expected), name
+
+
+# --- what sets each apart --------------------------------------------------------------------------------------------
+
+
+def final(name, settings=None, **options):
+    simulation, rows, models = simulate(
+        name, ragged_task(SIZES, **options.pop("task", {})), settings=settings, rounds=3, **options
+    )
+    return simulation, rows, models
+
+
+def test_fedprox_without_its_term_is_fedavg_and_with_it_is_not():
+    fedavg, plain, pulled = (
+        final("fedavg"),
+        final("fedprox", {"fedprox.mu": 0.0}),
+        final("fedprox", {"fedprox.mu": 1.0}),
+    )
+    assert_close(fedavg[2][0, None], plain[2][0, None], 0)
+    assert (fedavg[2][0, None]["out.weight"] - pulled[2][0, None]["out.weight"]).abs().max() > 1e-3
+
+
+def test_a_strong_proximal_term_holds_the_model_at_the_anchor():
+    """With lr·μ = 1 a step ends at anchor − lr·∇L, whatever the model was: by hand, one step after another."""
+    from small import start_of
+
+    from fedala.cohort import Cohort
+    from fedala.trees import join
+
+    task = ragged_task([12], lr=0.1)
+    start, anchor = (join([start_of(task)(seed)]) for seed in (1, 2))
+    cohort = Cohort(task, [0], [0])
+    trained = cohort.sgd(start, proximal=(10.0, anchor))
+    by_hand = {name: value.clone() for name, value in start.items()}
+    order = cohort.shuffled(0, task.parts["train"][0], "batches", 0)
+    for rows in order[:4], order[4:8], order[8:]:
+        with task.mode(training=True):
+            _, gradients = task.gradients(by_hand, task.x[rows][None], task.y[rows][None])
+        by_hand |= {name: anchor[name] - 0.1 * gradient for name, gradient in gradients.items()}
+    assert_close(trained, by_hand, 1e-12)
+
+
+def test_dittos_global_track_is_fedavgs_to_the_bit():
+    assert_close(final("ditto")[2][0, None], final("fedavg")[2][0, None], 0)
+
+
+def test_ditto_without_its_term_is_local_with_two_epochs():
+    ditto, local = final("ditto", {"ditto.lam": 0.0}), final("local", task={"epochs": 2})
+    for client in range(len(SIZES)):
+        assert_close(ditto[2][0, client], local[2][0, client], 0)
+
+
+def test_local_clients_never_meet():
+    simulation, _, models = final("local")
+    assert (0, None) not in models
+    assert_close(simulation.servers[0]["global"], simulation.start[0], 0)
+
+
+def test_fedala_without_layers_is_fedavg():
+    fedala, fedavg = final("fedala", {"fedala.layers": 0}), final("fedavg")
+    assert_close(fedala[2][0, None], fedavg[2][0, None], 0)
+    assert_close(fedala[2][0, 1], fedavg[2][0, None], 0)
+
+
+def test_fedala_switched_on_late_is_fedavg_until_then():
+    late, fedavg = final("fedala", {"fedala.start_round": 4}), final("fedavg")
+    same_rows([{k: v for k, v in row.items() if "ala" not in k} for row in late[1][:3]], fedavg[1][:3], 0)
+    assert late[1][3]["ala_epochs"] > 1
+    assert late[1][3]["loss"] != fedavg[1][3]["loss"]
+
+
+def test_fedala_keeps_the_received_lower_layers_and_blends_the_upper_ones():
+    _, _, models = final("fedala")
+    blended = 0
+    for client in range(len(SIZES)):
+        for name, value in models[0, client].items():
+            if not name.startswith("out."):
+                assert torch.equal(value, models[0, None][name])
+            else:
+                blended += int(not torch.equal(value, models[0, None][name]))
+    assert blended > 0
+
+
+def test_the_first_round_is_skipped_and_later_ones_are_not():
+    _, rows, _ = final("fedala")
+    assert rows[0]["ala_epochs"] == 0
+    assert rows[1]["ala_epochs"] > 1
+    assert 0 < rows[2]["ala_epochs"] <= 1
+
+
+def test_clients_that_join_late_start_their_initial_stage_late():
+    """The stage is the client's own: whoever first meets a model other than its own learns until W has settled."""
+    simulation, _, _ = simulate(
+        "fedala", ragged_task([9] * 8), rounds=1, join_ratio=0.25, settings={"ala.threshold": 0.003}
+    )
+    assert not any(state["ala"]["trained"].any() for state in simulation.clients.values())
+    learned, late = set(), []
+    for round in range(2, 13):
+        joined = simulation.participants(0, round)
+        [row] = simulation.step(round, train=True)
+        newcomers = set(joined) - learned
+        assert row["ala_epochs"] > 10 if len(newcomers) == len(joined) else row["ala_epochs"] >= 1
+        if not newcomers:
+            assert row["ala_epochs"] == 1
+        late += [round] * len(newcomers)
+        learned |= newcomers
+        assert all(bool(simulation.clients[0, client]["ala"]["trained"][0]) for client in joined)
+    assert len(set(late)) > 2, "clients should have joined at different times for this test to bite"
+
+
+def test_ditto_with_ala_leaves_the_global_track_alone():
+    assert_close(final("ditto+ala")[2][0, None], final("fedavg")[2][0, None], 0)
+    plain, with_ala = final("ditto"), final("ditto+ala")
+    assert (plain[2][0, 1]["out.weight"] - with_ala[2][0, 1]["out.weight"]).abs().max() > 1e-4
+
+
+def test_fedavg_with_ala_is_fedala():
+    assert make("fedavg+ala") == make("fedala")
+
+
+# --- by name ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("fedalla", {}, "did you mean fedala"),
+        ("fedprox+alb", {}, "no method"),
+        ("fedala+ala", {}, "no method"),
+        ("local+ala", {}, "refused"),
+        ("fedprox", {"fedprox.nu": 1}, "no option fedprox.nu"),
+        ("fedprox", {"fedprox.mu": -1}, "fedprox.mu must be at least 0"),
+        ("ditto", {"ditto.epochs": "1.5"}, "whole number"),
+        ("fedala", {"fedala.sample": float("nan")}, "must be a number"),
+        ("ditto+ala", {"ala.eta": 0}, "ala.eta must be greater than 0"),
+    ],
+)
+def test_refusals(name, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make(name, settings)
+
+
+def test_settings_reach_the_method():
+    method = make("ditto+ala", {"ditto.lam": "0.5", "ala.layers": 2})
+    assert (method.base.lam, method.ala.layers) == (0.5, 2)
+    assert make("fedala", {"ala.eta": 2.0, "fedala.eta": 0.5}).ala.eta == 0.5
+
+
+def test_a_method_is_found_by_being_in_the_folder():
+    assert set(catalogue()) >= {"fedala", "fedavg", "fedprox", "local", "ditto"}
+    assert all(methods.make(name).title == entry.title for name, entry in catalogue().items())

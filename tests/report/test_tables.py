@@ -1,0 +1,89 @@
+"""Tables and progress: what is shown is what was measured."""
+
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from fedala.config import Config
+from fedala.report import tables
+from fedala.report.progress import Watch, clock
+
+
+def figure(*runs):
+    mean = sum(runs) / len(runs)
+    return {"mean": mean, "std": (sum((run - mean) ** 2 for run in runs) / len(runs)) ** 0.5, "runs": list(runs)}
+
+
+def shown(table):
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def summary(title, **accuracy):
+    parameters = {"sent": 5, "uploaded": 7, "together": 12}
+    return {
+        "title": title,
+        "accuracy": accuracy,
+        "seconds_per_round": 0.25,
+        "parameters_per_client_and_round": parameters,
+    }
+
+
+def test_accuracies_are_percent_with_a_deviation_where_there_are_several_runs():
+    assert tables.percent(figure(0.5)) == "50.00"
+    assert tables.percent(figure(0.5, 0.7)) == "60.00 ± 10.00"
+    assert tables.percent(None) == "–"
+
+
+def test_results_show_the_accuracies_that_there_are():
+    text = shown(
+        tables.results({"a": summary("A", best=figure(0.9), final=figure(0.8), validation_picked=figure(0.85))})
+    )
+    assert "round picked by" in text
+    assert "participants" not in text
+    assert next(line for line in text.splitlines() if "A " in line).split() == [
+        "A",
+        "90.00",
+        "80.00",
+        "85.00",
+        "0.25",
+        "12",
+    ]
+
+
+def watch(console, **options):
+    plan = SimpleNamespace(config=Config(rounds=2, seeds=2), methods=[SimpleNamespace(name="a+ala", title="A[b]+ALA")])
+    return Watch(console, plan, **options)
+
+
+def follow(watch):
+    with watch:
+        for round in range(3):
+            for seed in (0, 1):
+                watch.row("a+ala", {"seed": seed, "round": round, "accuracy": (0.5, 0.9, 0.7)[round] + 0.02 * seed})
+
+
+@pytest.mark.parametrize(("every", "rounds"), [(0, [0, 1, 2]), (1000, [2])])
+def test_elsewhere_than_on_a_terminal_a_line_now_and_then(every, rounds):
+    console = Console(force_terminal=False, width=40)
+    with console.capture() as capture:
+        follow(watch(console, every=every))
+    lines = capture.get().splitlines()
+    assert [line.split("/")[0] for line in lines] == [f"A[b]+ALA: round {round}" for round in rounds]
+    assert "accuracy 71.00 %  best 91.00 %" in lines[-1]
+    assert "\x1b" not in capture.get()
+
+
+def test_on_a_terminal_one_bar_for_each_method():
+    console = Console(force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    with console.capture() as capture:
+        follow(watch(console))
+    assert "round 2/2  accuracy 71.00 %  best 91.00 %" in capture.get()
+    assert "\x1b" in capture.get()
+
+
+def test_clock():
+    assert [clock(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]

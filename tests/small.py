@@ -1,0 +1,66 @@
+"""Small federations that show what matters: clients of very different sizes, in a few milliseconds."""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedala.cohort import Params, Task, state_of
+from fedala.methods import make
+from fedala.simulation import Simulation
+
+
+class Net(nn.Module):
+    """Convolution, batch normalisation, two linear layers: every kind of layer and buffer that travels."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.hidden = nn.Linear(12, 6)
+        self.out = nn.Linear(6, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.max_pool2d(self.norm(self.conv(x)).relu(), 2)
+        return self.out(self.hidden(x.flatten(1)).relu())
+
+
+def ragged_task(
+    sizes: list[int], *, model: nn.Module | None = None, dtype: torch.dtype = torch.float64, **settings: object
+) -> Task:
+    """Clients with `sizes` training samples (and a third as many test samples) of learnable 6×6 images of three classes."""
+    random = np.random.default_rng(0)
+    tests = [max(1, size // 3) for size in sizes]
+    total = sum(sizes) + sum(tests)
+    y = torch.from_numpy(random.integers(0, 3, total))
+    x = torch.from_numpy(random.normal(size=(total, 1, 6, 6))) + y.view(-1, 1, 1, 1) * 0.5
+    cuts = np.cumsum([0, *sizes, *tests])
+    parts = [np.arange(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    precision = "float64" if dtype == torch.float64 else "float32"
+    options = {"batch_size": 4, "lr": 0.1, "precision": precision, **settings}
+    skeleton = model or Net()
+    return Task(skeleton, x.to(dtype), y, parts[: len(sizes)], parts[len(sizes) :], **options)  # type: ignore[arg-type]
+
+
+def start_of(task: Task, make_model: type[nn.Module] = Net):
+    def start(seed: int) -> Params:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            state = state_of(make_model())
+        return {n: v.to(task.dtype) if v.is_floating_point() else v.clone() for n, v in state.items()}
+
+    return start
+
+
+def simulate(method: str, task: Task, *, settings: dict[str, object] | None = None, **options: object):
+    """All rounds of a method: the simulation, its history and its last models by (seed, client)."""
+    simulation = Simulation(make(method, settings), task, start_of(task), **options)  # type: ignore[arg-type]
+    models = {}
+    rows = list(simulation.run(lambda personal: models.update({(personal.seed, personal.client): personal.model})))
+    return simulation, rows, models
+
+
+def assert_close(a: Params, b: Params, tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        difference = (a[name].double() - b[name].double()).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference}"

@@ -1,0 +1,83 @@
+"""Options: what a value is taken for, and the sentence for what it cannot be."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from fedala.errors import UserError
+from fedala.options import build, convert, option, suggest
+
+
+@dataclass(frozen=True)
+class Sample:
+    count: int = option(3, "how many", least=1, most=9)
+    ratio: float = option(0.5, "a share", above=0, most=1)
+    rate: float | None = option(None, "a rate")
+    fast: bool = option(False, "whether")
+    kind: str = option("a", "which", choices=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ("3", int, 3),
+        (3.0, int, 3),
+        ("3.0", int, 3),
+        (2**60 + 1, int, 2**60 + 1),
+        (str(2**60 + 1), int, 2**60 + 1),
+        ("1e-3", float, 0.001),
+        (2, float, 2.0),
+        (None, float | None, None),
+        ("2", float | None, 2.0),
+        ("False", bool, False),
+        ("yes", bool, True),
+        (True, bool, True),
+        ("x", str, "x"),
+        (4, str, "4"),
+    ],
+)
+def test_a_value_is_taken_for_what_it_says(value, kind, expected):
+    got = convert(value, kind, "n")
+    assert got == expected
+    assert type(got) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("2.5", int), ("x", int), (True, int), ([1], int), ("inf", int), ("", int), (None, int),
+        ("x", float), (False, float), ("nan", float), (float("inf"), float), (10**400, float),
+        (1, bool), ("maybe", bool),
+        (2.5, str), (True, str), (None, str), ("\udcff", str),
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused(value, kind):
+    nouns = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    with pytest.raises(UserError, match=rf"^my\.n must be {nouns[kind]}, not .*\.$"):
+        convert(value, kind, "my.n")
+
+
+def test_build_converts_and_keeps_defaults():
+    assert build(Sample, {"count": "5", "fast": "true"}) == Sample(count=5, fast=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"count": 0}, "s.count must be at least 1, not 0."),
+        ({"count": 10}, "s.count must be at most 9, not 10."),
+        ({"ratio": 0}, "s.ratio must be greater than 0, not 0.0."),
+        ({"ratio": 1.5}, "s.ratio must be at most 1, not 1.5."),
+        ({"kind": "c"}, "s.kind must be one of a, b, not 'c'."),
+        ({"cuont": 1}, "There is no option s.cuont (did you mean count?)."),
+        ({"zzz": 1}, "There is no option s.zzz; there is count, ratio, rate, fast, kind."),
+    ],
+)
+def test_build_refuses(values, sentence):
+    with pytest.raises(UserError) as caught:
+        build(Sample, values, "s.")
+    assert str(caught.value) == sentence
+
+
+def test_suggest_without_anything_to_suggest():
+    assert suggest("x", []) == "; there are none"

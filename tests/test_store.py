@@ -1,0 +1,118 @@
+"""The run folder: what goes in comes out, and nothing of a user's is ever replaced."""
+
+import json
+import os
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from fedala.config import Config
+from fedala.errors import UserError
+from fedala.simulation import Personal
+from fedala.store import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "deep" / "run", Config(rounds=3), force=False)
+
+
+def row(**values):
+    return {"seed": 0, "round": 0, "accuracy": 0.5, "clients": np.zeros((2, 3)), **values}
+
+
+def test_the_config_is_kept(folder):
+    assert Config.of(Config.read(folder.path / "config.toml")) == Config(rounds=3)
+
+
+def test_history_comes_back_as_numbers(folder):
+    folder.add_history("fedavg", [row(accuracy=np.float64(1 / 3), loss=float("nan")), row(round=1, loss=-2.0)])
+    first, second = folder.history()
+    assert first["method"] == "fedavg"
+    assert first["accuracy"] == 1 / 3
+    assert np.isnan(first["loss"])
+    assert (second["round"], second["loss"]) == (1, -2.0)
+    assert "clients" not in first
+
+
+def test_a_method_with_more_to_say_widens_the_history(folder):
+    folder.add_history("fedavg", [row(), row(round=1)])
+    folder.add_history("fedala", [row(ala_epochs=4)])
+    folder.add_history("fedavg", [row(seed=1)])
+    rows = folder.history()
+    assert [r["ala_epochs"] for r in rows] == [None, None, 4, None]
+    assert [(r["method"], r["seed"], r["round"]) for r in rows] == [
+        ("fedavg", 0, 0), ("fedavg", 0, 1), ("fedala", 0, 0), ("fedavg", 1, 0)
+    ]  # fmt: skip
+    assert (folder.path / "history.csv").read_bytes().count(b"\r") == 0
+
+
+def test_clients_are_shares_of_their_samples(folder):
+    folder.add_clients("fedavg", row(clients=np.array([[3.0, 8.0, 4.0], [0.0, 0.0, 0.0]])))
+    lines = (folder.path / "clients.csv").read_text().splitlines()
+    assert lines == [
+        "method,seed,round,client,samples,accuracy,loss",
+        "fedavg,0,0,0,4,0.75,2.0",
+        "fedavg,0,0,1,0,nan,nan",
+    ]
+
+
+def test_models_come_back_by_name(folder):
+    model = {"weight": torch.randn(1, 2, 3), "steps": torch.tensor([7])}
+    folder.save_model("ditto+ala", Personal(5, 12, model))
+    folder.save_model("ditto+ala", Personal(5, None, {"weight": model["weight"] + 1}))
+    own = folder.model("ditto+ala", 5, 12)
+    assert torch.equal(own["weight"], model["weight"][0])
+    assert own["steps"] == 7
+    assert torch.equal(folder.model("ditto+ala", 5)["weight"], model["weight"][0] + 1)
+    assert (folder.path / "models" / "ditto+ala" / "seed-5" / "client-00012.safetensors").is_file()
+
+
+def test_the_summary_is_replaced_in_one_step(folder):
+    folder.write_summary({"a": 1})
+    folder.write_summary({"β": 2})
+    assert json.loads((folder.path / "summary.json").read_text(encoding="utf-8")) == {"β": 2}
+    assert sorted(entry.name for entry in folder.path.iterdir()) == ["config.toml", "summary.json"]
+
+
+def test_nothing_is_pickled(folder):
+    folder.add_history("fedavg", [row()])
+    folder.save_model("fedavg", Personal(0, None, {"weight": torch.ones(1, 2)}))
+    for file in folder.path.rglob("*"):
+        assert not file.is_file() or (not zipfile.is_zipfile(file) and not file.read_bytes().startswith(b"\x80"))
+
+
+def refused(path, says, *, force):
+    with pytest.raises(UserError, match=says):
+        RunFolder.create(path, Config(), force=force)
+
+
+def test_an_existing_folder_is_replaced_by_force_only(folder):
+    folder.add_history("fedavg", [row()])
+    refused(folder.path, "exists already", force=False)
+    assert len(folder.history()) == 1
+    RunFolder.create(folder.path, Config(rounds=9), force=True)
+    assert [entry.name for entry in folder.path.iterdir()] == ["config.toml"]
+    assert Config.read(folder.path / "config.toml")["rounds"] == 9
+
+
+def test_force_keeps_away_from_what_is_not_a_run(folder, tmp_path):
+    (folder.path / "thesis.tex").write_text("years of work")
+    refused(folder.path, r"holds thesis\.tex, which is no part of a run", force=True)
+    assert (folder.path / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "is not a folder", force=True)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    refused(tmp_path / "link", "exists already", force=False)
+    refused(tmp_path / "link", "is not a folder", force=True)
+
+
+def test_places_where_no_folder_can_be_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file" / "run", "cannot be", force=False)
+    refused(tmp_path / ("x" * 300), "cannot be", force=False)
+    if os.geteuid() != 0:
+        (tmp_path / "closed").mkdir(mode=0o500)
+        refused(tmp_path / "closed" / "run", "cannot be written to", force=False)
