@@ -1,5 +1,7 @@
 """Small federations that show what matters: clients of very different sizes, in a few milliseconds."""
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ def ragged_task(
     y = torch.from_numpy(random.integers(0, 3, total))
     x = torch.from_numpy(random.normal(size=(total, 1, 6, 6))) + y.view(-1, 1, 1, 1) * 0.5
     cuts = np.cumsum([0, *sizes, *tests])
-    parts = [np.arange(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [np.arange(a, b) for a, b in pairwise(cuts)]
     precision = "float64" if dtype == torch.float64 else "float32"
     options = {"batch_size": 4, "lr": 0.1, "precision": precision, **settings}
     skeleton = model or Net()

@@ -63,7 +63,7 @@ def _conv_backward_input(
     R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx[lane, c, m] = Σ w[lane, c, k] · dy[lane, m, k], places m = (b, h, v), sum over k = (o, r, s) with p·stride + r = h + pad."""
+    """dx[lane, c, m] = Σ w[lane, c, k] · dy[lane, m, k], places m = (b, h, v), over k = (o, r, s), p·stride + r = h + pad."""
     lane = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -263,7 +263,7 @@ class Convolution(torch.autograd.Function):
         ctx.shape = shape = (c, h, v, o, p, q, r, s, stride, pad)
         y = x.new_empty(lanes, batch, o, p, q)
         has_bias = bias is not None
-        bias = bias.contiguous() if has_bias else w
+        added = w if bias is None else bias.contiguous()
         bo, bm = _block(o, 64), 64
         if last := _channels_last(c, o):
             x, w = x.permute(0, 1, 3, 4, 2).contiguous(), w.flatten(3).permute(0, 3, 1, 2).contiguous()
@@ -274,7 +274,7 @@ class Convolution(torch.autograd.Function):
         kernel[(triton.cdiv(batch * p * q, bm), triton.cdiv(o, bo), lanes)](
             x,
             w,
-            bias,
+            added,
             y,
             batch,
             *shape,

@@ -37,7 +37,7 @@ class Captured:
         self.pool = torch.cuda.graph_pool_handle()
 
     def load(self, state: Any, fixed: Any, lanes: int) -> tuple[Any, Any, torch.Tensor]:
-        """Takes up what a training starts from; returns the buffers, in which it will happen, and the one that sums the losses."""
+        """Takes up what a training starts from; returns the buffers in which it will happen, and that of the losses."""
         for buffers, values in ((self.state, state), (self.fixed, fixed)):
             for (_, buffer), (_, value) in zip(leaves(buffers), leaves(values), strict=True):
                 buffer[: len(value)].copy_(value)
