@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from fedala.cohort import Cohort, Loss, Params, Task, pad, state_of, steps
+from fedala.cohort import Cohort, Loss, Params, Task, onto, pad, state_of, steps
 from fedala.errors import UserError
 from fedala.layers import Cut, upper
 from fedala.options import build, option
@@ -132,7 +132,7 @@ def initialize(
 
     update = {name: received[name] - local[name] for name in governed}  # the paper's "update", g − w
     differs = torch.stack([(update[name] != 0).flatten(1).any(1) for name in governed]).any(0)
-    blending = differs & torch.tensor([size > 0 for size in cohort.sizes()], device=differs.device)
+    blending = differs & onto(differs.device, [size > 0 for size in cohort.sizes()])
     learning = blending & ~trained if settings.freeze else blending
     weights: Params = {name: value.clone() for name, value in state["weights"].items()}
     losses, epochs = _learn(cohort, settings, learning, trained, weights, local, update, start)
@@ -229,7 +229,7 @@ def _learn_head(
 
     task = cohort.task
     table, places = cohort.features(cut, start, rows)
-    lengths = torch.tensor([len(row) for row in rows], device=task.device)
+    lengths = onto(task.device, [len(row) for row in rows])
     least = torch.full_like(lengths, settings.min_epochs)
     return learn(
         table.float(),

@@ -11,8 +11,9 @@ are neighbours and a step is a slice. Nothing is padded: no result depends on wh
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,17 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
+from fedala.embedding import RowGradient, RowGradients, large_embeddings
 from fedala.layers import Cut, call, layers_of
 from fedala.randomness import draw
 from fedala.trees import leaves, take, tree_map
 
 Params = dict[str, Tensor]
 Loss = Callable[[Any, Any], Tensor]
+Gradients = dict[str, Tensor | RowGradient]
 Objective = Callable[..., Tensor]
 """Of one lane: (state, x, y, …) to a number."""
-
-#: Samples that go through a model at once where no gradient is kept: what suits a CPU's caches, and what fills a GPU.
-CHUNK = {"cpu": 512, "cuda": 4096}
 
 
 def state_of(model: nn.Module) -> Params:
@@ -75,6 +75,10 @@ class Task:
         self.y = tree_map(lambda t: t.to(self.device), y)
         self.parts = {"train": train, "test": test, "validation": validation}
         self.loss = loss
+        #: Samples that go through a model at once where no gradient is kept: for a CPU's caches, or a GPU's memory.
+        self.chunk = 512
+        if self.device.type == "cuda":
+            self.chunk = max(512, torch.cuda.get_device_properties(self.device).total_memory // 2**23)
         self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
         self.layers = layers_of(model)
         self.trainable = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -86,6 +90,11 @@ class Task:
             for name, module in model.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
         )
+
+    @cached_property
+    def embeddings(self) -> dict[str, int | None]:
+        """Weights whose gradients are kept as rows, with their padding rows."""
+        return large_embeddings(self.model)
 
     def size(self, client: int, part: str = "train") -> int:
         return len(self.parts[part][client])
@@ -171,20 +180,25 @@ class Task:
         names: Sequence[str] | None = None,
         objective: Objective | None = None,
         *fixed: Any,
-    ) -> tuple[Tensor, Params]:
+    ) -> tuple[Tensor, Gradients]:
         """Each lane's loss on its batch, and the gradients of the named parameters (of all that learn, by default).
 
         `objective(state, x, y, *fixed)`, for one lane, may stand for the loss. Buffers (running statistics) are updated in place.
         """
         names = self.trainable if names is None else names
-        with torch.enable_grad():
+        rows = RowGradients(name for name in self.embeddings if name in names)
+        with torch.enable_grad(), rows if rows.found else nullcontext():
             state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
             losses = self.per_lane(objective, state, x, y, *fixed) if objective else self.losses(state, x, y)
-            values = torch.autograd.grad(losses.sum(), [state[name] for name in names])
-        gradients = dict(zip(names, values, strict=True))
+            leaves_ = [state[name] for name in names]
+            values = torch.autograd.grad(losses.sum(), leaves_, allow_unused=bool(rows.found))
+        gradients: Gradients = dict(zip(names, values, strict=True))
+        for name in rows.found:
+            gradients[name] = rows.gradient(name, params[name].shape, self.embeddings[name])
         for name, row in self.padding:
-            if name in gradients:
-                gradients[name].select(1, row).zero_()
+            whole = gradients.get(name)
+            if isinstance(whole, Tensor):
+                whole.select(1, row).zero_()
         return losses.detach(), gradients
 
 
@@ -200,9 +214,20 @@ Step = Callable[[Task, Any, Any, Any, Any], Tensor]
 """(task, state, fixed, x, y) of the lanes that have a batch: changes `state` in place, returns the lanes' losses."""
 
 
-def descend(params: Params, gradients: Params, lr: float) -> None:
+def descend(params: Params, gradients: Gradients, lr: float) -> None:
     """One step of gradient descent, in place."""
-    torch._foreach_add_([params[name].detach() for name in gradients], list(gradients.values()), alpha=-lr)
+    dense = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
+    torch._foreach_add_([params[name].detach() for name in dense], list(dense.values()), alpha=-lr)
+    for name, value in gradients.items():
+        if isinstance(value, RowGradient):
+            value.add_to(params[name].detach(), -lr)
+
+
+def pull(params: Params, gradients: Gradients, anchor: Params, mu: float) -> None:
+    """Adds the gradient of a proximal term, μ/2·‖w − anchor‖², in place."""
+    for name, value in gradients.items():
+        whole = value.dense() if isinstance(value, RowGradient) else value
+        gradients[name] = whole.add_(params[name] - anchor[name], alpha=mu)
 
 
 @dataclass(frozen=True)
@@ -216,8 +241,7 @@ class SGD:
     def __call__(self, task: Task, state: Params, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
         losses, gradients = task.gradients(state, x, y, self.names)
         if self.mu:
-            for name, gradient in gradients.items():
-                gradient.add_(state[name] - fixed["anchor"][name], alpha=self.mu)
+            pull(state, gradients, fixed["anchor"], self.mu)
         descend(state, gradients, self.lr)
         return losses
 
@@ -324,7 +348,7 @@ class Cohort:
             if captured:
                 state, total = tree_map(torch.clone, (state, total))
         taken = [epochs * max(n // size, int(n > 0)) for n in lengths]
-        self.notes["train_loss"] = total / torch.tensor(taken, device=task.device)
+        self.notes["train_loss"] = total / onto(task.device, taken)
         return state
 
     def _captured(self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any) -> Any:
@@ -349,7 +373,7 @@ class Cohort:
         task = self.task
         rows = [task.parts[part][client] for client in self.clients] if isinstance(part, str) else part
         order = sorted(range(len(self)), key=lambda lane: -len(rows[lane]))
-        lengths = torch.tensor([len(rows[lane]) for lane in order], device=task.device)
+        lengths = onto(task.device, [len(rows[lane]) for lane in order])
         with task.mode(training=False):
             cut = Cut(task.model, self._own_layers(params))
             table, places = self.features(cut, params, rows)
@@ -374,7 +398,7 @@ class Cohort:
 
     def _width(self) -> int:
         """Samples per lane and step of an evaluation."""
-        return max(1, 8 * CHUNK[self.task.device.type] // len(self))
+        return max(1, 8 * self.task.chunk // len(self))
 
     def _own_layers(self, params: Params) -> int:
         """How many upper layers are not the received ones, told by identity: the tensors that were handed out are the same."""
@@ -403,8 +427,8 @@ class Cohort:
         table, filled = [], 0
         for group in groups.values():
             state = {name: value[group[0]] for name, value in params.items()}
-            together = torch.as_tensor(np.concatenate([rows[lane] for lane in group])).to(task.device)
-            for chunk in torch.split(together, CHUNK[task.device.type]):
+            together = onto(task.device, torch.from_numpy(np.concatenate([rows[lane] for lane in group])))
+            for chunk in torch.split(together, task.chunk):
                 if len(chunk):
                     table.append(cut.lower(state, task.inputs(chunk)))
             for lane in group:
@@ -437,10 +461,17 @@ def steps(lengths: Sequence[int], size: int, *, drop_last: bool) -> Iterator[tup
 
 
 def pad(rows: Sequence[Any], device: torch.device) -> Tensor:
-    """Ragged rows of positions as one matrix on the device. The padding is never read."""
-    tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
-    padded: Tensor = nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    return padded.to(device)
+    """Ragged rows of positions as one matrix on the device, padded with zeros."""
+    matrix = np.zeros((len(rows), max((len(row) for row in rows), default=0)), dtype=np.int64)
+    for line, row in zip(matrix, rows, strict=True):
+        line[: len(row)] = row
+    return onto(device, torch.from_numpy(matrix))
+
+
+def onto(device: torch.device, values: Any) -> Tensor:
+    """Numbers of the host on the device. From pinned memory, so that the host need not wait until the device gets to it."""
+    tensor: Tensor = values if isinstance(values, Tensor) else torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def average(params: Params, weights: Tensor) -> Params:

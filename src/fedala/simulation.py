@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedala.clients import ClientStates, Lane
-from fedala.cohort import Cohort, Params, Task
+from fedala.cohort import Cohort, Params, Task, onto
 from fedala.methods import Method, State
 from fedala.randomness import draw, torch_seed
 from fedala.trees import count, join, take, tree_map
@@ -158,8 +158,8 @@ class Simulation:
             clients = sorted(client for other, client in place if other == run)
             sizes = [self.task.size(client) for client in clients]
             if sum(sizes):
-                own = take(everything, [place[run, client] for client in clients])
-                weights = torch.tensor(sizes, device=self.task.device).double()
+                own = take(everything, onto(self.task.device, [place[run, client] for client in clients]))
+                weights = onto(self.task.device, sizes).double()
                 self.servers[run] = self.method.aggregate(self.servers[run], own, weights, clients)
         return count(everything) // len(place)
 

@@ -302,7 +302,7 @@ class Convolution(torch.autograd.Function):
             bc, bm = _block(c, 64), 64
             kernel = _last_backward_input if ctx.last else _conv_backward_input
             kernel[(triton.cdiv(batch * h * v, bm), triton.cdiv(c, bc), lanes)](
-                dy, w, dx, batch, *ctx.shape, BC=bc, BM=bm, BK=32, PRECISION=ctx.precision, num_warps=4, num_stages=3
+                dy, w, dx, batch, *ctx.shape, BC=bc, BM=bm, BK=32, PRECISION=ctx.precision, num_warps=4, num_stages=4
             )
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             weights, rows = o * c * r * s, batch * p * q
@@ -313,9 +313,9 @@ class Convolution(torch.autograd.Function):
             parts = x.new_empty(count, lanes, weights + o)
             bo = _block(o, 64)
             if ctx.last:
-                bc = _block(c, 64)
+                bc = 32
                 _last_backward_weight[(triton.cdiv(o, bo) * triton.cdiv(c, bc) * r * s, count, lanes)](
-                    dy, x, parts, batch, share, *ctx.shape, BO=bo, BC=bc, BK=32, PRECISION=ctx.precision, num_warps=4
+                    dy, x, parts, batch, share, *ctx.shape, BO=bo, BC=bc, BK=32, PRECISION=ctx.precision, num_warps=2
                 )
             else:
                 bn = _block(c * r * s + 1, 64)

@@ -81,7 +81,7 @@ class Linear(torch.autograd.Function):
         rows = max(16, triton.next_power_of_2(batch))
         _linear_forward[(triton.cdiv(o, 32), lanes)](
             x, w, w if bias is None else bias.contiguous(), y, batch, i, o, bias is not None,
-            BB=rows, BO=32, BK=64, PRECISION=precision, num_warps=4,
+            BB=rows, BO=32, BK=64, PRECISION=precision, num_warps=2,
         )  # fmt: skip
         ctx.save_for_backward(x, w)
         ctx.precision, ctx.has_bias, ctx.rows = precision, bias is not None, rows
@@ -95,8 +95,8 @@ class Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
-            _linear_backward_input[(triton.cdiv(i, 64), lanes)](
-                dy, w, dx, batch, i, o, BB=ctx.rows, BI=64, BK=32, PRECISION=ctx.precision, num_warps=4
+            _linear_backward_input[(triton.cdiv(i, 32), lanes)](
+                dy, w, dx, batch, i, o, BB=ctx.rows, BI=32, BK=64, PRECISION=ctx.precision, num_warps=2
             )
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dw, db = torch.empty_like(w), w.new_empty(lanes, o)
