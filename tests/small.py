@@ -48,7 +48,9 @@ def start_of(task: Task, make_model: type[nn.Module] = Net):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             state = state_of(make_model())
-        return {n: v.to(task.dtype) if v.is_floating_point() else v.clone() for n, v in state.items()}
+        return {
+            n: v.to(task.device, task.dtype if v.is_floating_point() else v.dtype, copy=True) for n, v in state.items()
+        }
 
     return start
 

@@ -23,6 +23,7 @@ from fedala.config import Config
 from fedala.data import federate, known, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
+from fedala.options import suggest
 from fedala.report import plots, tables
 from fedala.report.progress import Watch
 from fedala.running import Result, execute, plan, versions
@@ -282,6 +283,50 @@ def datasets() -> None:
     """List the datasets that are known by name."""
     _console().print(tables.datasets(known()))
     print("Your own data: --dataset with the path of a .npz, a .csv or an image folder, or hub:owner/name.")
+
+
+@app.command(
+    epilog="""Examples:
+  fedala bench --quick                        a minute, small data
+  fedala bench --case "mnist, fedala" --data-dir data --precision tf32
+  fedala bench --out results.md --plot results.png"""
+)
+def bench(
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="small cases that finish in about a minute")] = False,
+    case: Annotated[list[str] | None, typer.Option(help="measure this case only; can be given several times")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, tf32, bf16 or float64")] = "float32",
+    data_dir: Annotated[Path | None, typer.Option(help="real samples from here, where there are any")] = None,
+    rounds: Annotated[int, typer.Option(help="rounds to measure, from 4 on", min=4)] = 6,
+    plain: Annotated[bool, typer.Option("--plain/--no-plain", help="measure the plain loop as well")] = True,
+    out: Annotated[Path | None, typer.Option(help="write the table to this .md file", metavar="FILE")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw it into this .png, .pdf or .svg file", metavar="FILE")] = None,
+) -> None:
+    """Measure this machine: seconds per round, against the plain per-client loop in the same run."""
+    from fedala import bench as benchmark
+
+    known_cases = {c.name: c for c in (benchmark.QUICK if quick else benchmark.CASES)}
+    for name in case or ():
+        if name not in known_cases:
+            raise UserError(f"There is no case {name!r}{suggest(name, known_cases)}.")
+    if plot:
+        plots.check(plot)
+    Config.of({"device": device, "precision": precision})
+    figures = []
+    for chosen in [known_cases[name] for name in case] if case else known_cases.values():
+        _say(f"{chosen.name} …")
+        figures.append(
+            benchmark.measure(chosen, device=device, precision=precision, data_dir=data_dir, rounds=rounds, plain=plain)
+        )
+        _console().print(tables.bench(figures[-1:]))
+    _console().print(tables.bench(figures))
+    if out:
+        out.write_text(benchmark.markdown(figures), encoding="utf-8")
+    if plot:
+        plots.save(plots.bench(figures), plot)
+    for path in filter(None, (out, plot)):
+        print(f"Written: {path}")
 
 
 def _console() -> Console:

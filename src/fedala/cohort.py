@@ -10,6 +10,7 @@ Clients differ in size. Lanes stand sorted, the longest first, so that the lanes
 are neighbours and a step is a slice. Nothing is padded: no result depends on who else is in the cohort.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -90,6 +91,24 @@ class Task:
             for name, module in model.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
         )
+
+    def twin(self) -> "Task":
+        """The same task with a skeleton of its own, to be used in another thread."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        other.__dict__.pop("embeddings", None)  # they are tied to the skeleton
+        return other
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws random numbers itself."""
+        return any("dropout" in type(module).__name__.lower() for module in self.model.modules())
+
+    def laid_out(self, value: Tensor) -> Tensor:
+        """A copy of one lane's [1, …] tensor in the order that the device likes best: on a CPU, channels last."""
+        if self.device.type == "cpu" and value.dim() == 5 and len(value) == 1:
+            return value.squeeze(0).clone(memory_format=torch.channels_last).unsqueeze(0)
+        return value.clone(memory_format=torch.contiguous_format)
 
     @cached_property
     def embeddings(self) -> dict[str, int | None]:
@@ -331,7 +350,7 @@ class Cohort:
             if captured:
                 state, fixed, total = captured.load(state, fixed, len(self))
             else:
-                state = tree_map(lambda value: value.clone(memory_format=torch.contiguous_format), state)
+                state = tree_map(task.laid_out, state)
                 total = torch.zeros(len(self), device=task.device, dtype=task.dtype)
             for epoch in range(epochs):
                 table = pad([self.shuffled(lane, own[lane], purpose, epoch) for lane in range(len(self))], task.device)
@@ -381,6 +400,8 @@ class Cohort:
             state = {name: value for name, value in params.items() if name in needed}
             if order != list(range(len(self))):
                 state = take(state, order)
+            if len(self) == 1:
+                state = tree_map(task.laid_out, state)
             where, which = (pad([own[lane] for lane in order], task.device) for own in (places, rows))
             correct, loss = torch.zeros(2, len(self), device=task.device, dtype=task.dtype)
             for start in range(0, where.shape[1], self._width()):
@@ -426,7 +447,7 @@ class Cohort:
         places: dict[int, np.ndarray] = {}
         table, filled = [], 0
         for group in groups.values():
-            state = {name: value[group[0]] for name, value in params.items()}
+            state = {name: task.laid_out(value[group[0]].unsqueeze(0)).squeeze(0) for name, value in params.items()}
             together = onto(task.device, torch.from_numpy(np.concatenate([rows[lane] for lane in group])))
             for chunk in torch.split(together, task.chunk):
                 if len(chunk):

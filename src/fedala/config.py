@@ -43,7 +43,12 @@ class Config:
     validation: float = option(0.0, "share of the training data held out to pick a round by", least=0, most=0.9)
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     lanes: str = option("auto", "clients side by side: auto, all, or a number (1 = one after another)")
-    precision: str = option("float32", "arithmetic", choices=PRECISIONS)
+    precision: str = option(
+        "float32", "arithmetic; tf32 and bf16 are faster on a GPU, and less exact", choices=PRECISIONS
+    )
+    client_memory: float | None = option(
+        None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
+    )
     save_models: bool = option(True, "keep the global and every client's personal model in the run folder")
 
     @classmethod

@@ -5,6 +5,7 @@ whole table, and so does the step that follows; in lanes, for every client. Here
 arrived at its output, beside the indices that it was looked up with, and a step adds it to those rows alone.
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +88,9 @@ class RowGradients(TorchFunctionMode):
         self.found = {name: _Found() for name in names}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.embedding and _current:
+        if func is F.embedding and _current.name is not None:
             indices, table = args[:2]
-            found = self.found.get(_current[-1])
+            found = self.found.get(_current.name)
             if found is not None:
                 indices = indices.long()
                 if any(torch._C._functorch.is_batchedtensor(t) for t in (indices, table)):
@@ -105,8 +106,13 @@ class RowGradients(TorchFunctionMode):
         return RowGradient(indices, values, shape)
 
 
-#: The embedding whose forward pass is running.
-_current: list[str] = []
+class _Current(threading.local):
+    """The embedding whose forward pass is running in this thread."""
+
+    name: str | None = None
+
+
+_current = _Current()
 
 
 def large_embeddings(model: nn.Module) -> dict[str, int | None]:
@@ -117,8 +123,8 @@ def large_embeddings(model: nn.Module) -> dict[str, int | None]:
         if plain and module.num_embeddings >= LEAST_ROWS and module.weight.requires_grad:
             weight = f"{name}.weight" if name else "weight"
             found[weight] = module.padding_idx
-            module.register_forward_pre_hook(lambda _, __, weight=weight: _current.append(weight))
-            module.register_forward_hook(lambda *_: _current.clear(), always_call=True)
+            module.register_forward_pre_hook(lambda _, __, weight=weight: setattr(_current, "name", weight))
+            module.register_forward_hook(lambda *_: setattr(_current, "name", None), always_call=True)
     # A table that is also used elsewhere (tied weights) has gradients from there, too: it takes the usual way.
     uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -271,13 +271,15 @@ def prepare(plan: Plan, method: Method) -> Simulation:
         rounds=int(config.rounds or 1),
         join_ratio=config.join_ratio,
         lanes=_lanes(config.lanes, plan.device),
+        threads=torch.get_num_threads() if config.lanes == "auto" and plan.device.type == "cpu" else 1,
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
+        client_memory=None if config.client_memory is None else int(config.client_memory * 2**30),
     )
 
 
 def _lanes(lanes: str, device: torch.device) -> int | None:
-    """How many clients side by side; None: all. On a CPU, lanes gain nothing over one client after another."""
+    """How many clients are one tensor program; None: all. On a CPU, a client per thread is faster than lanes."""
     if lanes == "auto":
         return None if device.type == "cuda" else 1
     return None if lanes == "all" else int(lanes)

@@ -4,9 +4,11 @@ Several runs (seeds) of one method go side by side: a lane is a client of a run.
 two rounds stands in `servers`, `clients` and `left`; every draw is keyed, so there is no random state.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,17 @@ class Personal:
     model: Params
 
 
+@dataclass
+class Done:
+    """What a cohort has done in a round."""
+
+    lanes: list[Lane]
+    notes: dict[str, torch.Tensor]
+    evaluated: Params = field(default_factory=dict)
+    upload: Params = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+
+
 class Simulation:
     """One method on one federation, over one or several seeds."""
 
@@ -44,17 +57,23 @@ class Simulation:
         rounds: int = 1,
         join_ratio: float = 1.0,
         lanes: int | None = None,
+        threads: int = 1,
         eval_every: int = 1,
         eval_clients: str = "all",
         client_memory: int | None = None,
     ) -> None:
-        """`start(seed)` is the initial model Θ⁰ of a run, as one lane; `lanes` bounds how many work side by side.
+        """`start(seed)` is the initial model Θ⁰ of a run, as one lane; `lanes` bounds how many clients are one tensor
+        program, and `threads` of these programs run at a time.
 
         `client_memory` bounds the bytes of host memory for the state of clients that are not taking part.
         """
         self.method, self.task = method, task
         self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
         self.lanes, self.eval_every, self.eval_clients = lanes, eval_every, eval_clients
+        # Layers that draw from torch's own generator would depend on which thread comes first.
+        self.threads = 1 if task.draws else threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._twins = threading.local()
         self.population = len(task.parts["train"])
         self.parts = ["test"] + (["validation"] if any(len(rows) for rows in task.parts["validation"]) else [])
         self.start = [start(seed) for seed in self.seeds]
@@ -80,26 +99,34 @@ class Simulation:
         joined = [self.participants(seed, round) for seed in self.seeds]
         sent = [self.method.send(server, clients) for server, clients in zip(self.servers, joined, strict=True)]
         table = self._scores_left().copy() if self._looks_back else np.zeros(self._shape)
+        left = self._scores_left() if self._looks_back and train else None
+
+        def work(lanes: list[Lane]) -> Done:
+            """A cohort's part of the round."""
+            cohort = self._cohort(lanes, round, sent, joined)
+            state = self.clients.gather(lanes, lambda lane: self.method.fresh(cohort.task, self.start[lane[0]]))
+            initialized, state = self.method.initialize(cohort, cohort.received, state)
+            done = Done(lanes, cohort.notes)
+            if evaluates or on_model:
+                done.evaluated = self.method.evaluated(cohort, initialized, cohort.received, state)
+                self._score(cohort, lanes, done.evaluated, table)
+            if train:
+                done.upload, done.state = self.method.train(cohort, initialized, cohort.received, state)
+                if left is not None:
+                    self._score(cohort, lanes, self.method.left(done.upload, done.state), left)
+            return done
+
+        everybody = [(run, client) for run, clients in enumerate(joined) for client in clients]
         uploads: list[tuple[list[Lane], Params]] = []
         noted: list[tuple[list[Lane], dict[str, torch.Tensor]]] = []
-        for lanes in self._cohorts([(run, client) for run, clients in enumerate(joined) for client in clients]):
-            cohort = self._cohort(lanes, round, sent, joined)
-            torch.manual_seed(torch_seed(cohort.seeds[0], "torch", client=cohort.clients[0], round=round))
-            state = self.clients.gather(lanes, lambda lane: self.method.fresh(self.task, self.start[lane[0]]))
-            initialized, state = self.method.initialize(cohort, cohort.received, state)
-            if evaluates or on_model:
-                evaluated = self.method.evaluated(cohort, initialized, cohort.received, state)
-                self._score(cohort, lanes, evaluated, table)
-                if on_model and self.method.personal:
-                    for i, lane in enumerate(lanes):
-                        on_model(Personal(self.seeds[lane[0]], lane[1], take(evaluated, slice(i, i + 1))))
+        for done in self._side_by_side(work, self._cohorts(everybody), round):
+            noted.append((done.lanes, done.notes))
             if train:
-                upload, state = self.method.train(cohort, initialized, cohort.received, state)
-                self.clients.scatter(lanes, state)
-                uploads.append((lanes, upload))
-                if self._looks_back:
-                    self._score(cohort, lanes, self.method.left(upload, state), self._scores_left())
-            noted.append((lanes, cohort.notes))
+                self.clients.scatter(done.lanes, done.state)
+                uploads.append((done.lanes, done.upload))
+            elif on_model and self.method.personal:
+                for i, (run, client) in enumerate(done.lanes):
+                    on_model(Personal(self.seeds[run], client, take(done.evaluated, slice(i, i + 1))))
         if evaluates and self.eval_clients == "all":
             self._score_others(round, sent, joined, table)
         uploaded = self._aggregate(uploads) if train else 0
@@ -116,6 +143,29 @@ class Simulation:
             self._last_models(joined, on_model)
         seconds = time.perf_counter() - began
         return [{**row, "seconds": seconds} for row in rows] if evaluates else []
+
+    def _side_by_side(
+        self, work: Callable[[list[Lane]], "Done"], cohorts: Iterator[list[Lane]], round: int
+    ) -> Iterator["Done"]:
+        """What each cohort has done, in order; with `threads`, so many cohorts at a time."""
+        if self.threads == 1:
+            for lanes in cohorts:
+                run, client = lanes[0]
+                torch.manual_seed(torch_seed(self.seeds[run], "torch", client=client, round=round))
+                yield work(lanes)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
+        yield from self._pool.map(work, cohorts)
+
+    def _own_task(self) -> Task:
+        """The task, or this thread's own twin of it: a module cannot run with two sets of weights at once."""
+        if self.threads == 1 or threading.current_thread() is threading.main_thread():
+            return self.task
+        if not hasattr(self._twins, "task"):
+            self._twins.task = self.task.twin()
+        task: Task = self._twins.task
+        return task
 
     def participants(self, seed: int, round: int) -> list[int]:
         """`round(ρ·clients)` clients without replacement, at least one."""
@@ -148,7 +198,7 @@ class Simulation:
         else:
             received = take(join(models), index) if offset else {}
         clients, seeds = [client for _, client in lanes], [self.seeds[run] for run, _ in lanes]
-        return Cohort(self.task, clients, seeds, round, self.rounds, received, index)
+        return Cohort(self._own_task(), clients, seeds, round, self.rounds, received, index)
 
     def _aggregate(self, uploads: list[tuple[list[Lane], Params]]) -> int:
         """Every run's server takes in what its clients uploaded, in their order. Returns how much one of them uploaded."""

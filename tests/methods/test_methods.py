@@ -42,6 +42,15 @@ def test_lanes_are_independent_over_rounds(name, join_ratio):
 
 
 @pytest.mark.parametrize("name", EVERY)
+def test_clients_in_threads_are_clients_one_after_another(name):
+    one, other = (simulate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3))
+    assert other[0].threads == 3
+    same_rows(one[1], other[1], 1e-12)
+    for key in one[2]:
+        assert_close(one[2][key], other[2][key], 1e-12)
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_the_same_seed_gives_the_same_history_and_another_does_not(name):
     task = ragged_task(SIZES, dtype=torch.float32)
     first, again, other = (simulate(name, task, rounds=2, seeds=(seed,)) for seed in (0, 0, 1))

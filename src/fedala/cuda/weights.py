@@ -57,7 +57,7 @@ def _learn(
                 logits = tl.sum(tl.dot(x3, old + update * weight, input_precision=PRECISION), 0)
             else:
                 logits = tl.zeros((BB, BC), tl.float32)
-                for f0 in tl.static_range(0, F, BF):
+                for f0 in range(0, F, BF):
                     f = f0 + tl.arange(0, BF)
                     x = tl.load(
                         features + place[:, None] * F + f[None, :], mask=valid[:, None] & (f[None, :] < F), other=0.0
@@ -83,7 +83,7 @@ def _learn(
                 slope = tl.dot(tl.permute(x3, (0, 2, 1)), both, input_precision=PRECISION)
                 weight = tl.minimum(tl.maximum(weight - eta * (slope * update), 0.0), 1.0)
             else:
-                for f0 in tl.static_range(0, F, BF):
+                for f0 in range(0, F, BF):
                     f = f0 + tl.arange(0, BF)
                     x = tl.load(
                         features + place[:, None] * F + f[None, :], mask=valid[:, None] & (f[None, :] < F), other=0.0

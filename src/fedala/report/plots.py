@@ -84,3 +84,23 @@ def _round_down(number: float) -> int:
     """To one significant digit, and at least 1."""
     unit = 10 ** int(np.log10(max(1, number)))
     return max(1, int(number // unit * unit))
+
+
+def bench(figures: Sequence[Any]) -> "Figure":
+    """Seconds per round beside the plain loop's, on a logarithmic scale."""
+    from matplotlib.figure import Figure
+
+    shown = list(reversed(figures))
+    figure = Figure(figsize=(8, 1 + 0.45 * len(shown)), layout="constrained")
+    axes = figure.add_subplot()
+    places = np.arange(len(shown))
+    axes.barh(places + 0.2, [f.steady for f in shown], 0.38, color=_COLOUR, label="fedala")
+    axes.barh(places - 0.2, [f.plain or 0 for f in shown], 0.38, color="#c9c9c9", label="plain loop")
+    for place, f in zip(places, shown, strict=True):
+        text = f" {f.steady:.3g} s" + (f", {f.speedup:.0f} × faster" if f.speedup else "")
+        axes.text(f.steady, place + 0.2, text, va="center", fontsize=8)
+    axes.set_yticks(places, [f.case for f in shown], fontsize=8)
+    axes.set(xscale="log", xlabel=f"seconds per round, {figures[0].device}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    return figure

@@ -8,6 +8,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from fedala.bench import Figures
 from fedala.data import Federation, Known
 from fedala.methods import Entry
 
@@ -88,6 +89,25 @@ def datasets(rows: Iterable[Known]) -> Table:
         shape = "×".join(map(str, row.shape))
         sizes = (str(row.classes), f"{row.samples:,}", shape)
         table.add_row(row.name, row.what, *sizes, row.source, row.model, f"{row.lr:g}", str(row.rounds))
+    return table
+
+
+def bench(figures: Iterable[Figures]) -> Table:
+    """Seconds per round, and how much faster than the plain loop."""
+    table = _table("case", "device", "precision")
+    for column in (
+        "until the first\nround is done",
+        "round of the\ninitial stage",
+        "steady round",
+        "plain loop",
+        "faster",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for f in figures:
+        plain = "" if f.plain is None else f"{f.plain:.3g} s"
+        faster = "" if f.speedup is None else f"{f.speedup:.1f} ×"
+        seconds = (f"{value:.3g} s" for value in (f.start, f.initial, f.steady))
+        table.add_row(escape(f.case), escape(f.device), f.precision, *seconds, plain, faster)
     return table
 
 

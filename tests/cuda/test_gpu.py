@@ -1,0 +1,105 @@
+"""The fast path on a GPU against the plain one: the foundation's equivalences, where there is a GPU to show them on."""
+
+import pytest
+import torch
+from small import assert_close, ragged_task, start_of
+
+from fedala.cohort import Cohort
+from fedala.methods import catalogue, make
+from fedala.models import cnn, resnet18
+from fedala.simulation import Simulation
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [5, 22, 13, 3, 8, 17, 0]
+EVERY = [*catalogue(), *(f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg")]
+
+
+def small_cnn():
+    return cnn((1, 16, 16), 3)
+
+
+def image_task(device, precision="float32", model=small_cnn, side=16, **options):
+    with torch.device("meta"):
+        skeleton = model()
+    task = ragged_task(SIZES, model=skeleton, device=device, precision=precision, **options)
+    draw = torch.Generator().manual_seed(0)
+    shape = (len(task.y), 3 if model is not small_cnn else 1, side, side)
+    images = torch.randn(shape, generator=draw) + task.y.cpu().view(-1, 1, 1, 1) * 0.3
+    task.x = images.to(device, task.dtype)
+    return task
+
+
+def go(method, task, model=small_cnn, rounds=2, **options):
+    simulation = Simulation(make(method), task, start_of(task, model), rounds=rounds, **options)
+    models = {}
+    rows = list(simulation.run(lambda p: models.update({(p.seed, p.client): {n: v.cpu() for n, v in p.model.items()}})))
+    return rows, models
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_lanes_on_the_gpu_are_each_client_alone_on_the_cpu(name):
+    """Two rounds of float32 kernels, graphs and all lanes, against one lane after another in float64 on the CPU."""
+    rows, models = go(name, image_task("cuda"), seeds=(0, 1))
+    reference, plain = go(name, image_task("cpu", "float64"), seeds=(0, 1), lanes=1)
+    for own, other in zip(rows, reference, strict=True):
+        assert own["loss"] == pytest.approx(other["loss"], rel=2e-3)
+    for key in plain:
+        assert_close(models[key], plain[key], 2e-3)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_any_number_of_lanes_gives_the_same_on_the_gpu(name):
+    _, together = go(name, image_task("cuda"))
+    _, single = go(name, image_task("cuda"), lanes=1)
+    for key in single:
+        assert_close(together[key], single[key], 2e-4)
+
+
+@pytest.mark.parametrize("name", ["fedala", "ditto", "local"])
+def test_double_precision_is_exact_in_lanes(name):
+    _, together = go(name, image_task("cuda", "float64"))
+    _, reference = go(name, image_task("cpu", "float64"), lanes=1)
+    for key in reference:
+        assert_close(together[key], reference[key], 1e-9)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_same_seed_gives_the_same_bits(name):
+    (first, models), (again, others) = (go(name, image_task("cuda"), rounds=3) for _ in range(2))
+    assert [row["loss"] for row in first] == [row["loss"] for row in again]
+    for key in models:
+        assert_close(models[key], others[key], 0)
+
+
+def test_captured_steps_are_the_steps_themselves(monkeypatch):
+    task = image_task("cuda")
+    order = sorted(range(len(SIZES)), key=lambda client: -SIZES[client])
+    params = {
+        n: torch.cat([start_of(task, small_cnn)(seed)[n] for seed in range(7)]) for n in start_of(task, small_cnn)(0)
+    }
+    cohort = Cohort(task, order, [0] * 7)
+    captured = [cohort.sgd(params, epochs=2, proximal=(0.1, params)) for _ in range(2)]
+    assert task.captured
+    monkeypatch.setattr(Cohort, "_captured", lambda *_: None)
+    assert_close(captured[0], captured[1], 0)
+    assert_close(captured[0], cohort.sgd(params, epochs=2, proximal=(0.1, params)), 1e-6)
+
+
+def test_a_deep_network_with_batch_normalisation():
+    def deep():
+        return resnet18((3, 32, 32), 3)
+
+    task, reference = (image_task(device, "float32", deep, 32) for device in ("cuda", "cpu"))
+    (_, models), (_, plain) = go("fedala", task, deep, rounds=1), go("fedala", reference, deep, rounds=1, lanes=1)
+    for key in plain:
+        for name, value in plain[key].items():
+            if value.is_floating_point():
+                assert (models[key][name] - value).norm() <= 2e-2 * value.norm() + 1e-3, name
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_lower_precisions_are_near(precision):
+    rows, _ = go("fedala", image_task("cuda", precision), rounds=3)
+    exact, _ = go("fedala", image_task("cuda"), rounds=3)
+    assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.05)

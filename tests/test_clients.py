@@ -1,0 +1,49 @@
+"""Where clients' state lives: on the device, in memory, in files; it comes back as it was."""
+
+import pytest
+import torch
+from small import assert_close, ragged_task, simulate
+
+from fedala.clients import ClientStates, size
+from fedala.trees import leaves
+
+
+def state_of_lanes(*values):
+    return {"base": {}, "local": {"w": torch.tensor(values)[:, None]}, "trained": torch.tensor([v > 2 for v in values])}
+
+
+def test_states_beyond_the_budget_go_to_files_and_come_back():
+    states = ClientStates(torch.device("cpu"), everybody=False, budget=20)
+    for client in range(6):
+        states.scatter([(0, client)], state_of_lanes(float(client)))
+    assert states.bytes <= 20
+    assert len(states) == 6
+    found = states.gather([(0, 5), (0, 0), (1, 0)], lambda lane: state_of_lanes(99.0))
+    assert found["local"]["w"].flatten().tolist() == [5.0, 0.0, 99.0]
+    assert found["trained"].tolist() == [True, False, True]
+    assert found["base"] == {}
+
+
+def test_a_state_replaces_the_one_before_wherever_that_was():
+    states = ClientStates(torch.device("cpu"), everybody=False, budget=20)
+    for value in range(5):
+        states.scatter([(0, 0), (0, 1), (0, 2)], state_of_lanes(float(value), 10.0 + value, 20.0 + value))
+    assert [states[0, client]["local"]["w"].item() for client in range(3)] == [4.0, 14.0, 24.0]
+    assert states.bytes == sum(size(states[lane]) for lane in states._memory)
+
+
+@pytest.mark.parametrize("budget", [0, 10**9])
+def test_a_run_does_not_depend_on_where_states_are(budget):
+    sizes = [9, 5, 7, 12, 3, 8]
+    options = {"rounds": 4, "join_ratio": 0.5}
+    kept, _, models = simulate("ditto+ala", ragged_task(sizes), client_memory=budget, **options)
+    _, _, reference = simulate("ditto+ala", ragged_task(sizes), **options)
+    assert bool(kept.clients._files) == (budget == 0)
+    for key in reference:
+        assert_close(models[key], reference[key], 0)
+
+
+def test_only_clients_that_took_part_have_a_state():
+    simulation, _, _ = simulate("fedala", ragged_task([6] * 20), rounds=2, join_ratio=0.1)
+    assert set(simulation.clients) == {(0, c) for round in (1, 2) for c in simulation.participants(0, round)}
+    assert all(leaf.device.type == "cpu" for lane in simulation.clients for _, leaf in leaves(simulation.clients[lane]))
