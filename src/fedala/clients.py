@@ -6,7 +6,9 @@ and, beyond a budget, in files. A client's state exists once it has taken part.
 """
 
 import os
+import shutil
 import tempfile
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +32,7 @@ class ClientStates(Mapping[Lane, State]):
         self._cohorts: dict[tuple[Lane, ...], State] = {}
         self._memory: OrderedDict[Lane, State] = OrderedDict()
         self._files: dict[Lane, Path] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._shape: State = {}
         self.bytes = 0
 
@@ -63,8 +65,9 @@ class ClientStates(Mapping[Lane, State]):
 
     def _spill(self, lane: Lane, state: State) -> None:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="fedala-clients-")
-        path = Path(self._folder.name) / f"{lane[0]}-{lane[1]}.safetensors"
+            self._folder = Path(tempfile.mkdtemp(prefix="fedala-clients-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        path = self._folder / f"{lane[0]}-{lane[1]}.safetensors"
         save_file({name: value.contiguous() for name, value in leaves(state)}, path)
         self._files[lane] = path
         self.bytes -= size(state)
