@@ -161,7 +161,8 @@ class Task:
             if self.device.type == "cuda":
                 from fedala.cuda.graphs import fast
 
-                stack.enter_context(fast(self.precision))
+                few = sum(isinstance(module, nn.Conv2d) for module in self.model.modules()) <= 4
+                stack.enter_context(fast(self.precision, special=few))
             if self.precision == "bf16":
                 stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
             yield

@@ -6,12 +6,27 @@ is a sum of two offsets, of the output's place and of the weight's, so a block o
 neighbours in memory are neighbours in the block.
 """
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+def _in_two_versions(kernel: Callable[..., None]) -> dict[bool, Any]:
+    """A kernel compiled for each size that comes (True: the fastest), and one for all sizes (False: compiled once).
+
+    A model with two or three convolutions gets the first; one with twenty would make its user wait for twenty compilations.
+    """
+    sizes = ("B", "C", "H", "W", "O", "P", "Q", "SHARE")
+    general = types.FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__, kernel.__defaults__)
+    general.__annotations__ = {name: kind for name, kind in kernel.__annotations__.items() if name not in sizes}
+    general.__module__, general.__qualname__ = kernel.__module__, f"{kernel.__qualname__}_general"
+    free = [name for name in sizes if name not in ("C", "O")]
+    return {True: triton.jit(kernel), False: triton.jit(do_not_specialize=free)(general)}
 
 
 @triton.jit
@@ -128,10 +143,11 @@ def _conv_backward_weight(
     tl.store(out + place, acc, mask=(o[:, None] < O) & (n[None, :] <= N))
 
 
-@triton.jit(do_not_specialize=["B", "H", "W", "P", "Q", "SHARE"])
+@_in_two_versions
 def _last_forward(
     x, w, bias, y, B,
-    C, H, W, O, P, Q, R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BO: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same from x [lane, b, h, v, c] and w [lane, (r, s), o, c]: one shift (r, s) after another, channels inside."""
@@ -157,10 +173,11 @@ def _last_forward(
     tl.store(out, tl.trans(acc), mask=(o[:, None] < O) & (m[None, :] < B * P * Q))
 
 
-@triton.jit(do_not_specialize=["B", "H", "W", "P", "Q", "SHARE"])
+@_in_two_versions
 def _last_backward_input(
     dy, w, dx, B,
-    C, H, W, O, P, Q, R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same from dy [lane, b, p, q, o] and w [lane, (r, s), o, c]."""
@@ -186,10 +203,11 @@ def _last_backward_input(
     tl.store(out, tl.trans(acc), mask=(c[:, None] < C) & (m[None, :] < B * H * W))
 
 
-@triton.jit(do_not_specialize=["B", "H", "W", "P", "Q", "SHARE"])
+@_in_two_versions
 def _last_backward_weight(
     dy, x, parts, B, SHARE,
-    C, H, W, O, P, Q, R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     BO: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same from dy [lane, b, p, q, o] and x [lane, b, h, v, c], a shift (r, s) per program, into parts [(r, s), o, c]."""
@@ -257,7 +275,9 @@ class Convolution(torch.autograd.Function):
     """The stacked convolution: x [lane, b, c, h, w] with weights [lane, o, c, r, s] and bias [lane, o]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int, pad: int, precision: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int, pad: int, precision: str, special: bool
+    ) -> Tensor:
         lanes, batch, c, h, v = x.shape
         _, o, _, r, s = w.shape
         p, q = (h + 2 * pad - r) // stride + 1, (v + 2 * pad - s) // stride + 1
@@ -268,7 +288,7 @@ class Convolution(torch.autograd.Function):
         rows, bo = batch * p * q, _block(o, 64)
         if last := _channels_last(c, o):
             x, w = x.permute(0, 1, 3, 4, 2).contiguous(), w.flatten(3).permute(0, 3, 1, 2).contiguous()
-            kernel, tile = _last_forward, _tile(rows, c)
+            kernel, tile = _last_forward[special], _tile(rows, c)
         else:
             x, w = x.contiguous(), w.contiguous()
             kernel, tile = _conv_forward, {"BM": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
@@ -276,7 +296,7 @@ class Convolution(torch.autograd.Function):
             x, w, added, y, batch, *shape, has_bias, BO=bo, PRECISION=precision, **tile
         )  # fmt: skip
         ctx.save_for_backward(x, w)
-        ctx.precision, ctx.has_bias, ctx.last = precision, has_bias, last
+        ctx.precision, ctx.has_bias, ctx.last, ctx.special = precision, has_bias, last, special
         return y
 
     @staticmethod
@@ -288,7 +308,7 @@ class Convolution(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = x.new_empty(lanes, batch, c, h, v)
-            kernel = _last_backward_input if ctx.last else _conv_backward_input
+            kernel = _last_backward_input[ctx.special] if ctx.last else _conv_backward_input
             bc, tile = _block(c, 64), _tile(batch * h * v, o if ctx.last else 32)
             kernel[(triton.cdiv(batch * h * v, tile["BM"]), triton.cdiv(c, bc), lanes)](
                 dy, w, dx, batch, *ctx.shape, BC=bc, PRECISION=ctx.precision, **tile
@@ -303,7 +323,7 @@ class Convolution(torch.autograd.Function):
             bo = _block(o, 64)
             if ctx.last:
                 bc = 32
-                _last_backward_weight[(triton.cdiv(o, bo) * triton.cdiv(c, bc) * r * s, count, lanes)](
+                _last_backward_weight[ctx.special][(triton.cdiv(o, bo) * triton.cdiv(c, bc) * r * s, count, lanes)](
                     dy, x, parts, batch, share, *ctx.shape, BO=bo, BC=bc, BK=32, PRECISION=ctx.precision, num_warps=2
                 )
             else:
@@ -324,11 +344,11 @@ class Convolution(torch.autograd.Function):
                 SHIFTS=r * s if ctx.last else 0,
                 BLOCK=1024,
             )
-        return dx, dw, db if ctx.has_bias else None, None, None, None
+        return dx, dw, db if ctx.has_bias else None, None, None, None, None
 
 
 def arguments(
-    precision: str,
+    mode: Any,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -347,4 +367,4 @@ def arguments(
     plain = groups == 1 and single(dilation) == 1 and step is not None and pad is not None
     if not plain or x.dtype != torch.float32 or x.dim() != 4:
         return None
-    return Convolution.apply, (x, weight, bias), (step, pad, precision)
+    return Convolution.apply, (x, weight, bias), (step, pad, mode.precision, mode.special)

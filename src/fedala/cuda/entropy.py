@@ -56,7 +56,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def arguments(
-    precision: str, input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    mode: Any, input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     if weight is not None or size_average is not None or reduce is not None or reduction != "mean" or label_smoothing:

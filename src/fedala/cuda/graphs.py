@@ -6,6 +6,7 @@ order and the position in it), and replayed for as long as that many lanes have 
 fixed buffers.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ class Captured:
                 self._step(lanes, turn)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with _undisturbed(), torch.cuda.graph(graph, pool=self.pool):
                 self._step(lanes, turn)
             for (_, buffer), (_, value) in zip(
                 leaves((self.state, self.column, self.total)), leaves(kept), strict=True
@@ -81,14 +82,26 @@ class Captured:
 
 
 @contextmanager
-def fast(precision: str) -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection: if it freed another graph's memory now, the capture would fail."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextmanager
+def fast(precision: str, *, special: bool) -> Iterator[None]:
     """The GPU's arithmetic for a precision, and the lanes' own kernels, while a run goes on."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
     products = {"float32": "tf32x3", "tf32": "tf32", "bf16": "bf16"}
     try:
         if precision in products:
-            with LaneKernels(products[precision]):
+            with LaneKernels(products[precision], special=special):
                 yield
         else:
             yield

@@ -43,9 +43,10 @@ class _PerLane(torch.autograd.Function):
 class LaneKernels(TorchFunctionMode):
     """While it is active, the layers that have a kernel run on it."""
 
-    def __init__(self, precision: str = "tf32x3") -> None:
+    def __init__(self, precision: str = "tf32x3", *, special: bool = True) -> None:
+        """`special`: compile convolutions for each size that comes, which is the fastest where there are few."""
         super().__init__()
-        self.precision = precision
+        self.precision, self.special = precision, special
         self.kernels: dict[Any, Callable[..., Any]] = {
             torch.conv2d: convolution.arguments,
             F.linear: linear.arguments,
@@ -55,7 +56,7 @@ class LaneKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.kernels:
-            taken = self.kernels[func](self.precision, *args, **(kwargs or {}))
+            taken = self.kernels[func](self, *args, **(kwargs or {}))
             if taken is not None:
                 stacked, tensors, rest = taken
                 if any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in tensors):

@@ -106,7 +106,7 @@ class Linear(torch.autograd.Function):
         return dx, dw, db if ctx.has_bias else None, None
 
 
-def arguments(precision: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def arguments(mode: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if x.dim() != 2 or x.dtype != torch.float32 or weight.dtype != torch.float32 or x.shape[0] > MOST_ROWS:
         return None
-    return Linear.apply, (x, weight, bias), (precision,)
+    return Linear.apply, (x, weight, bias), (mode.precision,)

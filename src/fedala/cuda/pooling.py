@@ -62,7 +62,7 @@ class MaxPool(torch.autograd.Function):
 
 
 def arguments(
-    precision: str,
+    mode: Any,
     input: Tensor,
     kernel_size: Any,
     stride: Any = None,
