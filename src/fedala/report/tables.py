@@ -92,7 +92,7 @@ def datasets(rows: Iterable[Known]) -> Table:
 
 
 def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)
 
 
 def _table(*columns: str, right: bool = False) -> Table:
