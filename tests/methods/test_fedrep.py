@@ -108,6 +108,7 @@ def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
 def test_the_evaluated_body_is_the_received_one_and_is_recognised():
     """The body is still the very tensors that were received: evaluation runs it once for all clients, and the head in lanes."""
     task = ragged_task([9, 8], model=cnn((1, 16, 16), 3))
+    task.x = torch.nn.functional.interpolate(task.x, size=(16, 16))
     start = {
         name: value.detach().double().unsqueeze(0).expand(2, *value.shape)
         for name, value in task.model.named_parameters()
@@ -137,7 +138,7 @@ def test_the_frozen_part_runs_in_evaluation_mode(net):
     for name in start:
         assert torch.equal(head[name], start[name]) == (name not in HEAD), name
     body = cohort.sgd(start, names=set(start) - set(HEAD))
-    for name in start:
+    for name in set(start) - {"conv.bias"}:  # which a normalisation after it keeps from mattering
         assert torch.equal(body[name], start[name]) == (name in HEAD), name
     other = {**start, "norm.running_mean": start["norm.running_mean"] + 1}
     assert not torch.allclose(cohort.sgd(other, names=HEAD)["out.weight"], head["out.weight"])

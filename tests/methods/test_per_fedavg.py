@@ -136,7 +136,7 @@ def test_without_alpha_it_is_fedavg_on_the_second_halves():
     """Running statistics and all: a step then is FedAvg's on the second half of each batch of 2B, in fixed order."""
     sizes = [8, 24, 16, 3, 5, 17, 0]
     task = ragged_task(sizes, shuffle=False)
-    meta, _, models = simulate("per-fedavg", task, rounds=3, settings={"per-fedavg.alpha": 0})
+    _, _, models = simulate("per-fedavg", task, rounds=3, settings={"per-fedavg.alpha": 0})
     halves = ragged_task(sizes, shuffle=False)
 
     def second_halves(rows):
