@@ -47,7 +47,8 @@ def _classes() -> dict[str, type[Method]]:
 def register(cls: type[M]) -> type[M]:
     """Makes a method that is defined elsewhere known by its name, as if its file were in this folder. A class decorator."""
     known = _classes().get(cls.name)
-    if cls.name in catalogue() and (known is None or known.__module__ != cls.__module__):  # a notebook may define it anew
+    again = known is not None and known.__module__ == cls.__module__  # a notebook may define it anew
+    if cls.name in catalogue() and not again:
         raise UserError(f"There is a method {cls.name} already: give yours another name.")
     _classes()[cls.name] = cls
     catalogue.cache_clear()
