@@ -141,11 +141,14 @@ class Task:
 
     @contextmanager
     def mode(self, training: bool, frozen: Collection[str] = ()) -> Iterator[None]:
-        """The model in training or in evaluation mode; modules whose parameters are all `frozen` stay in evaluation mode."""
+        """The model in training or in evaluation mode; modules whose parameters are all `frozen` stay in evaluation mode.
+
+        Of a module without parameters (a normalisation that learns nothing), the buffers decide.
+        """
         before = [(module, module.training) for module in self.model.modules()]
         self.model.train(training)
         for name, module in self.model.named_modules() if frozen else ():
-            own = [f"{name}.{p}" for p, _ in module.named_parameters()]
+            own = [f"{name}.{p}" for p, _ in [*module.named_parameters()] or module.named_buffers()]
             if own and all(p in frozen for p in own):
                 module.eval()
         try:
@@ -309,15 +312,15 @@ class Cohort:
     ) -> Params:
         """Plain SGD over each lane's training samples, starting from a copy of `params`.
 
-        `proximal = (μ, anchor)` adds μ/2·‖w − anchor‖² to the loss. `names` are the parameters that learn; the others are
-        frozen and run in evaluation mode.
+        `proximal = (μ, anchor)` adds μ/2·‖w − anchor‖² to the loss. `names` (parameters and buffers) is the part that learns; the
+        rest is frozen and runs in evaluation mode.
         """
         task = self.task
         learning = tuple(name for name in task.trainable if names is None or name in names)
         mu, anchor = proximal or (0.0, {})
         step = SGD(task.lr if lr is None else lr, learning, mu)
         fixed = {"anchor": {name: anchor[name] for name in learning}} if mu else {}
-        frozen = set(task.trainable) - set(learning)
+        frozen = set() if names is None else {name for layer in task.layers for name in layer} - set(names)
         trained: Params = self.train(step, params, fixed, epochs=epochs, frozen=frozen, **options)
         return trained
 
@@ -332,12 +335,14 @@ class Cohort:
         rows: Sequence[np.ndarray] | None = None,
         purpose: str = "batches",
         frozen: Collection[str] = (),
+        note: bool = True,
     ) -> Any:
         """Takes a step for every batch of every lane, and returns the new state.
 
         `state` and `fixed` are trees of lanes. A step gets the part of the lanes that have a batch, changes that part of
         `state` in place and returns the lanes' losses; it must depend on nothing else that changes from round to round.
-        Several steps take turns. `rows` replaces the lanes' training samples.
+        Several steps take turns. `rows` replaces the lanes' training samples. `purpose` tells the shuffles of several trainings
+        in a round apart; the loss of those that only prepare for the round's own training is not to be noted (`note`).
         """
         task = self.task
         turns = (step,) if callable(step) else tuple(step)
@@ -367,8 +372,9 @@ class Cohort:
                     total[lanes] += turns[turn](task, take(state, lanes), take(fixed, lanes), x, y)
             if captured:
                 state, total = tree_map(torch.clone, (state, total))
-        taken = [epochs * max(n // size, int(n > 0)) for n in lengths]
-        self.notes["train_loss"] = total / onto(task.device, taken)
+        if note:
+            taken = [epochs * max(n // size, int(n > 0)) for n in lengths]
+            self.notes["train_loss"] = total / onto(task.device, taken)
         return state
 
     def _captured(self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any) -> Any:

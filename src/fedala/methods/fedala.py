@@ -38,6 +38,9 @@ class WithALA(Method):
     def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.governed(model, layers)
 
+    def shared(self, task: Task, model: Params) -> Params:
+        return self.base.shared(task, model)
+
     def serve(self, start: Params, sizes: Sequence[int]) -> State:
         return self.base.serve(start, sizes)
 
@@ -54,7 +57,10 @@ class WithALA(Method):
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         names = self.governed(cohort.task.model, self.ala.layers)
         local = state["base"].get("local", state.get("local"))
-        initialized, learned, outcome = ala.initialize(cohort, self.ala, state["ala"], local, received, governed=names)
+        start = {**local, **received}  # what the server does not send is the client's own
+        initialized, learned, outcome = ala.initialize(
+            cohort, self.ala, state["ala"], local, received, governed=names, start=start
+        )
         cohort.notes |= {"ala_epochs": outcome.epochs, "ala_weight": outcome.weight_mean}
         return initialized, {**state, "ala": learned}
 

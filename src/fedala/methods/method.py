@@ -33,10 +33,14 @@ class Method:
     #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty where it does.
     refuses_ala: ClassVar[str] = ""
 
+    def shared(self, task: Task, model: Params) -> Params:
+        """The part of a model that travels between server and clients; what does not stays with the client, in its state."""
+        return model
+
     # --- the server ------------------------------------------------------------------------------------------------
 
     def serve(self, start: Params, sizes: Sequence[int]) -> State:
-        """The server's state before the first round, from the initial model Θ⁰ (one lane) and the clients' sizes."""
+        """The server's state before the first round, from what is `shared` of Θ⁰ (one lane) and the clients' sizes."""
         return {"global": start}
 
     def send(self, server: State, clients: list[int]) -> Params:

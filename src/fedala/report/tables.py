@@ -112,7 +112,7 @@ def bench(figures: Iterable[Figures]) -> Table:
 
 
 def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)
 
 
 def _table(*columns: str, right: bool = False) -> Table:

@@ -1,0 +1,187 @@
+"""FedRep: a common body, and heads that never leave their clients."""
+
+import copy
+
+import plain
+import pytest
+import torch
+from small import Net, assert_close, ragged_task, simulate, start_of
+from torch import nn
+
+from fedala.cohort import Cohort
+from fedala.errors import UserError
+from fedala.methods import make
+from fedala.models import cnn
+from fedala.simulation import Simulation
+from fedala.trees import join, leaves
+
+SIZES = [5, 22, 13, 3, 8, 17, 0]
+HEAD = ("out.weight", "out.bias")
+
+
+class NormNet(Net):
+    """A body whose normalisation has nothing to learn: only its running statistics tell whether it ran in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, affine=False)
+
+
+def trained(model, task, client, round, epochs):
+    """τ epochs on the head with the body in evaluation mode, then an epoch on the body with the head in evaluation mode."""
+    loss = plain.cross_entropy(task)
+
+    def phase(model, learns, **batches):
+        model = copy.deepcopy(model)
+        for name, part in model.named_children():
+            part.train(learns(name)).requires_grad_(learns(name))
+        return plain.descend(model, loss, plain.batches(task, client, round=round, **batches), task.lr)
+
+    model = phase(model, lambda name: name == "out", epochs=epochs, purpose="head")
+    return phase(model, lambda name: name != "out").train().requires_grad_(True)
+
+
+def with_head(body, head):
+    """The body of one model with the head of another."""
+    model = copy.deepcopy(body)
+    model.out.load_state_dict(head.out.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("net", [Net, NormNet])
+@pytest.mark.parametrize("name", ["fedrep", "fedrep+ala"])
+def test_against_a_plain_loop(name, net, shuffle):
+    """With `+ala`, the last layer of the body is ALA(g, w) with the own head in the loss."""
+    task = ragged_task(SIZES, model=net(), shuffle=shuffle)
+    settings = {"fedrep.epochs": 2} | ({"ala.max_epochs": 12} if "+" in name else {})
+    simulation = Simulation(make(name, settings), task, start_of(task, net), rounds=2)
+    models = {}
+    for _ in simulation.run(lambda personal: models.update({personal.client: personal.model})):
+        pass
+    server = plain.module(task, simulation.start[0])
+    local = [server] * len(SIZES)
+    ala = [plain.PlainALA(task, client, ("hidden.weight", "hidden.bias"), cap=12) for client in range(len(SIZES))]
+    for round in (1, 2, 3):
+        start = [with_head(server, own) for own in local]
+        if "+" in name:
+            start = [one(s, w, server, round=round) for one, s, w in zip(ala, start, local, strict=True)]
+        if round < 3:
+            local = [trained(model, task, client, round, 2) for client, model in enumerate(start)]
+            server = plain.mean(local, SIZES)
+    body = [name for name in simulation.start[0] if name not in HEAD]
+    assert_close(models[None], plain.lane(server, body), 1e-9)
+    for client in range(len(SIZES)):
+        assert_close(models[client], plain.lane(start[client]), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["fedrep", "fedrep+ala"])
+def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
+    """Nothing of the head is in what is sent, uploaded or kept by the server; and no client's head reaches another."""
+    method = make(name)
+    travelled = set()
+    send, aggregate = type(method).send, type(method).aggregate
+
+    def sending(self, server, clients):
+        sent = send(self, server, clients)
+        travelled.update(sent)
+        return sent
+
+    def aggregating(self, server, uploads, *rest):
+        travelled.update(path.rpartition("/")[2] for path, _ in leaves((server, uploads)))
+        return aggregate(self, server, uploads, *rest)
+
+    monkeypatch.setattr(type(method), "send", sending)
+    monkeypatch.setattr(type(method), "aggregate", aggregating)
+    task = ragged_task(SIZES)
+    simulation, rows, models = simulate(name, task, rounds=3)
+    assert travelled == set(simulation.start[0]) - set(HEAD)
+    size = sum(value.numel() for key, value in simulation.start[0].items() if key not in HEAD)
+    assert [(row["sent"], row["uploaded"]) for row in rows] == [(size, size)] * 3 + [(size, 0)]
+    assert models[0, None].keys() == travelled
+    heads = [models[0, client]["out.weight"] for client in range(len(SIZES))]
+    apart = [(a - b).abs().max().item() for i, a in enumerate(heads) for b in heads[:i]]
+    assert min(apart) > 1e-3
+    assert torch.equal(heads[SIZES.index(0)], simulation.start[0]["out.weight"])
+
+
+def test_the_evaluated_body_is_the_received_one_and_is_recognised():
+    """The body is still the very tensors that were received: evaluation runs it once for all clients, and the head in lanes."""
+    task = ragged_task([9, 8], model=cnn((1, 16, 16), 3))
+    task.x = torch.nn.functional.interpolate(task.x, size=(16, 16))
+    start = {
+        name: value.detach().double().unsqueeze(0).expand(2, *value.shape)
+        for name, value in task.model.named_parameters()
+    }
+    method = make("fedrep")
+    received = method.shared(task, start)
+    cohort = Cohort(task, [0, 1], [0, 0], received=received, source=[0, 0])
+    initialized, _ = method.initialize(cohort, received, method.fresh(task, start))
+    assert initialized.keys() == start.keys()
+    assert all(initialized[name] is received[name] for name in received)
+    assert cohort._own_layers(initialized) == 1
+    # With ALA on top of it, the last layer of the body is the client's own as well.
+    method = make("fedrep+ala", {"ala.max_epochs": 1})
+    state = method.fresh(task, {name: value + 0.1 for name, value in start.items()})
+    initialized, _ = method.initialize(cohort, received, state)
+    assert cohort._own_layers(initialized) == 2
+    assert torch.equal(initialized["fc2.weight"], start["fc2.weight"] + 0.1)
+
+
+@pytest.mark.parametrize("net", [Net, NormNet])
+def test_the_frozen_part_runs_in_evaluation_mode(net):
+    """Neither parameters nor running statistics of the frozen part move, and it normalises by its running statistics."""
+    task = ragged_task([12, 9], model=net())
+    start = join([start_of(task, net)(seed) for seed in (0, 1)])
+    cohort = Cohort(task, [0, 1], [0, 0])
+    head = cohort.sgd(start, names=HEAD)
+    for name in start:
+        assert torch.equal(head[name], start[name]) == (name not in HEAD), name
+    body = cohort.sgd(start, names=set(start) - set(HEAD))
+    for name in set(start) - {"conv.bias"}:  # which a normalisation after it keeps from mattering
+        assert torch.equal(body[name], start[name]) == (name in HEAD), name
+    other = {**start, "norm.running_mean": start["norm.running_mean"] + 1}
+    assert not torch.allclose(cohort.sgd(other, names=HEAD)["out.weight"], head["out.weight"])
+    assert torch.equal(cohort.sgd(other, names=set(start) - set(HEAD))["hidden.weight"], body["hidden.weight"])
+    assert all(module.training for module in task.model.modules())
+
+
+def test_outside_the_round_a_client_has_the_body_that_it_trained_last_and_its_head():
+    task = ragged_task(SIZES)
+    simulation, _, models = simulate("fedrep", task, rounds=1, join_ratio=0.5)
+    left = set(simulation.participants(0, 1)) - set(simulation.participants(0, 2))
+    assert left
+    for client in left:
+        expected = trained(plain.module(task, simulation.start[0]), task, client, 1, 5)
+        assert_close(models[0, client], plain.lane(expected, models[0, client]), 1e-9)
+        score = Cohort(task, [client], [0]).evaluate(models[0, client])
+        assert simulation.left[0, client, 0].tolist() == pytest.approx([t.item() for t in score])
+
+
+def test_what_ala_governs_is_below_the_head():
+    model = cnn()
+    method = make("fedrep+ala")
+    assert method.governed(model, 1) == ("fc1.weight", "fc1.bias")
+    assert method.governed(model, 2) == ("conv2.weight", "conv2.bias", "fc1.weight", "fc1.bias")
+    assert method.governed(model, 0) == ()
+    with pytest.raises(UserError, match=r"layers must be between 0 and 3, the layers of FedRep's body, not 4"):
+        method.governed(model, 4)
+
+
+def test_ala_without_layers_is_plain_fedrep():
+    plain_, off = (
+        simulate(name, ragged_task(SIZES), rounds=3, settings=settings)[2]
+        for name, settings in [("fedrep", {}), ("fedrep+ala", {"ala.layers": 0})]
+    )
+    for key in plain_:
+        assert_close(off[key], plain_[key], 0)
+
+
+def test_a_model_without_a_body_is_refused():
+    task = ragged_task([5], model=nn.Linear(36, 3))
+    with pytest.raises(UserError, match="two layers or more"):
+        Simulation(make("fedrep"), task, start_of(task, lambda: nn.Linear(36, 3)))
+
+
+def test_defaults():
+    assert make("fedrep").epochs == 5
