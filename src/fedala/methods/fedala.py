@@ -35,11 +35,15 @@ class WithALA(Method):
     def everyone(self) -> bool:  # type: ignore[override]
         return self.base.everyone
 
+    @property
+    def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
+        return self.base.schedule_depends_on_rounds
+
     def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.governed(model, layers)
 
-    def serve(self, start: Params, sizes: Sequence[int]) -> State:
-        return self.base.serve(start, sizes)
+    def serve(self, start: Params, sizes: Sequence[int], trainable: Sequence[str]) -> State:
+        return self.base.serve(start, sizes, trainable)
 
     def send(self, server: State, clients: list[int]) -> Params:
         return self.base.send(server, clients)
@@ -59,7 +63,9 @@ class WithALA(Method):
         return initialized, {**state, "ala": learned}
 
     def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
-        return self.base.evaluated(cohort, initialized, received, state["base"])
+        # The personal model that the last round left gives way to the one that ALA has just initialised.
+        base = {name: value for name, value in state["base"].items() if name != "personal"}
+        return self.base.evaluated(cohort, initialized, received, base)
 
     def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
         upload, kept = self.base.train(cohort, initialized, received, state["base"])
