@@ -10,10 +10,12 @@ from loops import PlainALA, batches, combine, features, initial, losses, mean, m
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
+from fedala.cohort import Cohort, state_of
 from fedala.errors import UserError
 from fedala.layers import Cut
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, Step, mmd
+from fedala.models import cnn
 from fedala.simulation import Simulation
 
 SIZES = [5, 13, 3, 0, 8]
@@ -216,3 +218,22 @@ def test_defaults_and_refusals():
     for name, value in {"mu": 1.1, "lam": -0.1, "variant": "hysterical"}.items():
         with pytest.raises(UserError, match=f"fedphp.{name} must be"):
             make("fedphp", {f"fedphp.{name}": value})
+
+
+def test_our_own_models_are_cut_where_they_say():
+    """One step of the CNN by autograd on whole modules, the features taken from a hook on its last layer."""
+    task = ragged_task([4], model=cnn((1, 16, 16), 3))
+    task.x = torch.randn(len(task.y), 1, 16, 16, generator=torch.Generator().manual_seed(0)).double()
+    model, teacher = (cnn((1, 16, 16), 3).double() for _ in range(2))
+    seen = []
+    for one in (model, teacher):
+        one.fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    start, received = ({n: v.clone() for n, v in state_of(one).items()} for one in (model, teacher))
+    method = FedPHP(lam=0.7)
+    trained, _ = method.train(Cohort(task, [0], [0]), start, received, method.fresh(task, start))
+    rows = task.parts["train"][0]
+    loss = F.cross_entropy(model(task.x[rows]), task.y[rows])
+    teacher(task.x[rows])
+    (0.3 * loss + 0.7 * plain_mmd(seen[0], seen[1].detach())).backward()
+    torch.optim.SGD(model.parameters(), lr=task.lr).step()
+    assert_close(trained, state_of(model), 1e-12)
