@@ -42,7 +42,7 @@ class FedPHP(Method):
     )
 
     def fresh(self, task: Task, start: Params) -> State:
-        _last_layer(task, start)
+        _last_layer(task, start)  # refuses a model that it cannot work with, before any work
         return {"personal" if self.variant == "historical" else "local": start}
 
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
