@@ -109,6 +109,13 @@ class Cut:
             possible = p == 1 and probe is not None and self._owns(layers[0]) and self._comes_last(layers[0], *probe)
             self.p = 1 if possible else self.depth
 
+    def __eq__(self, other: object) -> bool:
+        """Two cuts through the same model at the same place are one: what was captured for one serves for the other."""
+        return isinstance(other, Cut) and self.model is other.model and self.p == other.p
+
+    def __hash__(self) -> int:
+        return hash((self.model, self.p))
+
     @property
     def cuts(self) -> bool:
         """Whether there is anything to compute below the cut."""

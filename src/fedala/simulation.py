@@ -78,7 +78,7 @@ class Simulation:
         self.parts = ["test"] + (["validation"] if any(len(rows) for rows in task.parts["validation"]) else [])
         self.start = [start(seed) for seed in self.seeds]
         sizes = [task.size(client) for client in range(self.population)]
-        self.servers: list[State] = [method.serve(method.shared(task, model), sizes) for model in self.start]
+        self.servers: list[State] = [method.serve(task, method.shared(task, model), sizes) for model in self.start]
         self.clients = ClientStates(task.device, everybody=join_ratio == 1, budget=client_memory)
         #: Per run, client and part: what the model that the client was left with scores (correct, loss, samples).
         self.left: np.ndarray | None = None

@@ -35,14 +35,18 @@ class WithALA(Method):
     def everyone(self) -> bool:  # type: ignore[override]
         return self.base.everyone
 
+    @property
+    def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
+        return self.base.schedule_depends_on_rounds
+
     def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.governed(model, layers)
 
     def shared(self, task: Task, model: Params) -> Params:
         return self.base.shared(task, model)
 
-    def serve(self, start: Params, sizes: Sequence[int]) -> State:
-        return self.base.serve(start, sizes)
+    def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
+        return self.base.serve(task, start, sizes)
 
     def send(self, server: State, clients: list[int]) -> Params:
         return self.base.send(server, clients)
@@ -65,7 +69,9 @@ class WithALA(Method):
         return initialized, {**state, "ala": learned}
 
     def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
-        return self.base.evaluated(cohort, initialized, received, state["base"])
+        # The personal model that the last round left gives way to the one that ALA has just initialised.
+        base = {name: value for name, value in state["base"].items() if name != "personal"}
+        return self.base.evaluated(cohort, initialized, received, base)
 
     def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
         upload, kept = self.base.train(cohort, initialized, received, state["base"])

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from fedala.cohort import Cohort, Params, Task, average
 from fedala.layers import upper
 
-#: What a client or a server keeps between rounds: nested dicts of tensors, the first dimension of each the lane.
+#: What a client or a server keeps between rounds: nested dicts of tensors, the first dimension of each the lane. In a
+#: client's, `local` is the model that its training left, and `personal` the one that is tested, where that is another.
 State = dict[str, Any]
 
 
@@ -30,6 +31,8 @@ class Method:
     personal: ClassVar[bool] = True
     #: Whether every client must take part in every round.
     everyone: ClassVar[bool] = False
+    #: Whether a round depends on how many there will be: a run that is resumed with more of them is not the longer run.
+    schedule_depends_on_rounds: ClassVar[bool] = False
     #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty where it does.
     refuses_ala: ClassVar[str] = ""
 
@@ -39,7 +42,7 @@ class Method:
 
     # --- the server ------------------------------------------------------------------------------------------------
 
-    def serve(self, start: Params, sizes: Sequence[int]) -> State:
+    def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
         """The server's state before the first round, from what is `shared` of Θ⁰ (one lane) and the clients' sizes."""
         return {"global": start}
 
@@ -63,8 +66,9 @@ class Method:
         return received, state
 
     def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
-        """The personal model that is tested, before training."""
-        return initialized
+        """The personal model that is tested, before training; `personal`, if the state has one, is what the last round left."""
+        model: Params = state.get("personal", initialized)
+        return model
 
     def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
         """Local training: what is uploaded, and the client's new state."""
@@ -72,7 +76,7 @@ class Method:
 
     def left(self, upload: Params, state: State) -> Params:
         """The personal model that a participation leaves behind, until the client takes part again."""
-        model: Params = state.get("local", upload)
+        model: Params = state["personal"] if "personal" in state else state.get("local", upload)
         return model
 
     # --- ALA in its place ------------------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""FedPHP: Li, Zhan, Shao, Li, Song. FedPHP: Federated Personalization with Inherited Private Models. ECML PKDD 2021."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedala.cohort import Cohort, Params, Task, descend
+from fedala.errors import UserError
+from fedala.layers import Cut
+from fedala.methods.method import Method, State
+from fedala.options import option
+from fedala.trees import leaves
+
+#: The widths a of the kernel Σ_a exp(−d²/2a).
+WIDTHS = (10, 15, 20, 50)
+
+
+@dataclass(frozen=True)
+class FedPHP(Method):
+    """The client mixes its old model into the received one, the more the later the round, and keeps near a teacher's features.
+
+    `variant = "paper"` is how the authors of FedALA ran it: the mix is the local model w, and the teacher the received model.
+    In the publication ("historical") w starts from the received model, and the mix h of all old w is teacher and personal model.
+    """
+
+    name = "fedphp"
+    title = "FedPHP"
+    summary = "the global model, with more and more of the client's own mixed in"
+    schedule_depends_on_rounds = True
+
+    mu: float = option(
+        0.9, "μ: share of the old model after the last round; after round t of T it is μ·t/T", least=0, most=1
+    )
+    lam: float = option(
+        0.01, "λ: weight of the distance (MMD) between the model's and the teacher's features", least=0, most=1
+    )
+    variant: str = option(
+        "paper",
+        "as the authors of FedALA ran it, or with the publication's historical model",
+        choices=("paper", "historical"),
+    )
+
+    def fresh(self, task: Task, start: Params) -> State:
+        _last_layer(task, start)  # refuses a model that it cannot work with, before any work
+        return {"personal" if self.variant == "historical" else "local": start}
+
+    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
+        if self.variant == "historical":
+            return received, state
+        return self._mix(received, state["local"], (cohort.round - 1) / cohort.rounds), state
+
+    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+        step = Step(cohort.task.lr, self.lam, _last_layer(cohort.task, initialized))
+        local = cohort.train(step, initialized, {"teacher": state.get("personal", received)})
+        if self.variant == "historical":
+            return local, {"personal": self._mix(local, state["personal"], cohort.round / cohort.rounds)}
+        return local, {"local": local}
+
+    def _mix(self, new: Params, old: Params, part: float) -> Params:
+        """(1 − μ_t)·new + μ_t·old with μ_t = μ·part, where `part` of the rounds has been trained; counters are the new ones."""
+        return {n: torch.lerp(v, old[n], self.mu * part) if v.is_floating_point() else v for n, v in new.items()}
+
+
+@dataclass(frozen=True)
+class Step:
+    """SGD on (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
+
+    lr: float
+    lam: float
+    cut: Cut
+
+    def __call__(self, task: Task, state: Params, fixed: State, x: Tensor, y: Tensor) -> Tensor:
+        def objective(w: Params, x: Tensor, y: Tensor, teacher: Params) -> Tensor:
+            features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
+            loss = task.loss(self.cut.upper(w, features), y)
+            return (1 - self.lam) * loss + self.lam * mmd(features.to(task.dtype), others.to(task.dtype))
+
+        # The teacher runs as w does, on the batch's statistics: equal models have equal features. Its own stay as they are.
+        teacher = {name: value if name in task.trainable else value.clone() for name, value in fixed["teacher"].items()}
+        losses, gradients = task.gradients(state, x, y, None, objective, teacher)
+        descend(state, gradients, self.lr)
+        return losses
+
+
+def mmd(a: Tensor, b: Tensor) -> Tensor:
+    """The squared maximum mean discrepancy of two sets of features, one row per sample: biased, the mean over all pairs."""
+
+    def similarity(a: Tensor, b: Tensor) -> Tensor:
+        squares = (a.flatten(1).unsqueeze(1) - b.flatten(1)).square().sum(-1)
+        return torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS]).sum(0).mean()
+
+    return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)
+
+
+def _last_layer(task: Task, params: Params) -> Cut:
+    """The cut below the last layer. A module that is not ours shows on two samples that it can be cut there."""
+    _, first = next(leaves(task.x))
+    probe = (
+        {name: value[0] for name, value in params.items()},
+        task.inputs(torch.arange(2, device=first.device) % len(first)),
+    )
+    with task.mode(training=False), torch.no_grad():
+        cut = Cut(task.model, 1, probe)
+    if cut.p != 1:
+        raise UserError("FedPHP compares what enters the last layer, and this model's last layer cannot be cut off.")
+    return cut
