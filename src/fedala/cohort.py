@@ -288,12 +288,13 @@ class Cohort:
         rows: Sequence[np.ndarray] | None = None,
         purpose: str = "batches",
         frozen: Collection[str] = (),
+        turn: int = 0,
     ) -> Any:
         """Takes a step for every batch of every lane, and returns the new state.
 
         `state` and `fixed` are trees of lanes. A step gets the part of the lanes that have a batch, changes that part of
         `state` in place and returns the lanes' losses; it must depend on nothing else that changes from round to round.
-        Several steps take turns. `rows` replaces the lanes' training samples.
+        Several steps take turns, in every epoch beginning with number `turn`. `rows` replaces the lanes' training samples.
         """
         task = self.task
         turns = (step,) if callable(step) else tuple(step)
@@ -314,13 +315,13 @@ class Cohort:
                 if captured:
                     captured.order(table)
                 for lanes, columns in steps(lengths, size, drop_last=True):
-                    turn = columns.start // size % len(turns)
+                    due = (turn + columns.start // size) % len(turns)
                     if captured and columns.stop - columns.start == size:
-                        captured.step(lanes.stop, turn)
+                        captured.step(lanes.stop, due)
                         continue
                     place = table[lanes, columns]
                     x, y = task.inputs(place), task.targets(place)
-                    total[lanes] += turns[turn](task, take(state, lanes), take(fixed, lanes), x, y)
+                    total[lanes] += turns[due](task, take(state, lanes), take(fixed, lanes), x, y)
             if captured:
                 state, total = tree_map(torch.clone, (state, total))
         taken = [epochs * max(n // size, int(n > 0)) for n in lengths]
@@ -328,10 +329,11 @@ class Cohort:
         return state
 
     def _captured(self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any) -> Any:
-        from fedala.cuda.graphs import Captured
+        from fedala.cuda.graphs import Captured, is_shared
 
         shapes = tuple((name, *value.shape[1:]) for name, value in leaves((state, fixed)))
-        key = (turns, size, frozenset(frozen), shapes)
+        shared = tuple(is_shared(value) for _, value in leaves(fixed))
+        key = (turns, size, frozenset(frozen), shapes, shared)
         known = self.task.captured.get(key)
         if known is None or known.lanes < len(self):
             known = self.task.captured[key] = Captured(self.task, turns, size, len(self), state, fixed)
@@ -441,6 +443,11 @@ def pad(rows: Sequence[Any], device: torch.device) -> Tensor:
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     padded: Tensor = nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     return padded.to(device)
+
+
+def lanewise(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number for each lane, shaped so as to go with `like`."""
+    return numbers.view(-1, *[1] * (like.ndim - 1))
 
 
 def average(params: Params, weights: Tensor) -> Params:

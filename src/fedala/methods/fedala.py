@@ -35,6 +35,10 @@ class WithALA(Method):
     def everyone(self) -> bool:  # type: ignore[override]
         return self.base.everyone
 
+    @property
+    def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
+        return self.base.schedule_depends_on_rounds
+
     def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.governed(model, layers)
 
