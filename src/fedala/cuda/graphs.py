@@ -59,7 +59,10 @@ class Captured:
         self._graph(lanes, turn).replay()
 
     def _graph(self, lanes: int, turn: int) -> torch.cuda.CUDAGraph:
-        key = (lanes, self.turns.index(self.turns[turn]))  # a step that comes several times in a row of turns is one graph
+        key = (
+            lanes,
+            self.turns.index(self.turns[turn]),
+        )  # a step that comes several times in a row of turns is one graph
         if key not in self.graphs:
             kept = tree_map(torch.clone, (self.state, self.column, self.total))
             side = torch.cuda.Stream()

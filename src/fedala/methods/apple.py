@@ -15,7 +15,7 @@ from fedala.options import option
 
 @dataclass(frozen=True)
 class APPLE(Method):
-    """Every client has a core model; its personal model is Σ_j p_ij·core_j, with weights p_i that it learns along with its core."""
+    """Every client has a core model, and learns with it the weights p_i of its personal model, Σ_j p_ij·core_j."""
 
     name = "apple"
     title = "APPLE"

@@ -1,4 +1,5 @@
-"""FedFomo: Zhang, Sapra, Fidler, Yeung, Alvarez. Personalized Federated Learning with First Order Model Optimization. ICLR 2021."""
+"""FedFomo: Zhang, Sapra, Fidler, Yeung, Alvarez. Personalized Federated Learning with First Order Model Optimization.
+ICLR 2021."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

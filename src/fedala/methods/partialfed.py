@@ -56,7 +56,9 @@ class PartialFed(Method):
         batches = [task.epochs * max(1, len(rows) // task.batch_size) for rows in task.parts["train"]]
         noise = np.zeros((len(cohort), max(batches), len(task.layers), 2))
         for lane, client in enumerate(cohort.clients):
-            noise[lane, : batches[client]] = cohort.draw(lane, "gumbel").gumbel(size=noise[lane, : batches[client]].shape)
+            noise[lane, : batches[client]] = cohort.draw(lane, "gumbel").gumbel(
+                size=noise[lane, : batches[client]].shape
+            )
         return torch.from_numpy(noise).to(task.device, task.dtype)
 
     def step_weights(self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
