@@ -239,18 +239,22 @@ Step = Callable[[Task, Any, Any, Any, Any], Tensor]
 
 def descend(params: Params, gradients: Gradients, lr: float) -> None:
     """One step of gradient descent, in place."""
-    dense = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
-    torch._foreach_add_([params[name].detach() for name in dense], list(dense.values()), alpha=-lr)
+    whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
+    torch._foreach_add_([params[name].detach() for name in whole], list(whole.values()), alpha=-lr)
     for name, value in gradients.items():
         if isinstance(value, RowGradient):
             value.add_to(params[name].detach(), -lr)
 
 
+def dense(gradients: Gradients) -> Params:
+    """Gradients as whole tensors, for arithmetic that needs them so."""
+    return {name: value.dense() if isinstance(value, RowGradient) else value for name, value in gradients.items()}
+
+
 def pull(params: Params, gradients: Gradients, anchor: Params, mu: float) -> None:
     """Adds the gradient of a proximal term, μ/2·‖w − anchor‖², in place."""
-    for name, value in gradients.items():
-        whole = value.dense() if isinstance(value, RowGradient) else value
-        gradients[name] = whole.add_(params[name] - anchor[name], alpha=mu)
+    for name, value in dense(gradients).items():
+        gradients[name] = value.add_(params[name] - anchor[name], alpha=mu)
 
 
 @dataclass(frozen=True)
@@ -336,13 +340,15 @@ class Cohort:
         purpose: str = "batches",
         frozen: Collection[str] = (),
         note: bool = True,
+        turn: int = 0,
     ) -> Any:
         """Takes a step for every batch of every lane, and returns the new state.
 
         `state` and `fixed` are trees of lanes. A step gets the part of the lanes that have a batch, changes that part of
         `state` in place and returns the lanes' losses; it must depend on nothing else that changes from round to round.
-        Several steps take turns. `rows` replaces the lanes' training samples. `purpose` tells the shuffles of several trainings
-        in a round apart; the loss of those that only prepare for the round's own training is not to be noted (`note`).
+        Several steps take turns, in every epoch beginning with number `turn`. `rows` replaces the lanes' training samples.
+        `purpose` tells the shuffles of several trainings in a round apart; the loss of those that only prepare for the round's
+        own training is not to be noted (`note`).
         """
         task = self.task
         turns = (step,) if callable(step) else tuple(step)
@@ -363,13 +369,13 @@ class Cohort:
                 if captured:
                     captured.order(table)
                 for lanes, columns in steps(lengths, size, drop_last=True):
-                    turn = columns.start // size % len(turns)
+                    due = (turn + columns.start // size) % len(turns)
                     if captured and columns.stop - columns.start == size:
-                        captured.step(lanes.stop, turn)
+                        captured.step(lanes.stop, due)
                         continue
                     place = table[lanes, columns]
                     x, y = task.inputs(place), task.targets(place)
-                    total[lanes] += turns[turn](task, take(state, lanes), take(fixed, lanes), x, y)
+                    total[lanes] += turns[due](task, take(state, lanes), take(fixed, lanes), x, y)
             if captured:
                 state, total = tree_map(torch.clone, (state, total))
         if note:
@@ -378,10 +384,11 @@ class Cohort:
         return state
 
     def _captured(self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any) -> Any:
-        from fedala.cuda.graphs import Captured
+        from fedala.cuda.graphs import Captured, is_shared
 
-        shapes = tuple((name, *value.shape[1:]) for name, value in leaves((state, fixed)))
-        key = (turns, size, frozenset(frozen), shapes)
+        shapes = tuple((name, is_shared(value), *value.shape[1:]) for name, value in leaves((state, fixed)))
+        shared = tuple(is_shared(value) for _, value in leaves(fixed))
+        key = (turns, size, frozenset(frozen), shapes, shared)
         known = self.task.captured.get(key)
         if known is None or known.lanes < len(self):
             known = self.task.captured[key] = Captured(self.task, turns, size, len(self), state, fixed)
@@ -500,6 +507,11 @@ def onto(device: torch.device, values: Any) -> Tensor:
     """Numbers of the host on the device. From pinned memory, so that the host need not wait until the device gets to it."""
     tensor: Tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def lanewise(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number for each lane, shaped so as to go with `like`."""
+    return numbers.view(-1, *[1] * (like.ndim - 1))
 
 
 def average(params: Params, weights: Tensor) -> Params:

@@ -179,14 +179,17 @@ class Simulation:
         """Lanes by length, the longest first, as many at a time as work side by side."""
         size = self.task.size
         ordered = sorted(lanes, key=lambda lane: (-size(lane[1]), -size(lane[1], "test"), lane[1], lane[0]))
-        width = self.lanes or len(ordered)
-        for first in range(0, len(ordered), width):
-            yield ordered[first : first + width]
+        runs = [[lane for lane in ordered if lane[0] == run] for run in range(len(self.seeds))]
+        for together in runs if self.method.stacked else [ordered]:
+            width = self.lanes or len(together)
+            for first in range(0, len(together), width):
+                yield together[first : first + width]
 
     def _cohort(self, lanes: Sequence[Lane], round: int, sent: list[Params], joined: list[list[int]]) -> Cohort:
         """The lanes of a cohort with what the server sent them: lanes of one run share one model, or each has its own."""
         models, source, offset = [], {}, 0
-        for run, params in enumerate(sent):
+        for run in sorted({run for run, _ in lanes}):
+            params = sent[run]
             width = len(next(iter(params.values()))) if params else 0
             for place, client in enumerate(joined[run]):
                 source[run, client] = offset + (place if width > 1 else 0)

@@ -29,7 +29,11 @@ class Captured:
         def buffer(value: torch.Tensor) -> torch.Tensor:
             return value.new_empty(lanes, *value.shape[1:])
 
-        self.state, self.fixed = tree_map(buffer, state), tree_map(buffer, fixed)
+        def constant(value: torch.Tensor) -> torch.Tensor:
+            shared = value.new_empty(1, *value.shape[1:])
+            return shared.expand(lanes, *value.shape[1:]) if is_shared(value) else buffer(value)
+
+        self.state, self.fixed = tree_map(buffer, state), tree_map(constant, fixed)
         longest = max((len(rows) for rows in task.parts["train"]), default=0)
         self.table = torch.zeros(lanes, longest, dtype=torch.int64, device=task.device)
         self.column = torch.arange(size, device=task.device)
@@ -41,7 +45,8 @@ class Captured:
         """Takes up what a training starts from; returns the buffers in which it will happen, and that of the losses."""
         for buffers, values in ((self.state, state), (self.fixed, fixed)):
             for (_, buffer), (_, value) in zip(leaves(buffers), leaves(values), strict=True):
-                buffer[: len(value)].copy_(value)
+                count = 1 if is_shared(buffer) else len(value)
+                buffer[:count].copy_(value[:count])
         part = slice(0, lanes)
         return take(self.state, part), take(self.fixed, part), self.total[part].zero_()
 
@@ -55,6 +60,7 @@ class Captured:
         self._graph(lanes, turn).replay()
 
     def _graph(self, lanes: int, turn: int) -> torch.cuda.CUDAGraph:
+        turn = self.turns.index(self.turns[turn])  # a step that comes several times among the turns is one graph
         key = (lanes, turn)
         if key not in self.graphs:
             kept = tree_map(torch.clone, (self.state, self.column, self.total))
@@ -79,6 +85,11 @@ class Captured:
         inputs, targets = self.task.inputs(rows), self.task.targets(rows)
         self.total[part] += step(self.task, take(self.state, part), take(self.fixed, part), inputs, targets)
         self.column += self.size
+
+
+def is_shared(value: torch.Tensor) -> bool:
+    """Whether all lanes have one and the same part of memory, as what the server sends to everybody."""
+    return len(value) > 1 and value.stride(0) == 0
 
 
 @contextmanager

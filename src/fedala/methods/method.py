@@ -31,7 +31,10 @@ class Method:
     personal: ClassVar[bool] = True
     #: Whether every client must take part in every round.
     everyone: ClassVar[bool] = False
-    #: Whether a round depends on how many there will be: a run that is resumed with more of them is not the longer run.
+    #: Whether what is sent is one stack of models, [1, M, …], for all clients: lanes of different runs then go in different
+    #: cohorts, so that every cohort has a single stack, shared without a copy (`received[name][0]` is all of it).
+    stacked: ClassVar[bool] = False
+    #: Whether what a round does depends on how many rounds there are: such a run cannot be resumed with more of them.
     schedule_depends_on_rounds: ClassVar[bool] = False
     #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty where it does.
     refuses_ala: ClassVar[str] = ""
