@@ -229,6 +229,8 @@ def _learn_head(
 
     task = cohort.task
     table, places = cohort.features(cut, start, rows)
+    if table is None:  # nobody has a sample
+        return torch.empty(len(cohort), 0), torch.zeros_like(trained, dtype=torch.int64)
     lengths = onto(task.device, [len(row) for row in rows])
     least = torch.full_like(lengths, settings.min_epochs)
     return learn(

@@ -386,7 +386,7 @@ class Cohort:
     def _captured(self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any) -> Any:
         from fedala.cuda.graphs import Captured, is_shared
 
-        shapes = tuple((name, is_shared(value), *value.shape[1:]) for name, value in leaves((state, fixed)))
+        shapes = tuple((name, *value.shape[1:]) for name, value in leaves((state, fixed)))
         shared = tuple(is_shared(value) for _, value in leaves(fixed))
         key = (turns, size, frozenset(frozen), shapes, shared)
         known = self.task.captured.get(key)

@@ -18,7 +18,9 @@ PRECISIONS = ("float32", "tf32", "bf16", "float64")
 class Config:
     """A run, or a comparison of several methods. `None` stands for the paper's value for that dataset and model."""
 
-    method: str = option("fedala,fedavg", "methods, separated by commas; x+ala adds ALA to x")
+    method: str = option(
+        "fedala,fedavg", "methods, separated by commas; x+ala adds ALA to x; all: every method, with and without"
+    )
     set: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "a hyperparameter, such as fedala.eta=0.5 or ala.layers=2"}
     )
@@ -55,6 +57,10 @@ class Config:
     def of(cls, values: Mapping[str, Any]) -> "Config":
         """A checked config from names and values, wherever they come from."""
         plain = {name: value for name, value in values.items() if name != "set"}
+        if plain.get("method") == "all":
+            from fedala.methods import everything
+
+            plain["method"] = ",".join(everything())
         config = replace(build(cls, plain), set=_flat(values.get("set", {})))
         if config.lanes not in ("auto", "all") and not (config.lanes.isdecimal() and int(config.lanes) >= 1):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from small import assert_close, ragged_task, start_of
+from small import QUICK, assert_close, ragged_task, start_of
 
 from fedala.cohort import Cohort
-from fedala.methods import catalogue, make
+from fedala.methods import everything, make
 from fedala.models import cnn, resnet18
 from fedala.simulation import Simulation
 
 pytestmark = pytest.mark.gpu
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
-EVERY = [*catalogue(), *(f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg")]
+EVERY = everything()
 
 
 def small_cnn():
@@ -31,7 +31,7 @@ def image_task(device, precision="float32", model=small_cnn, side=16, **options)
 
 
 def go(method, task, model=small_cnn, rounds=2, **options):
-    simulation = Simulation(make(method), task, start_of(task, model), rounds=rounds, **options)
+    simulation = Simulation(make(method, QUICK.get(method)), task, start_of(task, model), rounds=rounds, **options)
     models = {}
     rows = list(simulation.run(lambda p: models.update({(p.seed, p.client): {n: v.cpu() for n, v in p.model.items()}})))
     return rows, models
@@ -90,12 +90,16 @@ def test_a_deep_network_with_batch_normalisation():
     def deep():
         return resnet18((3, 32, 32), 3)
 
-    task, reference = (image_task(device, "float32", deep, 32) for device in ("cuda", "cpu"))
+    # Small steps: at a large learning rate, normalising batches of four makes rounding errors grow without bound.
+    task, reference = (image_task(device, "float32", deep, 32, lr=1e-4) for device in ("cuda", "cpu"))
     (_, models), (_, plain) = go("fedala", task, deep, rounds=1), go("fedala", reference, deep, rounds=1, lanes=1)
+    start = start_of(reference, deep)(0)
     for key in plain:
         for name, value in plain[key].items():
             if value.is_floating_point():
-                assert (models[key][name] - value).norm() <= 2e-2 * value.norm() + 1e-3, name
+                moved = (value - start[name]).norm()
+                assert moved > 0 or "bias" in name, "it should have learned for this test to bite"
+                assert (models[key][name] - value).norm() <= 2e-2 * moved + 1e-5, name
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

@@ -7,12 +7,12 @@ from small import assert_close, ragged_task, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
-from fedala.methods import catalogue, make
+from fedala.methods import catalogue, everything, make
 from fedala.simulation import Simulation
 from fedala.trees import leaves
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
-EVERY = [*catalogue(), *(f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg")]
+EVERY = everything()
 
 
 #: Each method with the shares of clients per round that it takes.

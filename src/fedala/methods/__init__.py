@@ -14,7 +14,7 @@ from fedala.methods.fedavg import FedAvg
 from fedala.methods.method import Method, State
 from fedala.options import build, suggest
 
-__all__ = ["Method", "State", "WithALA", "catalogue", "make", "register"]
+__all__ = ["Method", "State", "WithALA", "catalogue", "everything", "make", "register"]
 
 M = TypeVar("M", bound=Method)
 
@@ -62,6 +62,12 @@ def catalogue() -> dict[str, Entry]:
     summary = "each client blends the global model into its own, element by element, with learned weights"
     entries["fedala"] = Entry("fedala", "FedALA", summary, Settings, takes_ala=False)
     return entries
+
+
+def everything() -> list[str]:
+    """Every method, and every `+ala`: what `--method all` compares. (FedAvg's `+ala` is FedALA.)"""
+    with_ala = [f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg"]
+    return [*catalogue(), *with_ala]
 
 
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
