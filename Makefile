@@ -4,13 +4,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test lint clean
+.PHONY: run test test-gpu lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
 
 test: $(READY) lint
 	$(BIN)/pytest -n 2 -q
+
+# On a machine with a GPU: the fast path against the plain one. PYTEST may name another interpreter's.
+PYTEST ?= $(BIN)/pytest
+test-gpu:
+	$(PYTEST) -q -m gpu tests/cuda
+	$(PYTEST) -q tests/cuda/test_kernels.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
