@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from fedala.cohort import Cohort, Loss, Params, Task, onto, pad, state_of, steps
+from fedala.cuda import has_kernels
 from fedala.errors import UserError
 from fedala.layers import Cut, upper
 from fedala.options import build, option
@@ -168,7 +169,9 @@ def _learn(
         rest = {name: start[name] for layer in task.layers[: cut.p] for name in layer if name not in update}
         old = {name: local[name] for name in update}
         if task.device.type == "cuda" and not rest and _is_plain_head(task, cut, tuple(update)):
-            return _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, rows)
+            done = _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, rows)
+            if done is not None:
+                return done
 
         losses: list[list[float]] = [[] for _ in cohort.clients]
         past_initial = trained.tolist()
@@ -189,7 +192,9 @@ def _learn(
                     hat = {n: (w[n][lanes] + update_[n] * weights_[n]).requires_grad_() for n in update}
                     x, y = cohort.rows(table, where[lanes, columns]), task.targets(which[lanes, columns])
                     loss = task.losses({**take(others, lanes), **hat}, x, y, cut)
-                    gradients = torch.autograd.grad(loss.sum(), list(hat.values()))
+                    if not loss.requires_grad:
+                        raise UserError(f"The model uses none of the parameters that ALA governs: {', '.join(update)}.")
+                    gradients = torch.autograd.grad(loss.sum(), list(hat.values()), materialize_grads=True)
                     for name, gradient in zip(update, gradients, strict=True):
                         weights_[name].sub_(gradient * update_[name], alpha=settings.eta).clamp_(0, 1)
                     total[lanes] += loss.detach()
@@ -209,7 +214,9 @@ def _is_plain_head(task: Task, cut: Cut, governed: tuple[str, ...]) -> bool:
     name = governed[0].removesuffix(".weight")
     if not cut.cuts or cut.p != 1 or governed != (f"{name}.weight", f"{name}.bias") or task.dtype != torch.float32:
         return False
-    return task.loss is F.cross_entropy and type(task.model.get_submodule(name)) is nn.Linear
+    labels = isinstance(task.y, Tensor) and task.y.dtype == torch.int64 and task.y.dim() == 1
+    plain = task.loss is F.cross_entropy and type(task.model.get_submodule(name)) is nn.Linear
+    return has_kernels() and labels and plain
 
 
 def _learn_head(
@@ -223,32 +230,39 @@ def _learn_head(
     start: Params,
     cut: Cut,
     rows: list[np.ndarray],
-) -> tuple[Tensor, Tensor]:
-    """The same on the GPU, all batches and epochs of all lanes in one kernel."""
+) -> tuple[Tensor, Tensor] | None:
+    """The same on the GPU, all batches and epochs of all lanes in one kernel; None where the kernel has no room for it."""
+    from triton.runtime.errors import OutOfResources
+
     from fedala.cuda.weights import Head, learn
 
     task = cohort.task
     table, places = cohort.features(cut, start, rows)
     if table is None:  # nobody has a sample
         return torch.empty(len(cohort), 0), torch.zeros_like(trained, dtype=torch.int64)
+    if table.dim() != 2:
+        return None
     lengths = onto(task.device, [len(row) for row in rows])
     least = torch.full_like(lengths, settings.min_epochs)
-    return learn(
-        table.float(),
-        pad(places, task.device),
-        task.targets(pad(rows, task.device)),
-        torch.where(learning, lengths, 0),
-        least,
-        torch.where(trained, least, max(settings.max_epochs, settings.min_epochs)),
-        Head(*old.values()),
-        Head(*update.values()),
-        Head(*weights.values()),
-        batch_size=task.batch_size,
-        eta=settings.eta,
-        threshold=settings.threshold,
-        most=max(settings.max_epochs, settings.min_epochs),
-        window=WINDOW,
-    )
+    try:
+        return learn(
+            table.float(),
+            pad(places, task.device),
+            task.targets(pad(rows, task.device)),
+            torch.where(learning, lengths, 0),
+            least,
+            torch.where(trained, least, max(settings.max_epochs, settings.min_epochs)),
+            Head(*old.values()),
+            Head(*update.values()),
+            Head(*weights.values()),
+            batch_size=task.batch_size,
+            eta=settings.eta,
+            threshold=settings.threshold,
+            most=max(settings.max_epochs, settings.min_epochs),
+            window=WINDOW,
+        )
+    except OutOfResources:  # many classes or large batches on a small GPU
+        return None
 
 
 def _goes_on(losses: Sequence[float], trained: bool, settings: Settings) -> bool:

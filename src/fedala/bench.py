@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,17 +153,6 @@ def _plain(case: Case, federation: Federation, device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def bench(
-    cases: tuple[Case, ...] = CASES, *, on_figures: Callable[[Figures], None] | None = None, **options: Any
-) -> Iterator[Figures]:
-    """Measures one case after another."""
-    for case in cases:
-        figures = measure(case, **options)
-        if on_figures:
-            on_figures(figures)
-        yield figures
 
 
 def markdown(figures: list[Figures]) -> str:

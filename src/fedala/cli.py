@@ -1,5 +1,7 @@
 """The command line. `fedala run` has one option for each field of `Config`: nothing is declared twice."""
 
+import contextlib
+import ctypes
 import inspect
 import re
 import sys
@@ -70,6 +72,7 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point `fedala`."""
+    _keep_memory()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a console that has no ρ shows a question mark instead
@@ -312,6 +315,8 @@ def bench(
             raise UserError(f"There is no case {name!r}{suggest(name, known_cases)}.")
     if plot:
         plots.check(plot)
+    if out and not out.absolute().parent.is_dir():
+        raise UserError(f"The table {out} cannot be written: there is no folder {out.absolute().parent}.")
     Config.of({"device": device, "precision": precision})
     figures = []
     for chosen in [known_cases[name] for name in case] if case else known_cases.values():
@@ -327,6 +332,16 @@ def bench(
         plots.save(plots.bench(figures), plot)
     for path in filter(None, (out, plot)):
         print(f"Written: {path}")
+
+
+def _keep_memory() -> None:
+    """Asks glibc to keep freed memory: otherwise every step's gradients are fetched from the system anew, page by page."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            library = ctypes.CDLL(None)
+            trim_threshold, mmap_threshold = -1, -3
+            library.mallopt(mmap_threshold, 32 * 2**20)
+            library.mallopt(trim_threshold, 2**30)
 
 
 def _console() -> Console:

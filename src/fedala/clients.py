@@ -8,6 +8,7 @@ and, beyond a budget, in files. A client's state exists once it has taken part.
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,26 +36,31 @@ class ClientStates(Mapping[Lane, State]):
         self._folder: Path | None = None
         self._shape: State = {}
         self.bytes = 0
+        self._places: dict[Lane, tuple[tuple[Lane, ...], int]] = {}
+        self._lock = threading.RLock()  # cohorts in threads come for their states while others bring theirs back
 
     def gather(self, lanes: Sequence[Lane], fresh: Callable[[Lane], State]) -> State:
         """The states of a cohort's lanes, stacked on the device; `fresh` makes that of a client that is new."""
-        known = self._cohorts.get(tuple(lanes))
-        if known is not None:
-            return known
-        own = [self[lane] if lane in self else fresh(lane) for lane in lanes]
+        with self._lock:
+            known = self._cohorts.get(tuple(lanes))
+            if known is not None:
+                return known
+            own = [self[lane] if lane in self else fresh(lane) for lane in lanes]
         stacked: State = join([tree_map(lambda t: t.to(self.device), state) for state in own])
         return stacked
 
     def scatter(self, lanes: Sequence[Lane], state: State) -> None:
         """Keeps the states of a cohort's lanes."""
-        if self.everybody:
-            self._cohorts[tuple(lanes)] = state
-            return
-        self._shape = tree_map(lambda t: None, state)
-        host = tree_map(lambda t: t.cpu(), state)
-        for i, lane in enumerate(lanes):
-            # A copy: a view would keep the whole cohort's memory alive when its lanes go different ways.
-            self._remember(lane, tree_map(torch.clone, take(host, slice(i, i + 1))))
+        with self._lock:
+            if self.everybody:
+                self._cohorts[tuple(lanes)] = state
+                self._places |= {lane: (tuple(lanes), i) for i, lane in enumerate(lanes)}
+                return
+            self._shape = tree_map(lambda t: None, state)
+            host = tree_map(lambda t: t.cpu(), state)
+            for i, lane in enumerate(lanes):
+                # A copy: a view would keep the whole cohort's memory alive when its lanes go different ways.
+                self._remember(lane, tree_map(torch.clone, take(host, slice(i, i + 1))))
 
     def _remember(self, lane: Lane, state: State) -> None:
         self._forget(lane)
@@ -86,20 +92,16 @@ class ClientStates(Mapping[Lane, State]):
         if lane in self._files:
             flat = load_file(self._files[lane])
             return _rebuild(self._shape, flat)
-        for lanes, state in self._cohorts.items():
-            if lane in lanes:
-                place = lanes.index(lane)
-                return dict(take(state, slice(place, place + 1)))
-        raise KeyError(lane)
+        lanes, place = self._places[lane]
+        return dict(take(self._cohorts[lanes], slice(place, place + 1)))
 
     def __contains__(self, lane: object) -> bool:
-        return lane in self._memory or lane in self._files or any(lane in lanes for lanes in self._cohorts)
+        return lane in self._memory or lane in self._files or lane in self._places
 
     def __iter__(self) -> Iterator[Lane]:
         yield from self._memory
         yield from self._files
-        for lanes in self._cohorts:
-            yield from lanes
+        yield from self._places
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -7,7 +7,7 @@ of the *sum* of their losses is each lane's own gradient. One lane alone runs wi
 what a real client runs.
 
 Clients differ in size. Lanes stand sorted, the longest first, so that the lanes that still have a batch at some step
-are neighbours and a step is a slice. Nothing is padded: no result depends on who else is in the cohort.
+are neighbours and a step is a slice. Nothing is padded in training: no result depends on who else is in the cohort.
 """
 
 import copy
@@ -77,9 +77,12 @@ class Task:
         self.parts = {"train": train, "test": test, "validation": validation}
         self.loss = loss
         #: Samples that go through a model at once where no gradient is kept: for a CPU's caches, or a GPU's memory.
-        self.chunk = 512
+        self.chunk = 64
         if self.device.type == "cuda":
-            self.chunk = max(512, torch.cuda.get_device_properties(self.device).total_memory // 2**23)
+            sample = sum(leaf[:1].numel() for _, leaf in leaves(self.x))
+            activations = 400 * sample  # bytes: the widest layers of image models are some hundred times their input
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            self.chunk = max(16, min(16384, memory // 8 // activations))
         self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
         self.layers = layers_of(model)
         self.trainable = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -99,10 +102,16 @@ class Task:
         other.__dict__.pop("embeddings", None)  # they are tied to the skeleton
         return other
 
-    @property
-    def draws(self) -> bool:
-        """Whether the model draws random numbers itself."""
-        return any("dropout" in type(module).__name__.lower() for module in self.model.modules())
+    def draws(self, start: Params) -> bool:
+        """Whether the model draws random numbers itself (dropout), seen by running it on two samples."""
+        rows = torch.tensor([0, 1], device=self.device)[: len(next(leaf for _, leaf in leaves(self.y)))]
+        with self.mode(training=True), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            try:
+                call(self.model, {name: value[0].clone() for name, value in start.items()}, self.inputs(rows))
+            except (RuntimeError, ValueError):  # two samples are not enough for it
+                return True
+            return not torch.equal(before, torch.get_rng_state())
 
     def laid_out(self, value: Tensor) -> Tensor:
         """A copy of one lane's [1, …] tensor in the order that the device likes best: on a CPU, channels last."""
@@ -213,11 +222,15 @@ class Task:
         with torch.enable_grad(), rows if rows.found else nullcontext():
             state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
             losses = self.per_lane(objective, state, x, y, *fixed) if objective else self.losses(state, x, y)
-            leaves_ = [state[name] for name in names]
-            values = torch.autograd.grad(losses.sum(), leaves_, allow_unused=bool(rows.found))
-        gradients: Gradients = dict(zip(names, values, strict=True))
-        for name in rows.found:
-            gradients[name] = rows.gradient(name, params[name].shape, self.embeddings[name])
+            values = torch.autograd.grad(losses.sum(), [state[name] for name in names], allow_unused=True)
+        gradients: Gradients = {
+            name: rows.gradient(name, params[name].shape, self.embeddings[name])
+            if rows.found.get(name)
+            else torch.zeros_like(params[name])  # a parameter that the model does not use
+            if value is None
+            else value
+            for name, value in zip(names, values, strict=True)
+        }
         for name, row in self.padding:
             whole = gradients.get(name)
             if isinstance(whole, Tensor):

@@ -151,15 +151,18 @@ def plan(
 
     if isinstance(dataset, Federation):
         federation = dataset
+        config = replace(config, partition="own", validation=0.0)  # as it was handed over, whatever the options say
     else:
         data = dataset or load(config.dataset, Path(config.data_dir) if config.data_dir else None)
-        if not names and data.vocabulary is not None:
-            values |= {"model": "fasttext", "lr": 0.1}
         federation = federate(data, config.partition, config.clients, config.partition_seed, config.validation)
+    if not names and federation.dataset.vocabulary is not None:
+        values |= {"model": "fasttext", "lr": 0.1}
     if config.model in ("resnet18", "fasttext"):
         values["lr"] = 0.1
     chosen = {key: value for key, value in values.items() if getattr(config, key) is None}
     config = replace(config, clients=len(federation.train), **chosen)
+    if model is not None:
+        config = replace(config, model="own")
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
     with torch.device("meta"):
@@ -167,13 +170,14 @@ def plan(
     for method in methods:
         if isinstance(method, WithALA):
             method.governed(skeleton, method.ala.layers)
+        _rehearse(method, make_model(), federation)
     return Plan(config, federation, make_model, methods, device)
 
 
 def run(
     config: Config | None = None,
     *,
-    dataset: str | Dataset | Federation | None = None,
+    dataset: str | Path | Dataset | Federation | None = None,
     model: str | Callable[[], nn.Module] | None = None,
     out: Path | str | None = None,
     force: bool = False,
@@ -185,6 +189,14 @@ def run(
     Options are those of `fedala run`. A `Dataset` or a `Federation` of your own may stand for the dataset's name, and a
     function that builds an `nn.Module` for the model's. With `out`, everything is kept in that folder.
     """
+    if config is not None and (options or isinstance(dataset, str) or isinstance(model, str)):
+        raise UserError("Give run either a Config or options, not both: what it should do would not be clear.")
+    if isinstance(dataset, Path):
+        dataset = str(dataset)
+    if isinstance(dataset, Federation):
+        for name in ("partition", "partition_seed", "clients", "validation"):
+            if name in options:
+                raise UserError(f"A Federation is divided already: {name} has no meaning beside it.")
     if isinstance(dataset, str):
         options["dataset"] = dataset
     elif dataset is not None:
@@ -216,7 +228,7 @@ def execute(
                 if folder and config.save_models:
                     folder.save_model(outcome.method, personal)
                 elif not folder:
-                    state = {name: value[0].cpu() for name, value in personal.model.items()}
+                    state = {name: value[0].to("cpu", copy=True) for name, value in personal.model.items()}
                     outcome.models[personal.seed, personal.client] = state
 
             for row in simulation.run(keep):
@@ -278,6 +290,15 @@ def prepare(plan: Plan, method: Method) -> Simulation:
     )
 
 
+def _rehearse(method: Method, model: nn.Module, federation: Federation) -> None:
+    """Lets a method refuse the model before any work is done: server and client are made up once, with two samples."""
+    data, rows = federation.dataset, [np.arange(2)]
+    start = state_of(model)
+    task = Task(model, data.x[:2], data.y[:2], rows, rows)
+    method.serve(task, method.shared(task, start), [2])
+    method.fresh(task, start)
+
+
 def _lanes(lanes: str, device: torch.device) -> int | None:
     """How many clients are one tensor program; None: all. On a CPU, a client per thread is faster than lanes."""
     if lanes == "auto":
@@ -330,6 +351,8 @@ def versions() -> dict[str, str]:
 def _commit() -> str | None:
     """The git commit of the source tree that runs, where it is one."""
     here = Path(__file__).resolve().parent
+    if not (here.parents[1] / "pyproject.toml").is_file():
+        return None  # installed: a repository around it would be somebody else's
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=10, check=True

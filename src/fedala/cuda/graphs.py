@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedala.cuda.kernels import LaneKernels
+from fedala.cuda import has_kernels
 from fedala.trees import leaves, take, tree_map
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def fast(precision: str, *, special: bool) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
     products = {"float32": "tf32x3", "tf32": "tf32", "bf16": "bf16"}
     try:
-        if precision in products:
+        if precision in products and has_kernels():
+            from fedala.cuda.kernels import LaneKernels
+
             with LaneKernels(products[precision], special=special):
                 yield
         else:

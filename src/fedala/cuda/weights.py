@@ -48,9 +48,10 @@ def _learn(
         start = 0
         while start < n:
             valid = (j < B) & (start + j < n)
-            size = tl.minimum(n - start, B).to(tl.float32)
             place = tl.load(places + lane * width + start + j, mask=valid, other=0).to(tl.int64)
             label = tl.load(labels + lane * width + start + j, mask=valid, other=-1)
+            counts = valid & (label != -100)  # what torch's cross-entropy ignores
+            size = tl.sum(counts.to(tl.float32))
             if RESIDENT:
                 rows = features + place[None, :, None] * F + g
                 x3 = tl.load(rows, mask=valid[None, :, None] & (g < F), other=0.0)
@@ -75,9 +76,9 @@ def _learn(
             sums = tl.sum(exponentials, 1)
             hit = c[None, :] == label[:, None]
             own = tl.sum(tl.where(hit, logits, 0.0), 1)
-            total += tl.sum(tl.where(valid, tl.log(sums) + top - own, 0.0)) / size
+            total += tl.sum(tl.where(counts, tl.log(sums) + top - own, 0.0)) / size
             gradient = (exponentials / sums[:, None] - tl.where(hit, 1.0, 0.0)) / size
-            gradient = tl.where(valid[:, None], gradient, 0.0)
+            gradient = tl.where(counts[:, None], gradient, 0.0)
             if RESIDENT:
                 both = tl.broadcast_to(gradient[None, :, :], (KS, BB, BC))
                 slope = tl.dot(tl.permute(x3, (0, 2, 1)), both, input_precision=PRECISION)
@@ -150,7 +151,7 @@ def learn(
     losses = torch.full((lanes, most), float("nan"), device=features.device)
     epochs = torch.zeros(lanes, dtype=torch.int32, device=features.device)
     tensors: list[Any] = [t.contiguous() for pair in zip(local, update, strict=True) for t in pair]
-    bc, bf = max(16, triton.next_power_of_2(classes)), triton.next_power_of_2(width)
+    bc, bf = max(16, triton.next_power_of_2(classes)), max(16, triton.next_power_of_2(width))
     resident = bc * bf <= 16384
     _learn[(lanes,)](
         features.contiguous(), places.contiguous(), labels.contiguous(), lengths.int(), least.int(), limit.int(),

@@ -65,7 +65,8 @@ class WithALA(Method):
         initialized, learned, outcome = ala.initialize(
             cohort, self.ala, state["ala"], local, received, governed=names, start=start
         )
-        cohort.notes |= {"ala_epochs": outcome.epochs, "ala_weight": outcome.weight_mean}
+        capped = outcome.initial & (outcome.epochs >= self.ala.max_epochs)
+        cohort.notes |= {"ala_epochs": outcome.epochs, "ala_weight": outcome.weight_mean, "ala_capped": capped.double()}
         return initialized, {**state, "ala": learned}
 
     def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:

@@ -1,0 +1,116 @@
+"""`fedala.run`: what is asked for is what is done, or it is refused before anything is written."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from small import Net, assert_close, ragged_task, simulate, start_of
+from torch import nn
+
+from fedala import Config, UserError, run
+from fedala.data import Dataset, federate
+from fedala.methods import make
+from fedala.simulation import Simulation
+
+
+def small_dataset(samples=60, classes=3):
+    random = np.random.default_rng(0)
+    y = torch.from_numpy(np.arange(samples) % classes)
+    x = torch.from_numpy(random.normal(size=(samples, 1, 6, 6)).astype(np.float32)) + y.view(-1, 1, 1, 1)
+    return Dataset("small", x, y, classes)
+
+
+QUICK = {"partition": "iid", "clients": 3, "rounds": 1, "lr": 0.1}
+
+
+def test_own_data_and_model():
+    result = run(method="fedala", dataset=small_dataset(), model=Net, **QUICK)
+    assert set(result.models) == {(0, None), (0, 0), (0, 1), (0, 2)}
+    assert result.config.model == "own"
+
+
+def test_the_models_of_a_result_are_each_their_own():
+    models = run(method="fedala", dataset=small_dataset(), model=Net, **QUICK).models
+    before = models[0, 1]["conv.weight"].clone()
+    models[0, 0]["conv.weight"].zero_()
+    assert torch.equal(models[0, 1]["conv.weight"], before)
+    assert models[0, None]["conv.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: run(Config.of({"rounds": 1}), rounds=7), "either a Config or options"),
+        (lambda: run(Config.of({"rounds": 1}), dataset="mnist"), "either a Config or options"),
+        (lambda: run(dataset=federate(small_dataset(), "iid", 3), partition="dir:0.1", rounds=1), "divided already"),
+        (lambda: run(method="fedala,fedavg+ala", dataset=small_dataset(), model=Net, **QUICK), "twice"),
+        (lambda: run(method="fedamp", dataset=small_dataset(), model=Net, join_ratio=0.5, **QUICK), "every client"),
+    ],
+)
+def test_refusals(call, sentence):
+    with pytest.raises(UserError, match=sentence):
+        call()
+
+
+def test_a_method_that_cannot_take_the_model_refuses_before_anything_is_written(tmp_path):
+    def one_layer():
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+    with pytest.raises(UserError):
+        run(method="fedavg,fedrep", dataset=small_dataset(), model=one_layer, out=tmp_path / "run", **QUICK)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_method_compares():
+    config = Config.of({"method": "all"})
+    assert len(config.methods) == 23
+    assert {"fedala", "apple", "partialfed+ala"} <= set(config.methods)
+
+
+class Unused(Net):
+    def __init__(self):
+        super().__init__()
+        self.auxiliary = nn.Linear(2, 2)
+
+
+def test_a_parameter_that_the_model_does_not_use_stays_as_it_is():
+    task = ragged_task([9, 5], model=Unused())
+    simulation = Simulation(make("fedavg"), task, start_of(task, Unused), rounds=2)
+    list(simulation.run())
+    assert torch.equal(simulation.servers[0]["global"]["auxiliary.weight"], simulation.start[0]["auxiliary.weight"])
+    assert not torch.equal(simulation.servers[0]["global"]["out.weight"], simulation.start[0]["out.weight"])
+
+
+class Dropping(Net):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+def test_a_model_that_draws_by_itself_runs_in_one_thread_and_repeats():
+    def go():
+        task = ragged_task([12, 9, 8, 5], model=Dropping())
+        simulation = Simulation(make("fedavg"), task, start_of(task, Dropping), rounds=2, lanes=1, threads=3)
+        assert simulation.threads == 1
+        return [row["loss"] for row in simulation.run()]
+
+    assert go() == go()
+
+
+def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
+    """A slow disk: states are on their way to files while other threads come for theirs."""
+    import time
+
+    from fedala import clients
+
+    def slowly(*args, save=clients.save_file):
+        time.sleep(0.003)
+        save(*args)
+
+    monkeypatch.setattr(clients, "save_file", slowly)
+    sizes = [9, 5, 7, 12, 3, 8, 6, 4, 10, 11]
+    options = {"rounds": 5, "join_ratio": 0.5, "lanes": 1}
+    _, rows, models = simulate("local", ragged_task(sizes), threads=3, client_memory=9000, **options)
+    _, wanted, reference = simulate("local", ragged_task(sizes), **options)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in wanted], rel=1e-12)
+    for key in reference:
+        assert_close(models[key], reference[key], 1e-12)
