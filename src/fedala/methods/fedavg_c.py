@@ -23,8 +23,13 @@ class FedAvgC(Method):
         return {"local": start}
 
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
-        return cohort.sgd(received, epochs=self.epochs, purpose="tuning", note=False), state
+        proximal = self.proximal(received)
+        return cohort.sgd(received, epochs=self.epochs, proximal=proximal, purpose="tuning", note=False), state
 
     def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
-        trained = cohort.sgd(initialized)
+        trained = cohort.sgd(initialized, proximal=self.proximal(received))
         return trained, {"local": trained}  # kept for the rounds that the client is not part of
+
+    def proximal(self, received: Params) -> tuple[float, Params] | None:
+        """A term that is added to the loss; here there is none."""
+        return None

@@ -3,30 +3,20 @@ Aggregation for Personalized Federated Learning. AAAI 2023, where it is what ALA
 
 from dataclasses import dataclass
 
-from fedala.cohort import Cohort, Params, Task
-from fedala.methods.method import Method, State
+from fedala.cohort import Params
+from fedala.methods.fedavg_c import FedAvgC
 from fedala.options import option
 
 
 @dataclass(frozen=True)
-class FedProxC(Method):
+class FedProxC(FedAvgC):
     """FedAvg-C with FedProx's loss, L + μ/2·‖w − g‖², in fine-tuning and in training."""
 
     name = "fedprox-c"
     title = "FedProx-C"
     summary = "FedProx, with the global model fine-tuned by each client first"
-    refuses_ala = "fine-tuning stands where ALA would stand, in the local initialisation"
 
     mu: float = option(0.001, "μ: strength of the proximal term", least=0)
-    epochs: int = option(14, "E: epochs of fine-tuning on local data, before the round's own training", least=0)
 
-    def fresh(self, task: Task, start: Params) -> State:
-        return {"local": start}
-
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
-        proximal = (self.mu, received)
-        return cohort.sgd(received, epochs=self.epochs, proximal=proximal, purpose="tuning", note=False), state
-
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
-        trained = cohort.sgd(initialized, proximal=(self.mu, received))
-        return trained, {"local": trained}  # kept for the rounds that the client is not part of
+    def proximal(self, received: Params) -> tuple[float, Params]:
+        return self.mu, received
