@@ -61,6 +61,16 @@ def test_a_method_that_cannot_take_the_model_refuses_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def test_more_models_than_there_is_room_for_are_refused_and_need_not_be_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr("fedala.running.free_memory", lambda: 1_000)
+    with pytest.raises(UserError, match="Keeping 3 models takes"):
+        run(method="fedala", dataset=small_dataset(), model=Net, **QUICK)
+    result = run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, **QUICK)
+    assert result.models == {}
+    run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, out=tmp_path / "run", **QUICK)
+    assert not (tmp_path / "run" / "models").exists()
+
+
 def test_every_method_compares():
     config = Config.of({"method": "all"})
     assert len(config.methods) == 23

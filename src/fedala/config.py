@@ -51,7 +51,7 @@ class Config:
     client_memory: float | None = option(
         None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
     )
-    save_models: bool = option(True, "keep the global and every client's personal model in the run folder")
+    save_models: bool = option(True, "keep the global and every client's personal model at the end")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Config":

@@ -1,6 +1,7 @@
 """`fedala.run`: from a config to results."""
 
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedala.clients import free_memory
 from fedala.cohort import Params, Task, state_of
 from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
@@ -214,6 +216,8 @@ def execute(
 ) -> Result:
     """Carries out a plan."""
     config = plan.config
+    if config.save_models:
+        _check_room(plan, out)
     folder = RunFolder.create(out, config, force=force) if out else None
     result = Result(config, {}, out)
     began = time.time()
@@ -225,13 +229,13 @@ def execute(
             simulation = prepare(plan, method)
 
             def keep(personal: Personal, outcome: MethodResult = outcome) -> None:
-                if folder and config.save_models:
+                if folder:
                     folder.save_model(outcome.method, personal)
-                elif not folder:
+                else:
                     state = {name: value[0].to("cpu", copy=True) for name, value in personal.model.items()}
                     outcome.models[personal.seed, personal.client] = state
 
-            for row in simulation.run(keep):
+            for row in simulation.run(keep if config.save_models else None):
                 outcome.history.append(row)
                 if folder:
                     folder.add_history(method.name, [row])
@@ -297,6 +301,22 @@ def _rehearse(method: Method, model: nn.Module, federation: Federation) -> None:
     task = Task(model, data.x[:2], data.y[:2], rows, rows)
     method.serve(task, method.shared(task, start), [2])
     method.fresh(task, start)
+
+
+def _check_room(plan: Plan, out: Path | None) -> None:
+    """Refuses to keep more models than there is room for: every client's personal one, of every method and run."""
+    with torch.device("meta"):
+        one = sum(value.numel() * value.element_size() for value in state_of(plan.model()).values())
+    models = int(plan.config.clients or 0) * plan.config.seeds * sum(method.personal for method in plan.methods)
+    if out is None:
+        room, where = free_memory() // 2, "memory"
+    else:
+        room, where = shutil.disk_usage(next(p for p in out.absolute().parents if p.exists())).free, "disk"
+    if models * one > room:
+        raise UserError(
+            f"Keeping {models} models takes {models * one / 2**30:.1f} GiB of {where}, and there is room for "
+            f"{room / 2**30:.1f}: use --no-save-models, or save_models=False."
+        )
 
 
 def _lanes(lanes: str, device: torch.device) -> int | None:
