@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from fedala.cohort import Cohort, Loss, Params, Task, onto, pad, state_of, steps
+from fedala.cohort import Cohort, Loss, Params, Task, lanewise, onto, pad, state_of, steps
 from fedala.cuda import has_kernels
 from fedala.errors import UserError
 from fedala.layers import Cut, upper
@@ -139,8 +139,8 @@ def initialize(
     losses, epochs = _learn(cohort, settings, learning, trained, weights, local, update, start)
 
     def blend(name: str) -> Tensor:
-        shape = (-1, *[1] * (update[name].ndim - 1))
-        return torch.where(blending.view(shape), local[name] + update[name] * weights[name], received[name])
+        blended = local[name] + update[name] * weights[name]
+        return torch.where(lanewise(blending, blended), blended, received[name])
 
     initialized = {name: blend(name) if name in update else value for name, value in start.items()}
     outcome = Outcome(epochs, losses, learning & ~trained, _weight_means(weights))

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fedala.stacked import call_stacked
+
 #: Tables with fewer rows than this take the usual way.
 LEAST_ROWS = 2048
 
@@ -59,27 +61,6 @@ class _Lookup(torch.autograd.Function):
         return None, None, None
 
 
-class _PerLane(torch.autograd.Function):
-    """The look-up of one lane, as vmap sees it."""
-
-    @staticmethod
-    def forward(table: Tensor, indices: Tensor, found: Any) -> Tensor:
-        result: Tensor = _Lookup.apply(table[None], indices[None], found)  # type: ignore[no-untyped-call]
-        return result[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, table: Tensor, indices: Tensor, found: Any) -> tuple[Tensor, int]:
-        if in_dims[0] is None:
-            table = table.expand(info.batch_size, *table.shape)
-        if in_dims[1] is None:
-            indices = indices.expand(info.batch_size, *indices.shape)
-        return _Lookup.apply(table, indices, found), 0  # type: ignore[no-untyped-call]
-
-
 class RowGradients(TorchFunctionMode):
     """While it is active, look-ups in the model's large embeddings leave their gradients in `found`, by parameter name."""
 
@@ -92,10 +73,7 @@ class RowGradients(TorchFunctionMode):
             indices, table = args[:2]
             found = self.found.get(_current.name)
             if found is not None:
-                indices = indices.long()
-                if any(torch._C._functorch.is_batchedtensor(t) for t in (indices, table)):
-                    return _PerLane.apply(table, indices, found)  # type: ignore[no-untyped-call]
-                return _Lookup.apply(table[None], indices[None], found)[0]  # type: ignore[no-untyped-call]
+                return call_stacked(_Lookup.apply, (table, indices.long()), (found,))
         return func(*args, **(kwargs or {}))
 
     def gradient(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:

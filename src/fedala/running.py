@@ -172,7 +172,7 @@ def plan(
     for method in methods:
         if isinstance(method, WithALA):
             method.governed(skeleton, method.ala.layers)
-        _rehearse(method, make_model(), federation)
+    _rehearse(methods, make_model(), federation)
     return Plan(config, federation, make_model, methods, device)
 
 
@@ -294,13 +294,14 @@ def prepare(plan: Plan, method: Method) -> Simulation:
     )
 
 
-def _rehearse(method: Method, model: nn.Module, federation: Federation) -> None:
-    """Lets a method refuse the model before any work is done: server and client are made up once, with two samples."""
+def _rehearse(methods: tuple[Method, ...], model: nn.Module, federation: Federation) -> None:
+    """Lets methods refuse the model before any work is done: server and client are made up once, with two samples."""
     data, rows = federation.dataset, [np.arange(2)]
     start = state_of(model)
     task = Task(model, data.x[:2], data.y[:2], rows, rows)
-    method.serve(task, method.shared(task, start), [2])
-    method.fresh(task, start)
+    for method in methods:
+        method.serve(task, method.shared(task, start), [2])
+        method.fresh(task, start)
 
 
 def _check_room(plan: Plan, out: Path | None) -> None:

@@ -70,15 +70,13 @@ class Simulation:
         self.method, self.task = method, task
         self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
         self.lanes, self.eval_every, self.eval_clients = lanes, eval_every, eval_clients
-        # Layers that draw from torch's own generator would depend on which thread comes first.
-        self.threads = threads
         self._pool: ThreadPoolExecutor | None = None
         self._twins = threading.local()
         self.population = len(task.parts["train"])
         self.parts = ["test"] + (["validation"] if any(len(rows) for rows in task.parts["validation"]) else [])
         self.start = [start(seed) for seed in self.seeds]
-        if threads > 1 and task.draws(self.start[0]):
-            self.threads = 1
+        # Layers that draw from torch's own generator would depend on which thread comes first.
+        self.threads = 1 if threads > 1 and task.draws(self.start[0]) else threads
         sizes = [task.size(client) for client in range(self.population)]
         self.servers: list[State] = [method.serve(task, method.shared(task, model), sizes) for model in self.start]
         self.clients = ClientStates(task.device, everybody=join_ratio == 1, budget=client_memory)

@@ -14,30 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedala.cuda import convolution, entropy, linear, pooling
-
-
-class _PerLane(torch.autograd.Function):
-    """A stacked function as vmap sees it, for one lane; vmap's rule puts the lanes together."""
-
-    @staticmethod
-    def forward(stacked: Callable[..., Tensor], rest: Any, *tensors: Tensor | None) -> Tensor:
-        return stacked(*(None if t is None else t.unsqueeze(0) for t in tensors), *rest).squeeze(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, stacked: Any, rest: Any, *tensors: Tensor | None) -> tuple[Tensor, int]:
-        lanes = [
-            None if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(tensors, in_dims[2:], strict=True)
-        ]
-        return stacked(*lanes, *rest), 0
+from fedala.stacked import call_stacked
 
 
 class LaneKernels(TorchFunctionMode):
@@ -58,8 +38,5 @@ class LaneKernels(TorchFunctionMode):
         if func in self.kernels:
             taken = self.kernels[func](self, *args, **(kwargs or {}))
             if taken is not None:
-                stacked, tensors, rest = taken
-                if any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in tensors):
-                    return _PerLane.apply(stacked, rest, *tensors)
-                return stacked(*(None if t is None else t.unsqueeze(0) for t in tensors), *rest).squeeze(0)
+                return call_stacked(*taken)
         return func(*args, **(kwargs or {}))
