@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-gpu lint clean
+.PHONY: run test test-gpu test-kill lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
@@ -17,6 +17,10 @@ PYTEST ?= $(BIN)/pytest
 test-gpu:
 	$(PYTEST) -q -m gpu tests/cuda
 	$(PYTEST) -q tests/cuda/test_kernels.py
+
+# The long form of the kill tests.
+test-kill: $(READY)
+	FEDALA_KILLS=100 $(BIN)/pytest -q tests/test_kill.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
