@@ -5,7 +5,6 @@ device as it is. Where few of many take part, the state of those who do not is o
 and, beyond a budget, in files. A client's state exists once it has taken part.
 """
 
-import os
 import shutil
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from fedala.inputs import free_memory
 from fedala.methods import State
 from fedala.trees import join, leaves, take, tree_map
 
@@ -110,14 +110,6 @@ class ClientStates(Mapping[Lane, State]):
 def size(state: State) -> int:
     """The bytes of a state's tensors."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(state))
-
-
-def free_memory() -> int:
-    """Bytes of the host's memory that are free, or 4 GiB where the system does not say."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 4 * 2**30
 
 
 def _rebuild(shape: State, flat: Mapping[str, torch.Tensor], prefix: str = "") -> State:

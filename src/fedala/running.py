@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.clients import free_memory
 from fedala.cohort import Params, Task, state_of
 from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
 from fedala.errors import UserError
+from fedala.inputs import free_memory
 from fedala.methods import Method, WithALA, catalogue, make
 from fedala.models import build_model
 from fedala.options import suggest

@@ -275,6 +275,9 @@ def test_images_that_the_hub_leaves_in_files(tmp_path, monkeypatch):
     columns = {"image": [str(tmp_path / f"{i}.png") for i in range(6)], "label": LABELS}
     made = datasets.DatasetDict({"train": datasets.Dataset.from_dict(columns, features=features)})
     monkeypatch.setattr(datasets, "load_dataset", lambda identifier: made)
+    with pytest.raises(UserError, match=r"image 0 is a path, .*0\.png, .* no table decides which files are read"):
+        load("mnist")
+    monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", str(tmp_path))
     assert_is_grey(load("mnist"))
 
 

@@ -1,0 +1,250 @@
+"""Everything that the program reads: a sound example of each, how it is damaged, and the command that reads it."""
+
+import gzip
+import io
+import json
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from fuzz.mutations import misplace, mutate, repaired_png
+from safetensors.torch import save
+
+from fedala import cli
+from fedala.config import Config
+
+RNG = np.random.default_rng(0)
+GREY = RNG.integers(0, 256, (12, 28, 28), dtype=np.uint8)
+COLOUR = RNG.integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+Y = np.arange(12) % 3
+TEXTS = [f"words of number {i}, and ‘more’ of them" for i in range(12)]
+
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A command, and the files that it reads."""
+
+    name: str
+    arguments: tuple[str, ...]
+    files: Callable[[], Files]
+    inside: Callable[[Files, random.Random], Files] | None = None  # damages what lies behind a checksum or compression
+    before: Callable[[], None] | None = None  # called in the child before the command
+
+    def write(self, folder: Path, rng: random.Random | None = None) -> None:
+        """The files, sound without `rng`, and otherwise damaged in some way."""
+        files = dict(self.files())
+        place = rng is not None and rng.random() < 0.1
+        if rng and not place:
+            if self.inside and rng.random() < 0.5:
+                files = self.inside(files, rng)
+            else:
+                name = rng.choice(sorted(files))
+                files[name] = mutate(files[name], rng)
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        if rng and place:
+            misplace(folder / rng.choice(sorted(files)), rng)
+
+
+def _divide(*data: str) -> tuple[str, ...]:
+    return ("partition", "--clients", "2", "--partition", "iid", "--save", "saved.json", *data)
+
+
+def _run(*options: str) -> tuple[str, ...]:
+    return ("run", "--rounds", "1", "--batch-size", "4", "--set", "fedala.max_epochs=1", "--out", "run", *options)
+
+
+def plan_only() -> None:
+    """A config that is sound may ask for a run of years: it is checked up to the point where work would start."""
+
+    def execute(*_: object, **__: object) -> None:
+        raise SystemExit(0)
+
+    cli.execute = execute
+
+
+def npy(array: "np.ndarray") -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def zipped(members: Files, method: int) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+def _npz() -> Files:
+    return {"my.npz": zipped({"x.npy": npy(GREY), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED)}
+
+
+def _npz_inside(files: Files, rng: random.Random) -> Files:
+    arrays = {"x.npy": npy(rng.choice((GREY, GREY / 7, GREY[:, 0]))), "y.npy": npy(Y)}
+    name = rng.choice(("x.npy", "y.npy"))
+    arrays[name] = _header(arrays[name], rng) if rng.random() < 0.5 else mutate(arrays[name], rng)
+    methods = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+    return {"my.npz": zipped(arrays, rng.choice(methods))}
+
+
+def _header(data: bytes, rng: random.Random) -> bytes:
+    """The same numbers behind another header."""
+    kinds = ("|u1", "<f2", ">f8", "<f16", "<i8", ">u8", "|b1", "|O", "<U4", "<U0", "|V0", "|S1", "<M8[s]", "<c8")
+    shapes = ((12, 28, 28), (12,), (), (2**40, 0), (0, 2**40), (2**62, 4), (-1, 3), (12, 1), (2**33,), (1,) * 40)
+    header = repr({"descr": rng.choice(kinds), "fortran_order": rng.random() < 0.5, "shape": rng.choice(shapes)})
+    version, text = rng.choice(((1, 0), (2, 0), (3, 0))), header.encode() + b"\n"
+    length = struct.pack("<H" if version == (1, 0) else "<I", len(text))
+    return b"\x93NUMPY" + bytes(version) + length + text + data[128:]
+
+
+def idx(array: "np.ndarray") -> bytes:
+    array = np.asarray(array, dtype=np.uint8)
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def _idx() -> Files:
+    return {
+        f"{part}-{kind}": idx(array[rows])
+        for part, rows in (("train", slice(8)), ("t10k", slice(8, None)))
+        for kind, array in (("images-idx3-ubyte", GREY), ("labels-idx1-ubyte", Y))
+    }
+
+
+def _idx_gz() -> Files:
+    return {f"{name}.gz": gzip.compress(content) for name, content in _idx().items()}
+
+
+def _idx_inside(files: Files, rng: random.Random) -> Files:
+    name = rng.choice(sorted(files))
+    return {**files, name: gzip.compress(mutate(gzip.decompress(files[name]), rng))}
+
+
+def _cifar10() -> Files:
+    rows = np.concatenate([Y[:, None].astype(np.uint8), COLOUR.transpose(0, 3, 1, 2).reshape(12, -1)], axis=1)
+    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    return {name: rows[2 * i : 2 * i + 2].tobytes() for i, name in enumerate(names)}
+
+
+def _cifar100() -> Files:
+    labels = np.stack([Y, Y], axis=1).astype(np.uint8)
+    rows = np.concatenate([labels, COLOUR.transpose(0, 3, 1, 2).reshape(12, -1)], axis=1)
+    names = "\n".join(f"class_{i}" for i in range(100)).encode()
+    return {"train.bin": rows[:8].tobytes(), "test.bin": rows[8:].tobytes(), "fine_label_names.txt": names}
+
+
+KINDS = {"png": {}, "jpg": {}, "gif": {}, "bmp": {}, "webp": {}, "ppm": {}, "tif": {"compression": "tiff_lzw"}}
+
+
+def encoded(array: "np.ndarray", kind: str = "png") -> bytes:
+    from PIL import Image
+
+    Image.init()
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, Image.EXTENSION[f".{kind}"], **KINDS[kind])
+    return file.getvalue()
+
+
+def _images() -> Files:
+    kinds = list(KINDS)
+    return {f"images/class-{y}/{i}.{kinds[i % 7]}": encoded(COLOUR[i], kinds[i % 7]) for i, y in enumerate(Y)}
+
+
+def _images_inside(files: Files, rng: random.Random) -> Files:
+    name = rng.choice([name for name in sorted(files) if name.endswith(".png")])
+    return {**files, name: repaired_png(mutate(files[name], rng))}
+
+
+def _labelled_csv() -> Files:
+    rows = "".join(f'class {y},"{text}"\n' for y, text in zip(Y, TEXTS, strict=True))
+    return {"my.csv": f"label,text\n{rows}".encode()}
+
+
+def _ag_news() -> Files:
+    rows = [f'"{y + 1}","a title","{text}"\n'.encode() for y, text in zip(Y, TEXTS, strict=True)]
+    return {"train.csv": b"".join(rows[:8]), "test.csv": b"".join(rows[8:])}
+
+
+def parquet(columns: dict[str, list[object]], names: list[str], **options: object) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    features = {"label": {"names": names, "_type": "ClassLabel"}}
+    table = pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    file = io.BytesIO()
+    pq.write_table(table, file, **options)
+    return file.getvalue()
+
+
+def _parquet_images() -> Files:
+    images = [{"bytes": encoded(image), "path": "../secret/x.png"} for image in GREY]
+    content = {"image": images, "label": Y.tolist()}
+    whole = parquet(content, list("0123456789"), compression="none", use_dictionary=False)
+    return {"train-0.parquet": whole, "test-0.parquet": whole}
+
+
+def _parquet_texts() -> Files:
+    content = {"text": TEXTS, "label": Y.tolist()}
+    whole = parquet(content, ["World", "Sports", "Business", "Sci/Tech"])
+    return {"train-0.parquet": whole, "test-0.parquet": whole}
+
+
+def _partition() -> Files:
+    rows = [{"train": [4 * i, 4 * i + 1], "validation": [4 * i + 2], "test": [4 * i + 3]} for i in range(2)]
+    content = {"format": "fedala-partition", "version": 1, "dataset": "my.npz", "samples": 12}
+    return {**_npz(), "my.json": json.dumps({**content, "clients": [*rows, list(range(8, 12))]}).encode()}
+
+
+def _config() -> Files:
+    return {**_npz(), "my.toml": Config(dataset="my.npz", clients=2, set={"fedala.eta": 0.5}, rounds=1).text().encode()}
+
+
+def _only(name: str) -> Callable[[Files, random.Random], Files]:
+    return lambda files, rng: {**files, name: mutate(files[name], rng)}
+
+
+@cache
+def targets() -> dict[str, Target]:
+    named = ("--data-dir", ".", "--dataset")
+    found = [
+        Target("npz", _divide("--dataset", "my.npz"), _npz, _npz_inside),
+        Target("npz-run", _run("--dataset", "my.npz", "--clients", "2"), _npz, _npz_inside),
+        Target("csv", _divide("--dataset", "my.csv"), _labelled_csv),
+        Target("csv-run", _run("--dataset", "my.csv", "--clients", "2"), _labelled_csv),
+        Target("images", _divide("--dataset", "images", "--plot", "plot.svg"), _images, _images_inside),
+        Target("mnist", _divide(*named, "mnist"), _idx),
+        Target("mnist-gz", _divide(*named, "mnist"), _idx_gz, _idx_inside),
+        Target("cifar10", _divide(*named, "cifar10"), _cifar10),
+        Target("cifar100", _divide(*named, "cifar100"), _cifar100),
+        Target("ag_news", _divide(*named, "ag_news"), _ag_news),
+        Target("parquet-images", _divide(*named, "mnist"), _parquet_images),
+        Target("parquet-texts", _divide(*named, "ag_news"), _parquet_texts),
+        Target(
+            "partition",
+            _run("--dataset", "my.npz", "--partition", "my.json", "--method", "fedala,ditto"),
+            _partition,
+            _only("my.json"),
+        ),
+        Target("config", ("run", "--config", "my.toml", "--out", "run"), _config, _only("my.toml"), plan_only),
+    ]
+    return {target.name: target for target in found}
+
+
+def secret(folder: Path) -> None:
+    """Beside the folder of a case: what no file may lead to."""
+    folder.mkdir()
+    (folder / "x.png").write_bytes(encoded(GREY[0]))
+
+
+_ = torch, save
