@@ -33,7 +33,11 @@ def values_of(field, kind):
     if float in arms:
         least = limits["least"] if limits["above"] is None else limits["above"]
         return st.floats(
-            least, limits["most"], exclude_min=limits["above"] is not None, allow_nan=False, allow_infinity=False
+            least,
+            limits["most"] or 2**126,
+            exclude_min=limits["above"] is not None,
+            allow_nan=False,
+            allow_infinity=False,
         )
     return st.booleans() if bool in arms else NAMES
 

@@ -51,10 +51,7 @@ class Config:
         "float32", "arithmetic; tf32 and bf16 are faster on a GPU, and less exact", choices=PRECISIONS
     )
     client_memory: float | None = option(
-        None,
-        "GiB of memory for the state of clients that are not taking part; the rest goes to files",
-        least=0,
-        most=2**20,
+        None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
     )
     save_models: bool = option(True, "keep the global and every client's personal model at the end")
 

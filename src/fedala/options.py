@@ -5,7 +5,6 @@ The command line, the config file, `fedala.run` and the methods' hyperparameters
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 import unicodedata
@@ -58,7 +57,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def convert(value: Any, kind: Any, name: str) -> Any:
     """`value` as a `kind`, where it says the same thing: the text "3" and 3.0 are the whole number 3, 2.5 is not.
 
-    A number is a finite one: no option has a use for infinity or NaN.
+    A number is one that float32 can hold: no option has a use for infinity or NaN.
     """
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         arms = typing.get_args(kind)
@@ -80,7 +79,7 @@ def convert(value: Any, kind: Any, name: str) -> Any:
             if float(value) == int(float(value)) and abs(number := int(value if exact else float(value))) < 2**63:
                 return number
         elif kind is float and not isinstance(value, bool):
-            if math.isfinite(float(value)):
+            if abs(float(value)) < 2**127:
                 return float(value)
         elif kind is str and isinstance(value, (str, int)) and not isinstance(value, bool):
             str(value).encode()  # a name that is not Unicode could not be written to the run folder

@@ -1,69 +1,58 @@
-"""The long form: `python -m fuzz.campaign MINUTES [TARGET …]`."""
+"""The long form of the fuzz tests: `python -m fuzz.campaign MINUTES [TARGET …]`, or `make fuzz`."""
 
 import argparse
-import collections
-import os
+import importlib
 import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import torch
-from fuzz.bounded import attempt
-from fuzz.targets import secret, targets
+from fuzz.bounded import Outcome, attempt
+from fuzz.targets import Target, secret, targets
 
-torch.set_num_threads(1)
+# Imported here, once: every case would import it again.
+for _name in ("matplotlib.figure", "PIL.Image", "pydantic", "sklearn.datasets", "torch._dynamo"):
+    importlib.import_module(_name)
 
 
-def warm() -> None:
-    """Imports here, once, what every case would import again."""
-    import matplotlib.figure  # noqa: F401
-    import PIL.Image
-    import pyarrow.parquet  # noqa: F401
-    import sklearn.datasets  # noqa: F401
-
-    PIL.Image.init()
+def case(target: Target, rng: random.Random) -> Outcome:
+    """One damaged input, and what became of it."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "here")
+        folder.mkdir()
+        secret(Path(place, "secret"))
+        target.write(folder, rng)
+        return attempt(target.command(rng), folder, before=target.before)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("minutes", type=float)
-    parser.add_argument("targets", nargs="*")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("targets", nargs="*", help=", ".join(targets()))
+    parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     options = parser.parse_args()
-    chosen = [targets()[name] for name in options.targets] if options.targets else list(targets().values())
-    warm()
-    end = time.monotonic() + 60 * options.minutes
-    tried: collections.Counter[str] = collections.Counter()
-    loaded: collections.Counter[str] = collections.Counter()
-    faults: dict[str, str] = {}
-    slowest = 0.0
-    case = options.seed
+    torch.set_num_threads(1)
+    chosen = [targets()[name] for name in options.targets or targets()]
+    end, number, slowest = time.monotonic() + 60 * options.minutes, options.seed, 0.0
+    tried, read, faults = Counter[str](), Counter[str](), Counter[str]()
     while time.monotonic() < end:
         for target in chosen:
-            rng = random.Random(f"{target.name} {case}")
-            with tempfile.TemporaryDirectory() as place:
-                folder = Path(place) / "here"
-                folder.mkdir()
-                secret(Path(place) / "secret")
-                target.write(folder, rng)
-                outcome = attempt(list(target.arguments), folder, before=target.before)
+            outcome = case(target, random.Random(f"{target.name} {number}"))
             tried[target.name] += 1
-            loaded[target.name] += outcome.code == 0
+            read[target.name] += outcome.code == 0
             slowest = max(slowest, outcome.seconds)
             if outcome.fault:
-                last = outcome.says.strip().splitlines()[-1][:200] if outcome.says.strip() else ""
-                key = f"{target.name}: {outcome.fault}: {last[:100]}"
-                if key not in faults:
-                    faults[key] = outcome.says
-                    print(f"--- case {case} {key}\n{outcome.says[-1800:]!a}".replace("\\n", "\n"), flush=True)
-        case += 1
-    print(f"{sum(tried.values())} inputs, {len(faults)} kinds of fault, slowest {slowest:.1f} s")
+                kind = f"{target.name}: {outcome.fault}: {outcome.says.strip()[-80:]!a}"
+                if not faults[kind]:
+                    print(f"--- case {number}, {kind}\n{outcome.says[-2000:]!a}".replace("\\n", "\n"), flush=True)
+                faults[kind] += 1
+        number += 1
     for name in tried:
-        print(f"{name:16} {tried[name]:7} tried {loaded[name]:7} loaded")
+        print(f"{name:16} {tried[name]:7} tried {read[name]:7} read, the others refused")
+    print(f"{tried.total()} inputs, {faults.total()} faults, slowest {slowest:.1f} s")
     return 1 if faults else 0
 
 

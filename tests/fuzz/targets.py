@@ -3,18 +3,19 @@
 import gzip
 import io
 import json
+import os
 import random
 import struct
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
+import pyarrow as pa
+import pyarrow.parquet as pq
 from fuzz.mutations import misplace, mutate, repaired_png
-from safetensors.torch import save
 
 from fedala import cli
 from fedala.config import Config
@@ -37,10 +38,11 @@ class Target:
     files: Callable[[], Files]
     inside: Callable[[Files, random.Random], Files] | None = None  # damages what lies behind a checksum or compression
     before: Callable[[], None] | None = None  # called in the child before the command
+    more: Callable[[random.Random], list[str]] | None = None  # arguments that are damaged as well
 
     def write(self, folder: Path, rng: random.Random | None = None) -> None:
         """The files, sound without `rng`, and otherwise damaged in some way."""
-        files = dict(self.files())
+        files = dict(_once(self.files))
         place = rng is not None and rng.random() < 0.1
         if rng and not place:
             if self.inside and rng.random() < 0.5:
@@ -51,9 +53,20 @@ class Target:
         for name, content in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            if path.name.startswith("fifo"):
+                os.mkfifo(path)
+            else:
+                path.write_bytes(content)
         if rng and place:
-            misplace(folder / rng.choice(sorted(files)), rng)
+            misplace(folder / rng.choice([name for name in sorted(files) if "fifo" not in name]), rng)
+
+    def command(self, rng: random.Random) -> list[str]:
+        return [*self.arguments, *(self.more(rng) if self.more else ())]
+
+
+@cache
+def _once(files: Callable[[], Files]) -> Files:
+    return files()
 
 
 def _divide(*data: str) -> tuple[str, ...]:
@@ -147,6 +160,11 @@ def _cifar100() -> Files:
 KINDS = {"png": {}, "jpg": {}, "gif": {}, "bmp": {}, "webp": {}, "ppm": {}, "tif": {"compression": "tiff_lzw"}}
 
 
+@cache
+def _picture() -> bytes:
+    return encoded(GREY[0])
+
+
 def encoded(array: "np.ndarray", kind: str = "png") -> bytes:
     from PIL import Image
 
@@ -177,9 +195,6 @@ def _ag_news() -> Files:
 
 
 def parquet(columns: dict[str, list[object]], names: list[str], **options: object) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     features = {"label": {"names": names, "_type": "ClassLabel"}}
     table = pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     file = io.BytesIO()
@@ -200,6 +215,46 @@ def _parquet_texts() -> Files:
     return {"train-0.parquet": whole, "test-0.parquet": whole}
 
 
+def _columns(files: Files, rng: random.Random) -> Files:
+    """Sound parquet files, of columns that are not what they should be."""
+    texts, invalid = pa.array(TEXTS), pa.array([b"\xff\xfe"] * 12)
+    columns = [
+        texts, pa.array(Y), pa.array(Y / 2), pa.array(Y > 0), pa.nulls(12), invalid, invalid.view(pa.string()),
+        pa.array([{"bytes": None, "path": path} for path in ("../secret/x.png", "/dev/zero", "x", "\0") * 3]),
+        pa.array([{"bytes": b"\x89PNG", "path": None}] * 12), pa.array([{"a": 1}] * 12), pa.array([[1, 2]] * 12),
+        pa.array([2**63 - 1, -(2**63)] * 6), pa.array([2**64 - 1] * 12, pa.uint64()), texts.dictionary_encode(),
+        pa.array([2**62] * 12).view(pa.timestamp("ns")), pa.array([2**52] * 12).view(pa.timestamp("ms")),
+        pa.array([10**30] * 12, pa.decimal128(38)), pa.array([[("a", 1)]] * 12, pa.map_(pa.string(), pa.int64())),
+        pa.array([None, *TEXTS[1:]]), pa.array([encoded(GREY[0])] * 12),
+    ]  # fmt: skip
+    names = [rng.choice(("text", "image", "label", "labels", "img", "other", "\x1b")) for _ in range(3)]
+    names[:2] = rng.choice((["text", "label"], ["image", "label"], names[:2]))
+    table = pa.table([rng.choice(columns) for _ in names], names=names)
+    words = rng.choice((b"[" * 9000, b'{"info": {"features": {"label": {"names": "ab"}}}}', b"\xff", b"null"))
+    file = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({b"huggingface": words}), file)
+    return {**files, rng.choice(sorted(files)): file.getvalue()}
+
+
+_VALUES = [
+    "", "0", "-1", "1", "2", "1e999", "nan", "inf", "9" * 30, "9" * 5000, "4611686018427387904", "2147483648", "1e-320",
+    "1e308", "0.5", "1_000", "٣", "x", "a\nb", "\x1b[2J", "\udcff", "..", "../secret", "/", "/dev/zero", "~nobody/x", "~",
+    "x" * 300, "x/" * 3000, "a" * 100_000, "true", "auto", "all", "dir:", "dir:nan", "dir:1e-320", "dir:1e308", "dir:0.001",
+    "pathological:2", "pathological:-1", "pathological:" + "9" * 5000, "iid", "x.json", "fifo.json", "hub:", "hub:../x",
+    "hub:pandas", "hub:" + "a/" * 500, "my.npz", "fifo.npz", "fifo", "fedala,fedavg", "fedala,fedala", "+", "+ala", "ditto+ala",
+    "local", "all,all", "a+b+c", "../x", "cnn", "resnet18", "fasttext", "cpu", "float64", "bf16", "fedala.eta=1e308", "=",
+    "a.b=c", "fedala.layers=99999999999", "fedala.max_epochs=9223372036854775807", "fedala.eta=", "ala.x=1", ".=.", "fedala.=1",
+]  # fmt: skip
+
+
+def _arguments(rng: random.Random) -> list[str]:
+    """Options of `run` with values that somebody could mistype, or mean badly."""
+    flags = [f"--{field.name.replace('_', '-')}" for field in fields(Config) if field.type != "bool"]
+    flags += ["--config", "--out"]
+    chosen = rng.sample(flags, rng.choice((1, 1, 2, 3)))
+    return [text for flag in chosen for text in (flag, rng.choice(_VALUES))]
+
+
 def _partition() -> Files:
     rows = [{"train": [4 * i, 4 * i + 1], "validation": [4 * i + 2], "test": [4 * i + 3]} for i in range(2)]
     content = {"format": "fedala-partition", "version": 1, "dataset": "my.npz", "samples": 12}
@@ -208,6 +263,10 @@ def _partition() -> Files:
 
 def _config() -> Files:
     return {**_npz(), "my.toml": Config(dataset="my.npz", clients=2, set={"fedala.eta": 0.5}, rounds=1).text().encode()}
+
+
+def _fifos() -> Files:
+    return {**_npz(), "fifo": b"", "fifo.npz": b"", "fifo.json": b""}
 
 
 def _only(name: str) -> Callable[[Files, random.Random], Files]:
@@ -228,8 +287,8 @@ def targets() -> dict[str, Target]:
         Target("cifar10", _divide(*named, "cifar10"), _cifar10),
         Target("cifar100", _divide(*named, "cifar100"), _cifar100),
         Target("ag_news", _divide(*named, "ag_news"), _ag_news),
-        Target("parquet-images", _divide(*named, "mnist"), _parquet_images),
-        Target("parquet-texts", _divide(*named, "ag_news"), _parquet_texts),
+        Target("parquet-images", _divide(*named, "mnist"), _parquet_images, _columns),
+        Target("parquet-texts", _divide(*named, "ag_news"), _parquet_texts, _columns),
         Target(
             "partition",
             _run("--dataset", "my.npz", "--partition", "my.json", "--method", "fedala,ditto"),
@@ -237,6 +296,14 @@ def targets() -> dict[str, Target]:
             _only("my.json"),
         ),
         Target("config", ("run", "--config", "my.toml", "--out", "run"), _config, _only("my.toml"), plan_only),
+        Target(
+            "arguments",
+            ("run", "--dataset", "my.npz", "--clients", "2", "--rounds", "1", "--out", "run"),
+            _fifos,
+            lambda files, rng: files,
+            plan_only,
+            _arguments,
+        ),
     ]
     return {target.name: target for target in found}
 
@@ -244,7 +311,4 @@ def targets() -> dict[str, Target]:
 def secret(folder: Path) -> None:
     """Beside the folder of a case: what no file may lead to."""
     folder.mkdir()
-    (folder / "x.png").write_bytes(encoded(GREY[0]))
-
-
-_ = torch, save
+    (folder / "x.png").write_bytes(_picture())

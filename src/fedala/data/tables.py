@@ -17,7 +17,7 @@ from fedala.inputs import check_room, read, regular
 _INPUTS = ("image", "img", "text", "sentence", "content")
 _LABELS = ("label", "labels", "fine_label", "target", "class")
 _PARTS = ("train", "validation", "valid", "val", "test")
-_ROWS = 1024  # at a time
+_ROWS = 64  # at a time
 _OBJECT = 100  # bytes that a value takes in Python, at the least
 
 
@@ -83,6 +83,7 @@ def _merge(tables: list[Any], where: str, caches: Sequence[Path] = ()) -> Raw:
         raise UserError(
             f"{where} has the columns {', '.join(columns)}; it needs an image or text column and a label column."
         )
+    check_room(2 * sum(table.nbytes for table in tables), where)
     try:
         inputs, labels = ([value for table in tables for value in table.column(name).to_pylist()] for name in (x, y))
     except Exception as error:  # a column that is there twice, text that is not UTF-8, times beyond the calendar, …
