@@ -8,6 +8,10 @@ class UserError(ValueError):
         super().__init__(printable(sentence, 1000))
 
 
+class RunError(Exception):
+    """A run that cannot go on, for no fault of its input: one sentence. What it had finished is kept."""
+
+
 def printable(text: str, most: int) -> str:
     """`text` as one line that every terminal shows as it is: names and values may come out of anybody's file."""
     if len(text) > most:
