@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,13 @@ from fedala.simulation import Personal, Row
 #: Tables to which a run adds line by line; each line has its method and its round.
 TABLES = ("history.csv", "clients.csv", "faults.csv")
 #: What a run folder holds. `--force` replaces a folder only if there is nothing else in it.
-CONTENT = {*TABLES, "resumed.csv", "config.toml", "summary.json", "models", "checkpoint", "report.html", "lock"}
+CONTENT = {*TABLES, "resumed.csv", "config.toml", "summary.json", "report.html", "lock"}
+#: And what its sub-folders hold.
+INSIDE = re.compile(
+    r"models/[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
+    r"|checkpoint/\d+/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)",
+    re.ASCII,
+)
 
 
 class RunFolder:
@@ -43,10 +50,8 @@ class RunFolder:
                 raise UserError(f"The output folder {path} exists already: choose another, or --force to replace it.")
             elif path.is_symlink() or not path.is_dir():
                 raise UserError(f"{path} is not a folder, so --force does not replace it: choose another.")
-            elif foreign := sorted(entry.name for entry in path.iterdir() if _plainly(entry.name) not in CONTENT):
-                raise UserError(
-                    f"{path} holds {foreign[0]}, which is no part of a run, so --force will not replace it."
-                )
+            else:
+                _own(path)
         except OSError as error:
             raise UserError(f"The output folder {path} cannot be used: {error.strerror}.") from None
 
@@ -62,10 +67,12 @@ class RunFolder:
         folder = cls(path)
         with folder.held():
             try:
-                for entry in path.iterdir():
-                    if entry.name == ".lock":
-                        continue
-                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                own, folders = _own(path)
+                for entry in own:
+                    if entry.name != ".lock":
+                        entry.unlink()
+                for entry in folders:  # which fails where something else has come since
+                    entry.rmdir()
                 folder.write_config(config)
             except OSError as error:
                 raise UserError(f"The output folder {path} cannot be made: {error.strerror}.") from None
@@ -85,6 +92,11 @@ class RunFolder:
         """A folder that a run has left."""
         if not (path / "config.toml").is_file():
             raise UserError(f"{path} is no run folder: there is no config.toml in it.")
+        for entry in _walk(path)[0]:
+            if entry.is_symlink() or not entry.is_file():
+                raise UserError(
+                    f"{entry} is a link, or no file at all: nothing outside of a run folder belongs to a run."
+                )
         return cls(path)
 
     def config(self) -> Config:
@@ -193,6 +205,36 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+
+def _walk(path: Path) -> tuple[list[Path], list[Path]]:
+    """Everything in a folder but folders; and these, the deepest first. Links are not followed."""
+    things, folders = [], []
+    for place, below, names in os.walk(path, topdown=False, onerror=_fail):
+        links = [name for name in below if Path(place, name).is_symlink()]
+        things += [Path(place, name) for name in (*names, *links)]
+        folders += [Path(place, name) for name in below if name not in links]
+    return things, folders
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def _own(path: Path) -> tuple[list[Path], list[Path]]:
+    """What a run has put into its folder; anything else in it is refused."""
+    things, folders = _walk(path)
+    for entry in sorted((*things, *folders)):
+        place = entry.relative_to(path).parent / _plainly(entry.name)
+        if entry in folders:
+            known = place.parts[0] in ("models", "checkpoint")
+        else:
+            known = str(place) in CONTENT or INSIDE.fullmatch(place.as_posix()) is not None
+        if not known:
+            raise UserError(
+                f"{path} holds {entry.relative_to(path)}, which is no part of a run, so --force will not replace it."
+            )
+    return things, folders
 
 
 def _plainly(name: str) -> str:

@@ -97,7 +97,7 @@ def _read(pillow: Any, source: Source, what: Callable[[Any], Any]) -> Any:
 
 def _folders(folder: Path) -> list[Path]:
     found = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
-    for child in found:
-        if folder.resolve().is_relative_to(child.resolve()):
-            raise UserError(f"{child} is a link to a folder that it lies in itself.")
+    real = folder.resolve()
+    if real == real.parent or any(real.is_relative_to(child.resolve()) for child in found):
+        raise UserError(f"{folder} is, or leads to, a folder that everything lies in: no dataset looks like that.")
     return found
