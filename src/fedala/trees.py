@@ -36,11 +36,10 @@ def take(tree: Any, lanes: Any) -> Any:
 
 
 def fits(tree: Any, template: Any) -> bool:
-    """Whether the tree has all that the template has, of the same type and, but for the number of lanes, the same shape."""
+    """Whether the tree has all that the template has, of the same type and shape."""
     if isinstance(template, dict):
         return isinstance(tree, dict) and all(key in tree and fits(tree[key], template[key]) for key in template)
-    alike = isinstance(tree, Tensor) and tree.dtype == template.dtype and tree.ndim == template.ndim
-    return alike and tree.shape[1:] == template.shape[1:]
+    return isinstance(tree, Tensor) and tree.dtype == template.dtype and tree.shape == template.shape
 
 
 def count(tree: Any) -> int:

@@ -104,19 +104,19 @@ def _child(arguments: list[str], folder: Path, output: int, before: Callable[[],
 
 
 def _watch(folder: Path) -> Callable[[str, tuple[object, ...]], None]:
-    inside, secret = str(folder.resolve()), str(folder.resolve().parent / "secret")
-    places = (inside, tempfile.gettempdir() + "/fedala-clients-", "/dev/null")
+    secret = str(folder.resolve().parent / "secret")
+    places = (str(folder.resolve()), "/dev/null")
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         wrong = event.startswith(_NEVER) and "git" not in str(arguments)
         if event == "open" and isinstance(arguments[0], (str, bytes)):
-            path = os.path.abspath(os.fsdecode(arguments[0]))
+            path = os.path.realpath(os.fsdecode(arguments[0]))
             written = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             wrong = path.startswith(secret) or bool(written and not path.startswith(places))
         elif event in _CHANGES and isinstance(arguments[0], (str, bytes)):
-            directory = next((a for a in arguments[1:] if isinstance(a, int)), -1)
-            path = os.path.abspath(os.fsdecode(arguments[0]))
-            wrong = directory < 0 and not path.startswith(places)
+            parent, _ = os.path.split(os.path.abspath(os.fsdecode(arguments[0])))  # a link itself may be removed
+            beside = any(isinstance(a, int) and a >= 0 for a in arguments[1:])  # relative to a folder that is open
+            wrong = not beside and not os.path.realpath(parent).startswith(places)
         if wrong:
             print(f"FORBIDDEN: {event} {arguments}", file=sys.stderr, flush=True)
             os._exit(71)

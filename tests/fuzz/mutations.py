@@ -60,7 +60,7 @@ def misplace(path: Path, rng: random.Random) -> None:
     """Something else stands where the file was."""
     content = path.read_bytes()
     path.unlink()
-    match rng.randrange(10):
+    match rng.randrange(11):
         case 0:
             path.touch()
         case 1:
@@ -70,7 +70,7 @@ def misplace(path: Path, rng: random.Random) -> None:
         case 3:
             path.symlink_to(path.name)
         case 4:
-            path.symlink_to(rng.choice(("/dev/zero", "/dev/null", "/dev/full", "/dev/stdin", "/proc/self/mem", "/")))
+            path.symlink_to(rng.choice(("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "/")))
         case 5:
             with path.open("wb") as file:
                 file.write(content)
@@ -83,3 +83,5 @@ def misplace(path: Path, rng: random.Random) -> None:
             path.write_bytes(content * 50)
         case 9:
             pass
+        case 10:
+            path.symlink_to(path.parent / ("../" * rng.randrange(1, 5)) / "secret" / "x.png")

@@ -1,24 +1,31 @@
 """Everything that the program reads: a sound example of each, how it is damaged, and the command that reads it."""
 
+import contextlib
 import gzip
+import hashlib
 import io
 import json
 import os
 import random
 import struct
+import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from fuzz.mutations import misplace, mutate, repaired_png
 
+import fedala.files
 from fedala import cli
 from fedala.config import Config
+from fedala.running import Stopped, Watcher, execute, plan
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (12, 28, 28), dtype=np.uint8)
@@ -269,6 +276,93 @@ def _fifos() -> Files:
     return {**_npz(), "fifo": b"", "fifo.npz": b"", "fifo.json": b""}
 
 
+def interrupted(path: Path, rounds: int, total: int = 4) -> None:
+    """A run folder `run` in `path`, of a run that was stopped after some rounds, and the data that it needs."""
+    (path / "my.npz").write_bytes(zipped({"x.npy": npy(GREY[:, :16, :16]), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED))
+    asked = iter(range(1, total + 1))
+    config = {"dataset": "my.npz", "clients": 2, "partition": "iid", "batch_size": 4, "checkpoint_every": 1, "lanes": 1}
+    with contextlib.chdir(path), contextlib.suppress(Stopped):
+        planned = plan(Config.of({**config, "rounds": total, "method": "fedala", "set": {"fedala.max_epochs": 1}}))
+        execute(planned, Path("run"), watcher=Watcher(stop=lambda: next(asked) == rounds))
+
+
+def _resumed() -> Files:
+    with tempfile.TemporaryDirectory() as place:
+        interrupted(Path(place), 3)
+        return {
+            str(file.relative_to(place)): file.read_bytes() for file in sorted(Path(place).rglob("*")) if file.is_file()
+        }
+
+
+NEWEST = "run/checkpoint/0/0000003.json"
+
+
+def _consistent(files: Files, rng: random.Random) -> Files:
+    """A checkpoint that says or holds something else, with checksums that agree."""
+    manifest = json.loads(json.loads(files[NEWEST])["checkpoint"])
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2,
+        10**9,
+        2**70,
+        0.5,
+        "",
+        "x",
+        "../../../secret/x.png",
+        "/dev/zero",
+        [],
+        {},
+        [[]],
+        "a" * 999,
+    ]
+    files = dict(files)
+    if rng.random() < 0.5:
+        key = rng.choice(
+            [*manifest, "other", "clients.0.0", "clients.0.1", "clients.0.2", "clients.1.3", "server.0", "server.1"]
+        )
+        name, *path = key.split(".")
+        target = manifest
+        for step in path:
+            target, name = target[name], int(step)
+        target[name] = rng.choice(values)
+        if rng.random() < 0.1:
+            del manifest[rng.choice(sorted(manifest))]
+    else:
+        entry = rng.choice((manifest["server"], manifest["clients"][0][2:], manifest["clients"][1][2:]))
+        name = f"run/checkpoint/0/{entry[0]}"
+        tree, about = fedala.files.unpack(files[name])
+        files[name] = fedala.files.pack(_another(tree, rng), about)
+        new = hashlib.sha256(files[name]).hexdigest()
+        manifest = json.loads(json.dumps(manifest).replace(entry[1], new))
+    text = json.dumps(manifest)
+    envelope = {"checksum": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": text}
+    return {**files, NEWEST: json.dumps(envelope).encode()}
+
+
+def _another(tree: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The tree with one leaf that is missing, or of another shape or type."""
+    key = rng.choice(sorted(tree))
+    leaf = tree[key]
+    if isinstance(leaf, dict) and leaf and rng.random() < 0.9:
+        return {**tree, key: _another(leaf, rng)}
+    new = [
+        torch.zeros(0),
+        torch.zeros(3, 3),
+        torch.tensor(1),
+        torch.zeros(1, 2, dtype=torch.int64),
+        {},
+        {"x": torch.ones(1)},
+    ]
+    if isinstance(leaf, torch.Tensor):
+        new += [leaf.double() if leaf.dtype == torch.float32 else leaf.float(), leaf[None], torch.cat([leaf, leaf])]
+    rest = {name: value for name, value in tree.items() if name != key}
+    return rest if rng.random() < 0.2 else {**rest, key: rng.choice(new)}
+
+
 def _only(name: str) -> Callable[[Files, random.Random], Files]:
     return lambda files, rng: {**files, name: mutate(files[name], rng)}
 
@@ -296,6 +390,7 @@ def targets() -> dict[str, Target]:
             _only("my.json"),
         ),
         Target("config", ("run", "--config", "my.toml", "--out", "run"), _config, _only("my.toml"), plan_only),
+        Target("resume", ("run", "--resume", "run"), _resumed, _consistent),
         Target(
             "arguments",
             ("run", "--dataset", "my.npz", "--clients", "2", "--rounds", "1", "--out", "run"),
