@@ -110,9 +110,10 @@ def _watch(folder: Path) -> Callable[[str, tuple[object, ...]], None]:
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         wrong = event.startswith(_NEVER) and "git" not in str(arguments)
         if event == "open" and isinstance(arguments[0], (str, bytes)):
-            path = os.path.realpath(os.fsdecode(arguments[0]))
+            named = os.path.abspath(os.fsdecode(arguments[0]))
+            path = os.path.realpath(named)
             written = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            wrong = path.startswith(secret) or bool(written and not path.startswith(places))
+            wrong = named.startswith(secret) or bool(written and not path.startswith(places))
         elif event in _CHANGES and isinstance(arguments[0], (str, bytes)):
             parent, _ = os.path.split(os.path.abspath(os.fsdecode(arguments[0])))  # a link itself may be removed
             beside = any(isinstance(a, int) and a >= 0 for a in arguments[1:])  # relative to a folder that is open

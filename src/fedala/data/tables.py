@@ -83,9 +83,10 @@ def _merge(tables: list[Any], where: str, caches: Sequence[Path] = ()) -> Raw:
         raise UserError(
             f"{where} has the columns {', '.join(columns)}; it needs an image or text column and a label column."
         )
-    check_room(2 * sum(table.nbytes for table in tables), where)
     try:
-        inputs, labels = ([value for table in tables for value in table.column(name).to_pylist()] for name in (x, y))
+        inputs, labels = (_values(tables, name, where) for name in (x, y))
+    except UserError:
+        raise
     except Exception as error:  # a column that is there twice, text that is not UTF-8, times beyond the calendar, …
         raise UserError(f"{where}: its columns {x} and {y} cannot be read ({first_line(error)}).") from None
     if not inputs:
@@ -97,6 +98,23 @@ def _merge(tables: list[Any], where: str, caches: Sequence[Path] = ()) -> Raw:
         return Raw(where, inputs, numbers, names)
     images = [_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
     return Raw(where, decode(images), numbers, names)
+
+
+def _values(tables: list[Any], name: str, where: str) -> list[Any]:
+    """A column as Python's values, piece by piece: one text can stand there a million times and be kept once until here."""
+    values: list[Any] = []
+    held = 0
+    for piece in (piece for table in tables for piece in table.column(name).chunks):
+        for first in range(0, len(piece), _ROWS):
+            new = piece.slice(first, _ROWS).to_pylist()
+            held += sum(len(content) for value in new if isinstance(content := _content(value), str | bytes))
+            check_room(held, where)
+            values += new
+    return values
+
+
+def _content(value: Any) -> Any:
+    return value.get("bytes") if isinstance(value, dict) else value
 
 
 def _numbers(
@@ -121,7 +139,7 @@ def _class_names(table: Any, column: str) -> tuple[str, ...]:
 
 def _image(value: Any, where: str, caches: Sequence[Path]) -> tuple[str, Any]:
     def data() -> BytesIO:
-        content = value["bytes"] if isinstance(value, dict) else value
+        content = _content(value)
         if content is None:
             # The library leaves the bytes of an image folder in its cache and gives the path instead.
             path = Path(value["path"]).resolve()
