@@ -83,7 +83,7 @@ def test_every_package_that_a_run_needs_has_a_free_licence():
     assert {"torch", "numpy", "safetensors"} <= set(packages)
     for name, package in packages.items():
         if name.startswith(("nvidia-", "cuda-")):
-            continue  # NVIDIA's libraries have NVIDIA's licence; see NOTICE
+            continue  # NVIDIA's libraries have NVIDIA's licence; see SECURITY.md
         about = package.metadata
         classifiers = [line for line in about.get_all("Classifier") or () if line.startswith("License")]
         stated = " ".join([about.get("License-Expression") or about.get("License") or "", *classifiers])
