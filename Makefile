@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-gpu test-kill lint clean
+.PHONY: run test test-gpu test-kill fuzz audit lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
@@ -21,6 +21,22 @@ test-gpu:
 # The long form of the kill tests.
 test-kill: $(READY)
 	FEDALA_KILLS=100 $(BIN)/pytest -q tests/test_kill.py
+
+# The long form of tests/fuzz: damaged input for so many minutes.
+MINUTES ?= 30
+fuzz: $(READY)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.campaign $(MINUTES)
+
+# Known vulnerabilities in the pinned versions, by pip-audit in an environment of its own that is thrown away. It asks a
+# database on the internet (AUDIT='-s osv' for another one); where it cannot, that is a failure and not a pass.
+audit:
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv $$folder && \
+	$$folder/bin/pip install --quiet pip-audit && \
+	if $$folder/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off $(AUDIT) -r constraints.txt > $$folder/log 2>&1; \
+	then cat $$folder/log; \
+	elif grep -q '^Found ' $$folder/log; then cat $$folder/log; exit 1; \
+	else tail -n 1 $$folder/log; \
+	echo "The audit could not be done: no vulnerability database was reached, so nothing is known about these versions."; exit 2; fi
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from fedala.config import Config
 from fedala.errors import UserError
 
 TEXT = st.text(st.characters(codec="utf-8"))
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -28,13 +29,17 @@ def values_of(field, kind):
     if limits["choices"]:
         return st.sampled_from(limits["choices"])
     if int in arms:
-        return st.integers(limits["least"], limits["most"])
+        return st.integers(limits["least"], limits["most"] or 2**63 - 1)
     if float in arms:
         least = limits["least"] if limits["above"] is None else limits["above"]
         return st.floats(
-            least, limits["most"], exclude_min=limits["above"] is not None, allow_nan=False, allow_infinity=False
+            least,
+            limits["most"] or 2**126,
+            exclude_min=limits["above"] is not None,
+            allow_nan=False,
+            allow_infinity=False,
         )
-    return st.booleans() if bool in arms else TEXT
+    return st.booleans() if bool in arms else NAMES
 
 
 KINDS = typing.get_type_hints(Config)

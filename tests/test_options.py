@@ -46,9 +46,10 @@ def test_a_value_is_taken_for_what_it_says(value, kind, expected):
     ("value", "kind"),
     [
         ("2.5", int), ("x", int), (True, int), ([1], int), ("inf", int), ("", int), (None, int),
-        ("x", float), (False, float), ("nan", float), (float("inf"), float), (10**400, float),
+        ("x", float), (False, float), ("nan", float), (float("inf"), float), (10**400, float), (1e39, float),
         (1, bool), ("maybe", bool),
-        (2.5, str), (True, str), (None, str), ("\udcff", str),
+        (2.5, str), (True, str), (None, str), ("\udcff", str), ("a\nb", str), ("\0", str),
+        (2**63, int), pytest.param(16**9999, int, id="huge"),
     ],
 )  # fmt: skip
 def test_anything_else_is_refused(value, kind):

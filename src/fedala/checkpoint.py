@@ -11,13 +11,17 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from fedala import files
 from fedala.clients import NOTHING, File, Lane
+from fedala.errors import UserError
+from fedala.inputs import check_room, read, regular
 from fedala.simulation import Simulation
 
 KEPT = 2
+LARGEST = 2**28  # bytes of a manifest: a million clients
 #: The only names that a manifest can refer to: no path leads out of its folder.
 NAME = re.compile(r"(server-\d+|\d+-\d+-\d+)\.safetensors", re.ASCII)
 
@@ -38,6 +42,13 @@ class Checkpoint:
     server: File
     clients: dict[Lane, File]
 
+    def _sound(self) -> bool:
+        """Whether every value is of its kind: a manifest may come from anywhere, and its checksum along with it."""
+        lanes = 1 if self.lanes is None else self.lanes
+        limits = [(self.round, 0, 2**31), (lanes, 1, 2**31), (self.threads, 1, 2**10)]
+        limits += [(n, 0, 2**31) for n in chain(*self.clients)]
+        return type(self.done) is bool and all(type(n) is int and least <= n < most for n, least, most in limits)
+
     @property
     def names(self) -> set[str]:
         return {file.name for file in (self.server, *self.clients.values()) if file != NOTHING}
@@ -50,7 +61,7 @@ class Checkpoint:
     @classmethod
     def unpack(cls, path: Path) -> "Checkpoint":
         try:
-            envelope = json.loads(path.read_bytes())
+            envelope = json.loads(read(path, LARGEST))
             text = envelope["checkpoint"]
             if _digest(text) != envelope["checksum"]:
                 raise ValueError("its checksum is wrong")
@@ -61,11 +72,15 @@ class Checkpoint:
             values["server"] = File(*values["server"])
             values["clients"] = {(run, client): File(*file) for run, client, *file in values["clients"]}
             found = cls(**values)
+            if not found._sound():
+                raise ValueError("it says what no run has said")
             if strange := [name for name in found.names if not NAME.fullmatch(name)]:
                 raise ValueError(f"it refers to {strange[0]!r}")
             return found
         except OSError as error:
             raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
+        except UserError as error:
+            raise files.Damaged(str(error)) from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise files.Damaged(f"{path} is damaged, or no checkpoint of this program: {error}.") from None
 
@@ -169,8 +184,12 @@ class Checkpoints:
 
     def restore(self, checkpoint: Checkpoint, simulation: Simulation, *, anew: bool = False) -> None:
         """Brings the simulation to where it was; with `anew`, not to the lanes and threads that it had."""
-        state, _ = files.load(self.folder / checkpoint.server.name, checkpoint.server.digest)
-        simulation.restore(checkpoint.round, state)
+        path = self.folder / checkpoint.server.name
+        state, _ = files.load(path, checkpoint.server.digest)
+        try:
+            simulation.restore(checkpoint.round, state)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise files.Damaged(f"{path} does not fit this run: it is a checkpoint of something else.") from None
         simulation.clients.adopt(checkpoint.clients)
         simulation.clients.hold(set[str]().union(*(Checkpoint.unpack(path).names for path in self._manifests())))
         if simulation.task.device.type == checkpoint.device and not anew:
@@ -189,10 +208,13 @@ class Checkpoints:
 
 def _check(path: Path, digest: str) -> None:
     try:
+        check_room(regular(path).stat().st_size, str(path))
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
+    except UserError as error:
+        raise files.Damaged(str(error)) from None
     if found != digest:
         raise files.Damaged(f"{path} is damaged: its checksum is not the one that was noted when it was written.")
 

@@ -365,8 +365,8 @@ def bench(
             raise UserError(f"There is no case {name!r}{suggest(name, known_cases)}.")
     if plot:
         plots.check(plot)
-    if out and not out.absolute().parent.is_dir():
-        raise UserError(f"The table {out} cannot be written: there is no folder {out.absolute().parent}.")
+    if out and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise UserError(f"The table {out} cannot be written: there is no folder {out.absolute().parent}, or it is one.")
     Config.of({"device": device, "precision": precision})
     figures = []
     for chosen in [known_cases[name] for name in case] if case else known_cases.values():

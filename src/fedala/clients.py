@@ -8,7 +8,6 @@ A file is never changed: a new state gets a new one. So a checkpoint is a list o
 changed since the last. What a round has replaced is kept until the round is settled, so that it can be undone.
 """
 
-import os
 import shutil
 import tempfile
 import threading
@@ -22,8 +21,9 @@ from typing import NamedTuple
 import torch
 
 from fedala import files
+from fedala.inputs import free_memory
 from fedala.methods import State
-from fedala.trees import join, leaves, take, tree_map
+from fedala.trees import fits, join, leaves, take, tree_map
 
 Lane = tuple[int, int]
 """A run's position among the seeds, and a client."""
@@ -65,6 +65,7 @@ class ClientStates(Mapping[Lane, State]):
         self._before: dict[Lane, Kept | None] = {}  # what this round has replaced
         self._folder, self._lasting = folder, folder is not None
         self._held: set[str] = set()  # files that checkpoints refer to
+        self._adopted: set[File] = set()  # files that another process has written
         self._serial = 0
         self._lock = threading.RLock()  # cohorts in threads come for their states while others bring theirs back
 
@@ -74,9 +75,16 @@ class ClientStates(Mapping[Lane, State]):
             stack = self._stack_of(lanes) if self.everybody else None
             if stack is not None:
                 return stack
-            own = [self[lane] if lane in self else fresh(lane) for lane in lanes]
+            own = [self._checked(lane, fresh) if lane in self else fresh(lane) for lane in lanes]
         stacked: State = join([tree_map(lambda t: t.to(self.device), state) for state in own])
         return stacked
+
+    def _checked(self, lane: Lane, fresh: Callable[[Lane], State]) -> State:
+        """A client's state; one that was adopted has to be the state of such a client."""
+        state, file = self[lane], self._kept[lane].file
+        if file in self._adopted and not fits(state, fresh(lane)):
+            raise files.Damaged(f"{self.folder / file.name} does not fit this run: it is the state of something else.")
+        return state
 
     def _stack_of(self, lanes: Sequence[Lane]) -> State | None:
         """The stack that holds just these lanes, if there is one."""
@@ -156,6 +164,7 @@ class ClientStates(Mapping[Lane, State]):
 
     def adopt(self, found: Mapping[Lane, File]) -> None:
         """Takes up states from their files, as `write` returned them."""
+        self._adopted = set(found.values()) - {NOTHING}
         self._kept = {lane: Kept({} if file == NOTHING else None, file=file) for lane, file in found.items()}
         serials = [int(file.name.split(".")[0].split("-")[2]) for file in found.values() if file != NOTHING]
         self._serial = max(serials, default=0) + 1
@@ -209,14 +218,6 @@ class ClientStates(Mapping[Lane, State]):
 def size(state: State) -> int:
     """The bytes of a state's tensors."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(state))
-
-
-def free_memory() -> int:
-    """Bytes of the host's memory that are free, or 4 GiB where the system does not say."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 4 * 2**30
 
 
 def _length(stack: State) -> int | None:

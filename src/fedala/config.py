@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
+from fedala.inputs import read
 from fedala.options import build, option, suggest
 
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
@@ -44,7 +46,7 @@ class Config:
     )
     local_epochs: int = option(1, "local epochs per round", least=1)
     shuffle: bool = option(True, "reshuffle the batches every epoch; the paper's presets keep the fixed order")
-    seeds: int = option(1, "how many runs", least=1)
+    seeds: int = option(1, "how many runs", least=1, most=10_000)
     seed: int = option(0, "seed of the first run; the next runs count on", least=0, most=2**32 - 1)
     eval_every: int = option(1, "evaluate every so many rounds, and after the last", least=1)
     eval_clients: str = option(
@@ -86,7 +88,7 @@ class Config:
 
             plain["method"] = ",".join(everything())
         config = replace(build(cls, plain), set=_flat(values.get("set", {})))
-        if config.lanes not in ("auto", "all") and not (config.lanes.isdecimal() and int(config.lanes) >= 1):
+        if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
         if not config.methods or len(set(config.methods)) < len(config.methods):
             raise UserError(f"method must name different methods, separated by commas, not {config.method!r}.")
@@ -96,10 +98,12 @@ class Config:
     def read(cls, path: Path) -> dict[str, Any]:
         """The values that stand in a config file, not yet checked. Hyperparameters are flat: `fedala.eta`."""
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = tomllib.loads(read(path, 2**20).decode())
+        except UserError:
+            raise
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"The config file {path} cannot be read: {error}.") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not only TOMLDecodeError
             raise UserError(f"The config file {path} is not TOML: {error}.") from error
         known = [f.name for f in fields(cls)]
         for name in values:
@@ -146,12 +150,12 @@ def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
     flat: dict[str, str | float] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not prefix:
             flat |= _flat(value, f"{name}.")
         elif isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
             flat[name] = value
         else:
-            raise UserError(f"set {name} must be a number, text, true or false, not {value}.")
+            raise UserError(f"set {name} must be a number, text, true or false, and is none of them.")
     return flat
 
 

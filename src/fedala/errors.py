@@ -4,6 +4,16 @@
 class UserError(ValueError):
     """A mistake in what the user asked for, in one sentence: what was wrong, where, and what would be right."""
 
+    def __init__(self, sentence: str) -> None:
+        super().__init__(printable(sentence, 1000))
+
 
 class RunError(Exception):
     """A run that cannot go on, for no fault of its input: one sentence. What it had finished is kept."""
+
+
+def printable(text: str, most: int) -> str:
+    """`text` as one line that every terminal shows as it is: names and values may come out of anybody's file."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} … {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)

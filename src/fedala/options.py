@@ -5,9 +5,9 @@ The command line, the config file, `fedala.run` and the methods' hyperparameters
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -57,31 +57,39 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def convert(value: Any, kind: Any, name: str) -> Any:
     """`value` as a `kind`, where it says the same thing: the text "3" and 3.0 are the whole number 3, 2.5 is not.
 
-    A number is a finite one: no option has a use for infinity or NaN.
+    A number is one that float32 can hold: no option has a use for infinity or NaN.
     """
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         arms = typing.get_args(kind)
         if value is None and type(None) in arms:
             return None
         [kind] = [arm for arm in arms if arm is not type(None)]
+    large = (
+        isinstance(value, int) and abs(value) >= 2**63
+    )  # no option has a use for it, and Python may not even print it
     try:
         if kind is bool:
             if isinstance(value, bool):
                 return value
             return {"true": True, "false": False, "yes": True, "no": False}[str(value).lower()]
-        if kind is int and not isinstance(value, bool):
-            if float(value) == int(float(value)):
-                return int(value) if isinstance(value, (int, str)) and "." not in str(value) else int(float(value))
+        if large:
+            pass
+        elif kind is int and not isinstance(value, bool):
+            exact = isinstance(value, (int, str)) and "." not in str(value)
+            if float(value) == int(float(value)) and abs(number := int(value if exact else float(value))) < 2**63:
+                return number
         elif kind is float and not isinstance(value, bool):
-            if math.isfinite(float(value)):
+            if abs(float(value)) < 2**127:
                 return float(value)
         elif kind is str and isinstance(value, (str, int)) and not isinstance(value, bool):
             str(value).encode()  # a name that is not Unicode could not be written to the run folder
-            return str(value)
+            if not any(unicodedata.category(c) == "Cc" for c in str(value)):  # no file's name has a use for them
+                return str(value)
     except (KeyError, TypeError, ValueError, OverflowError):
         pass
     nouns = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise UserError(f"{name} must be {nouns.get(kind, kind)}, not {value!r}.")
+    what = "a number of more than 64 bits" if large else repr(value)
+    raise UserError(f"{name} must be {nouns.get(kind, kind)}, not {what}.")
 
 
 def _check(value: Any, field: "dataclasses.Field[Any]", name: str) -> Any:

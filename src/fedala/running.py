@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from fedala.checkpoint import Checkpoints
-from fedala.clients import NOTHING, free_memory, size
+from fedala.clients import NOTHING, size
 from fedala.cohort import Params, Task, state_of
 from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
 from fedala.errors import RunError, UserError
+from fedala.inputs import free_memory
 from fedala.methods import Method, WithALA, catalogue, make
 from fedala.models import build_model
 from fedala.options import suggest

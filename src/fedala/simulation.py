@@ -22,7 +22,7 @@ from fedala.cohort import Cohort, Params, Task, lanewise, onto
 from fedala.errors import RunError
 from fedala.methods import Method, State
 from fedala.randomness import draw, torch_seed
-from fedala.trees import count, join, leaves, take, tree_map
+from fedala.trees import count, fits, join, leaves, take, tree_map
 
 Row = dict[str, Any]
 """One line of the history: one run's evaluation of one round."""
@@ -150,6 +150,11 @@ class Simulation:
 
     def restore(self, round: int, state: Mapping[str, Any]) -> None:
         """Takes up what `state` gave after so many rounds."""
+        if (
+            not fits(state["servers"], self.state()["servers"])
+            or state.get("left", np.zeros(self._shape)).shape != self._shape
+        ):
+            raise ValueError("another run's state")
         self.round = round
         servers = tree_map(lambda t: t.to(self.task.device), state["servers"])
         self.servers = [servers[str(run)] for run in range(len(self.seeds))]

@@ -4,25 +4,34 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fedala import files
 from fedala.config import Config
 from fedala.errors import UserError
+from fedala.inputs import check_room, regular
 from fedala.simulation import Personal, Row
 
 #: Tables to which a run adds line by line; each line has its method and its round.
 TABLES = ("history.csv", "clients.csv", "faults.csv")
 #: What a run folder holds. `--force` replaces a folder only if there is nothing else in it.
-CONTENT = {*TABLES, "resumed.csv", "config.toml", "summary.json", "models", "checkpoint", "report.html", "lock"}
+CONTENT = {*TABLES, "resumed.csv", "config.toml", "summary.json", "report.html", "lock"}
+#: And what its sub-folders hold.
+INSIDE = re.compile(
+    r"models/[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
+    r"|checkpoint/\d+/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)",
+    re.ASCII,
+)
 
 
 class RunFolder:
@@ -43,10 +52,8 @@ class RunFolder:
                 raise UserError(f"The output folder {path} exists already: choose another, or --force to replace it.")
             elif path.is_symlink() or not path.is_dir():
                 raise UserError(f"{path} is not a folder, so --force does not replace it: choose another.")
-            elif foreign := sorted(entry.name for entry in path.iterdir() if _plainly(entry.name) not in CONTENT):
-                raise UserError(
-                    f"{path} holds {foreign[0]}, which is no part of a run, so --force will not replace it."
-                )
+            else:
+                _own(path)
         except OSError as error:
             raise UserError(f"The output folder {path} cannot be used: {error.strerror}.") from None
 
@@ -62,10 +69,12 @@ class RunFolder:
         folder = cls(path)
         with folder.held():
             try:
-                for entry in path.iterdir():
-                    if entry.name == ".lock":
-                        continue
-                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                own, folders = _own(path)
+                for entry in own:
+                    if entry.name != ".lock":
+                        entry.unlink()
+                for entry in folders:  # which fails where something else has come since
+                    entry.rmdir()
                 folder.write_config(config)
             except OSError as error:
                 raise UserError(f"The output folder {path} cannot be made: {error.strerror}.") from None
@@ -85,6 +94,10 @@ class RunFolder:
         """A folder that a run has left."""
         if not (path / "config.toml").is_file():
             raise UserError(f"{path} is no run folder: there is no config.toml in it.")
+        things, folders = _walk(path)
+        for entry in (*things, *(folder for folder in folders if _is_own(folder.relative_to(path)))):
+            if entry.is_symlink() or not entry.is_file():
+                raise UserError(f"{entry} is a link, or no file at all: such a run folder is not used.")
         return cls(path)
 
     def config(self) -> Config:
@@ -146,15 +159,27 @@ class RunFolder:
 
     def _lines(self, name: str) -> tuple[list[str], list[dict[str, str]]]:
         """A table's columns and its lines; of a line whose end is missing, nothing."""
-        with (self.path / name).open(newline="", encoding="utf-8") as file:
+        with self._table(name) as file:
             reader = csv.DictReader(file, restkey="", restval=None)
             lines = [line for line in reader if "" not in line and None not in line.values()]
+            for line in lines:
+                line["method"], int(line["round"])  # or it is no such table
             return list(reader.fieldnames or ()), lines
 
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+    @contextmanager
+    def _table(self, name: str, mode: str = "r") -> Iterator[IO[str]]:
+        """A table, opened. What is found not to be one is a damaged file."""
         path = self.path / name
-        path.touch()
-        with path.open("r+", newline="", encoding="utf-8") as file:
+        try:
+            check_room(path.stat().st_size, str(path))
+            with path.open(mode, newline="", encoding="utf-8") as file:
+                yield file
+        except (ValueError, KeyError, csv.Error) as error:
+            raise files.Damaged(f"{path} is damaged, or not the table of a run: {error}.") from None
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        (self.path / name).touch()
+        with self._table(name, "r+") as file:
             columns = next(csv.reader(file), [])
             new = [column for column in line if column not in columns]
             if not new:
@@ -171,10 +196,11 @@ class RunFolder:
 
     def history(self) -> list[dict[str, Any]]:
         """The rows of history.csv, numbers as numbers."""
-        return [
-            {key: value if key == "method" else _number(value) for key, value in row.items()}
-            for row in self._lines("history.csv")[1]
-        ]
+        rows = self._lines("history.csv")[1]
+        try:
+            return [{key: value if key == "method" else _number(value) for key, value in row.items()} for row in rows]
+        except ValueError as error:
+            raise files.Damaged(f"{self.path / 'history.csv'} is damaged: {error}.") from None
 
     def save_model(self, method: str, personal: Personal) -> None:
         path = self._model(method, personal.seed, personal.client)
@@ -184,7 +210,11 @@ class RunFolder:
 
     def model(self, method: str, seed: int, client: int | None = None) -> dict[str, Tensor]:
         """A saved model's state, by name: a client's personal one, or the global one."""
-        tensors: dict[str, Tensor] = load_file(self._model(method, seed, client))
+        path = self._model(method, seed, client)
+        try:
+            tensors: dict[str, Tensor] = load_file(regular(path))
+        except (OSError, SafetensorError) as error:
+            raise files.Damaged(f"{path} is not a readable model: {error}.") from None
         return tensors
 
     def _model(self, method: str, seed: int, client: int | None) -> Path:
@@ -195,9 +225,34 @@ class RunFolder:
         self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
 
-def _plainly(name: str) -> str:
-    """The name of a file, also of one that is not yet written to its end."""
-    return name.removeprefix(".").removesuffix(".new")
+def _walk(path: Path) -> tuple[list[Path], list[Path]]:
+    """Everything in a folder but folders; and these, the deepest first. Links are not followed."""
+    things, folders = [], []
+    for place, below, names in os.walk(path, topdown=False, onerror=_fail):
+        links = [name for name in below if Path(place, name).is_symlink()]
+        things += [Path(place, name) for name in (*names, *links)]
+        folders += [Path(place, name) for name in below if name not in links]
+    return things, folders
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def _own(path: Path) -> tuple[list[Path], list[Path]]:
+    """What a run has put into its folder; anything else in it is refused."""
+    things, folders = _walk(path)
+    for entry in sorted((*things, *folders)):
+        place = entry.relative_to(path)
+        if not (place.parts[0] in ("models", "checkpoint") if entry in folders else _is_own(place)):
+            raise UserError(f"{path} holds {place}, which is no part of a run, so --force will not replace it.")
+    return things, folders
+
+
+def _is_own(place: Path) -> bool:
+    """Whether a run puts a file there, be it one that is not yet written to its end."""
+    whole = place.parent / place.name.removeprefix(".").removesuffix(".new")
+    return str(whole) in CONTENT or INSIDE.fullmatch(whole.as_posix()) is not None
 
 
 def _csv(columns: list[str], lines: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:

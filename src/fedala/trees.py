@@ -35,6 +35,13 @@ def take(tree: Any, lanes: Any) -> Any:
     return tree_map(lambda leaf: leaf[lanes], tree)
 
 
+def fits(tree: Any, template: Any) -> bool:
+    """Whether the tree has all that the template has, of the same type and shape."""
+    if isinstance(template, dict):
+        return isinstance(tree, dict) and all(key in tree and fits(tree[key], template[key]) for key in template)
+    return isinstance(tree, Tensor) and tree.dtype == template.dtype and tree.shape == template.shape
+
+
 def count(tree: Any) -> int:
     """How many numbers stand in a tree."""
     return sum(leaf.numel() for _, leaf in leaves(tree))

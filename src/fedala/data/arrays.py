@@ -17,10 +17,12 @@ import torch
 
 from fedala.data.dataset import Raw, first_line
 from fedala.errors import UserError
+from fedala.inputs import check_room, read, regular
 
 Array = np.ndarray[Any, Any]
 
 _DEFLATE = 1032  # the most bytes that one byte of deflate can stand for
+_OVERHEAD = 2**16  # the most bytes around compressed data: names, comments
 _SPELLINGS = (("x", "y"), ("images", "labels"), ("data", "labels"))
 _PARTS = (("{}",), ("{}_train", "{}_val", "{}_test"), ("train_{}", "val_{}", "test_{}"))
 
@@ -28,7 +30,7 @@ _PARTS = (("{}",), ("{}_train", "{}_val", "{}_test"), ("train_{}", "val_{}", "te
 def npz(path: Path) -> Raw:
     """Arrays x and y (or images and labels), or their train, val and test parts, which are merged."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(regular(path)) as archive:
             held = [name.removesuffix(".npy") for name in archive.namelist()]
             pairs = [(_member(archive, x, path), _member(archive, y, path)) for x, y in _pairs(held, path)]
     except (UserError, MemoryError):
@@ -74,6 +76,7 @@ def _member(archive: zipfile.ZipFile, key: str, path: Path) -> Array:
         raise UserError(
             f"{path}: {key} says that its shape is {shape}, which is not what the file holds; save it again."
         )
+    check_room(declared, f"{path}: {key}")
     with archive.open(member) as file:
         array: Array = np.lib.format.read_array(file, allow_pickle=False)
     return array
@@ -82,7 +85,8 @@ def _member(archive: zipfile.ZipFile, key: str, path: Path) -> Array:
 def samples(x: Array, path: Path) -> torch.Tensor:
     """uint8 of 3 or 4 dimensions are images, which become N×C×H×W; floating-point arrays become float32."""
     if x.dtype.kind == "f" or (x.dtype == np.uint8 and x.ndim == 2):
-        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and the dataset refuses it
+        check_room(4 * x.size, f"{path}: x in float32")
+        with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is refused by the dataset
             return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if x.dtype != np.uint8:
         raise UserError(f"{path}: x is {x.dtype}; images must be uint8, and anything else floating-point numbers.")
@@ -109,14 +113,15 @@ def labels(y: Array, path: Path) -> "np.ndarray[Any, np.dtype[np.int64]]":
 def idx(path: Path, dimensions: int) -> Array:
     """An IDX file of bytes, as MNIST is published in, gzipped or not."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with gzip.open(regular(path)) if path.suffix == ".gz" else regular(path).open("rb") as file:
             head = file.read(4 + 4 * dimensions)
             if head[:4] != bytes((0, 0, 8, dimensions)):
                 raise UserError(f"{path} is not an IDX file of bytes in {dimensions} dimensions.")
             shape = struct.unpack(f">{dimensions}I", head[4:])
-            size = math.prod(shape)
-            if size > path.stat().st_size * (_DEFLATE if path.suffix == ".gz" else 1):
-                raise UserError(f"{path} says that it holds {size} bytes, more than it can; it is damaged.")
+            size, length = math.prod(shape), path.stat().st_size
+            if size > length * (_DEFLATE if path.suffix == ".gz" else 1) or length > 2 * size + _OVERHEAD:
+                raise UserError(f"{path} says that it holds {size} bytes, which do not fit its length; it is damaged.")
+            check_room(size, str(path))
             data = file.read(size + 1)
     except UserError:
         raise
@@ -154,7 +159,7 @@ def cifar100(folder: Path) -> Raw | None:
     raw = _cifar(folder, ["train.bin", "test.bin"], 2)
     names = folder / "fine_label_names.txt"
     if raw and names.exists():
-        raw = raw._replace(class_names=tuple(names.read_text(encoding="utf-8", errors="replace").split()))
+        raw = raw._replace(class_names=tuple(read(names, 2**20).decode(errors="replace").split()))
     return raw
 
 
@@ -164,7 +169,8 @@ def _cifar(folder: Path, files: list[str], label_bytes: int) -> Raw | None:
     record = label_bytes + 3 * 32 * 32
     batches = []
     for name in files:
-        path = present(folder / name)
+        path = regular(present(folder / name))
+        check_room(path.stat().st_size, str(path))
         if path.stat().st_size % record:
             raise UserError(f"{path} is not CIFAR's binary version: its size is no multiple of {record} bytes.")
         batches.append(np.fromfile(path, dtype=np.uint8).reshape(-1, record))

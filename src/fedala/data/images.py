@@ -1,5 +1,6 @@
 """Image files: folders of them, and those that lie inside tables."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -11,8 +12,11 @@ import torch
 
 from fedala.data.dataset import Raw, need
 from fedala.errors import UserError
+from fedala.inputs import check_room, read
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not what else pillow knows: one starts a program
+LARGEST = 2**28  # bytes of one image file
 _GREY = {"1", "L", "LA"}
 _PARTS = ("train", "val", "valid", "validation", "test")
 
@@ -42,7 +46,7 @@ def image_folder(folder: Path) -> Raw:
 
 
 def _source(file: Path) -> Source:
-    return str(file), lambda: BytesIO(file.read_bytes())
+    return str(file), lambda: BytesIO(read(file, LARGEST))
 
 
 def decode(sources: Sequence[Source]) -> torch.Tensor:
@@ -60,28 +64,40 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
         if mode[0] in "IF":
             raise UserError(f"{name} has more than 8 bits per channel ({mode}); save it with 8.")
     grey = all(mode in _GREY for _, mode in headers)
-    pixels = np.empty((len(sources), height, width, 1 if grey else 3), dtype=np.uint8)
+    shape = (len(sources), height, width, 1 if grey else 3)
+    check_room(2 * math.prod(shape), f"{sources[0][0]} and all other images")
+    pixels = np.empty(shape, dtype=np.uint8)
     for row, source in zip(pixels, sources, strict=True):
-        row[...] = _read(pillow, source, lambda image: _pixels(image, grey)).reshape(row.shape)
+        image = _read(pillow, source, lambda image: _pixels(image, grey))
+        if image.shape != row.shape:
+            raise UserError(f"{source[0]} is not a readable image (its header says another size).")
+        row[...] = image
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
 def _pixels(image: Any, grey: bool) -> Any:
     if image.mode == "P":
         image = image.convert("RGBA")  # pillow's own advice for palettes that have a transparent colour
-    return np.asarray(image.convert("L" if grey else "RGB"))
+    return np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))
 
 
 def _read(pillow: Any, source: Source, what: Callable[[Any], Any]) -> Any:
     name, data = source
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # pillow remarks on what it can read all the same
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            with pillow.open(data()) as image:
+            with pillow.open(data(), formats=_FORMATS) as image:
                 return what(image)
+    except UserError:
+        raise
     except Exception as error:  # pillow's decoders end in almost any kind of error on a broken file
         raise UserError(f"{name} is not a readable image ({type(error).__name__}).") from None
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    found = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    real = folder.resolve()
+    if real == real.parent or any(real.is_relative_to(child.resolve()) for child in found):
+        raise UserError(f"{folder} is, or leads to, a folder that everything lies in: no dataset looks like that.")
+    return found

@@ -9,11 +9,11 @@ from torch.nn.functional import interpolate
 
 from fedala.data import arrays
 from fedala.data.catalogue import Known, known
-from fedala.data.dataset import Dataset, Raw, need
+from fedala.data.dataset import Dataset, Raw, first_line, need
 from fedala.data.images import image_folder
 from fedala.data.tables import hub, parquet
 from fedala.data.text import ag_news_csv, labelled_csv, token_ids
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.options import suggest
 
 
@@ -43,7 +43,10 @@ def _named(row: Known, data_dir: Path | None) -> Raw:
 def _own(name: str) -> Raw:
     if name.startswith("hub:"):
         return hub(name.removeprefix("hub:"))
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"There is no file or folder {name} ({first_line(error)}).") from None
     if path.is_dir():
         return image_folder(path)
     suffix = path.suffix.lower()
@@ -136,6 +139,7 @@ def _dataset(name: str, raw: Raw, row: Known | None = None) -> Dataset:
             names = row.class_names
         if len(x) != row.samples:
             note = f"partial: {len(x)} of {row.samples} samples" if len(x) < row.samples else f"{len(x)} samples"
+    names = tuple(printable(label, 100) for label in names)
     return Dataset(name, x, torch.from_numpy(raw.y), classes, names, vocabulary, note)
 
 

@@ -21,6 +21,7 @@ Partitioner = Callable[..., list[Indices]]
 
 LEAST = 40  # a client's samples, where the dataset has that many: a batch of 10 in its quarter for testing
 _TRIES = 10_000  # seconds; the paper's settings take a handful, 20 clients on the 1797 digits hundreds
+_WORK = 20_000_000  # shares drawn in all tries together: a minute. It decides where classes × clients are many
 
 
 def dirichlet(labels: Labels, *, clients: int, beta: float, seed: int = 1) -> list[Indices]:
@@ -35,12 +36,13 @@ def dirichlet(labels: Labels, *, clients: int, beta: float, seed: int = 1) -> li
     even = len(values) / clients
     least = min(LEAST, even / 2)
     members = [np.flatnonzero(values == label) for label in np.unique(values)]
-    for _ in range(_TRIES):
+    tries = min(_TRIES, max(10, _WORK // (len(members) * clients)))
+    for _ in range(tries):
         pieces = _dirichlet_draw(members, clients, beta, even, rng)
         if pieces is not None and min(sum(map(len, piece)) for piece in pieces) >= least:
             return [np.concatenate(piece) for piece in pieces]
     raise UserError(
-        f"No partition dir:{beta:g} in {_TRIES} draws leaves each of {clients} clients {math.ceil(least)} of "
+        f"No partition dir:{beta:g} in {tries} draws leaves each of {clients} clients {math.ceil(least)} of "
         f"{len(values)} samples; use a larger β or fewer clients."
     )
 

@@ -12,6 +12,7 @@ import torch
 from fedala.data.catalogue import LENGTH
 from fedala.data.dataset import Raw, encode, first_line
 from fedala.errors import UserError
+from fedala.inputs import check_room, regular
 
 # torchtext's `basic_english`, which the paper's vocabulary was made with: punctuation stands alone, or is dropped.
 _BASIC_ENGLISH = str.maketrans(
@@ -80,6 +81,7 @@ def ag_news_csv(paths: list[Path]) -> Raw:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The line number and the fields of every row that is not blank."""
     try:
+        check_room(regular(path).stat().st_size, str(path))
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             yield from ((reader.line_num, row) for row in reader if row)

@@ -51,7 +51,7 @@ def bubbles(counts: "np.ndarray[Any, Any]", class_names: Sequence[str] = (), tit
 
     circles(client, label, held)
     axes.set(xlabel="client", ylabel="class", xlim=(-0.8, clients - 0.2), ylim=(-0.8, classes - 0.2))
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     axes.set_axisbelow(True)
     axes.grid(color="#e8e8e8", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -59,7 +59,7 @@ def bubbles(counts: "np.ndarray[Any, Any]", class_names: Sequence[str] = (), tit
     axes.set_xticks(range(0, clients, _step(clients)))
     axes.set_yticks(range(0, classes, _step(classes)))
     if class_names and _step(classes) == 1:
-        axes.set_yticklabels([name if len(name) <= 14 else f"{name[:13]}…" for name in class_names])
+        axes.set_yticklabels([name if len(name) <= 14 else f"{name[:13]}…" for name in class_names], parse_math=False)
     legend = sorted({_round_down(share * held.max()) for share in (0.1, 0.4, 1.0)})
     figure.legend(
         [circles([], [], [size]) for size in legend],
