@@ -51,6 +51,11 @@ class Config:
     client_memory: float | None = option(
         None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
     )
+    record_weights: int | None = option(
+        None,
+        "record how ALA's W is spread every so many rounds, 0 for never; without it, about 20 times a run",
+        least=0,
+    )
     save_models: bool = option(True, "keep the global and every client's personal model at the end")
 
     @classmethod

@@ -163,6 +163,8 @@ def plan(
         values["lr"] = 0.1
     chosen = {key: value for key, value in values.items() if getattr(config, key) is None}
     config = replace(config, clients=len(federation.train), **chosen)
+    if config.record_weights is None:
+        config = replace(config, record_weights=-(-int(config.rounds or 1) // 20))
     if model is not None:
         config = replace(config, model="own")
     name = str(config.model)
@@ -219,6 +221,8 @@ def execute(
     if config.save_models:
         _check_room(plan, out)
     folder = RunFolder.create(out, config, force=force) if out else None
+    if folder:
+        folder.write_split(plan.federation)
     result = Result(config, {}, out)
     began = time.time()
     devices = [plan.device] if plan.device.type == "cuda" else []
@@ -239,6 +243,8 @@ def execute(
                 outcome.history.append(row)
                 if folder:
                     folder.add_history(method.name, [row])
+                    folder.add_weights(method.name, row)
+                row.pop("weights", None)
                 if row["round"] < int(config.rounds or 0):
                     row.pop("clients")  # every client's part is kept of the last evaluation only
                 elif folder:
@@ -291,6 +297,7 @@ def prepare(plan: Plan, method: Method) -> Simulation:
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
         client_memory=None if config.client_memory is None else int(config.client_memory * 2**30),
+        record_weights=int(config.record_weights or 0),
     )
 
 

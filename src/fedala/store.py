@@ -5,21 +5,27 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedala.config import Config
+from fedala.data.federation import PARTS, Federation
 from fedala.errors import UserError
 from fedala.simulation import Personal, Row
 
 #: What a run folder holds. `--force` replaces a folder only if there is nothing else in it.
 CONTENT = {
-    "config.toml", "history.csv", "clients.csv", "summary.json", "models", "checkpoint", "report.html"
+    "config.toml", "split.csv", "history.csv", "clients.csv", "weights.csv", "summary.json", "models", "checkpoint",
+    "report.html"
 }  # fmt: skip
+
+#: Columns of its tables that are not numbers.
+_TEXT = {"method", "parameter", "name"}
 
 
 class RunFolder:
@@ -62,28 +68,53 @@ class RunFolder:
     def add_history(self, method: str, rows: Iterable[Row]) -> None:
         """Appends evaluations, flushed, so that a fault later loses none of them."""
         for row in rows:
-            line = {"method": method, **{key: value for key, value in row.items() if key != "clients"}}
-            self._append("history.csv", line)
+            line = {"method": method, **{key: value for key, value in row.items() if key not in ("clients", "weights")}}
+            self._append("history.csv", [line])
 
     def add_clients(self, method: str, row: Row) -> None:
         """Every client's part in one evaluation."""
+        lines = []
         for client, (correct, loss, samples) in enumerate(row["clients"]):
             accuracy, mean_loss = (correct / samples, loss / samples) if samples else (float("nan"), float("nan"))
             line = {"method": method, "seed": row["seed"], "round": row["round"], "client": client}
-            self._append("clients.csv", {**line, "samples": int(samples), "accuracy": accuracy, "loss": mean_loss})
+            lines.append({**line, "samples": int(samples), "accuracy": accuracy, "loss": mean_loss})
+        self._append("clients.csv", lines)
 
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+    def add_weights(self, method: str, row: Row) -> None:
+        """How the W of every participant is spread, where the row tells: the mean, and the share in each tenth of [0, 1]."""
+        place = {"method": method, "seed": row["seed"], "round": row["round"]}
+        lines = [
+            {**place, "client": client, "parameter": parameter, "mean": round(mean, 6)}
+            | {f"bin{k}": round(share, 6) for k, share in enumerate(shares)}
+            for client, parameter, (mean, *shares) in row.get("weights", ())
+        ]
+        if lines:
+            self._append("weights.csv", lines)
+
+    def write_split(self, federation: Federation) -> None:
+        """Who holds how many samples of which class; a line for each client and class that meet."""
+        names = federation.dataset.class_names or range(federation.dataset.classes)
+        counts = {part: federation.counts(part) for part in PARTS}
+        columns = ["client", "class", "name", *counts]
+        lines = [
+            {"client": client, "class": label, "name": names[label]}
+            | {part: count[client, label] for part, count in counts.items()}
+            for client, label in np.argwhere(federation.counts()).tolist()
+        ]
+        self._replace("split.csv", _csv(columns, lines, header=True))
+
+    def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         path = self.path / name
         path.touch()
         with path.open("r+", newline="", encoding="utf-8") as file:
             columns = next(csv.reader(file), [])
-            new = [column for column in line if column not in columns]
+            new = [column for column in lines[0] if column not in columns]
             if not new:
                 file.seek(0, os.SEEK_END)
-                file.write(_csv(columns, [line]))
+                file.write(_csv(columns, lines))
                 return
             file.seek(0)
-            lines = [*csv.DictReader(file), line]
+            lines = [*csv.DictReader(file), *lines]
         # Another method may have more to say about a round: its columns are added, empty for the others.
         self._replace(name, _csv([*columns, *new], lines, header=True))
 
@@ -95,9 +126,13 @@ class RunFolder:
 
     def history(self) -> list[dict[str, Any]]:
         """The rows of history.csv, numbers as numbers."""
-        with (self.path / "history.csv").open(newline="", encoding="utf-8") as file:
+        return self.rows("history.csv")
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of one of the folder's tables, numbers as numbers."""
+        with (self.path / name).open(newline="", encoding="utf-8") as file:
             return [
-                {key: value if key == "method" else _number(value) for key, value in row.items()}
+                {key: value if key in _TEXT else _number(value) for key, value in row.items()}
                 for row in csv.DictReader(file)
             ]
 
