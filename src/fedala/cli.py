@@ -26,7 +26,7 @@ from fedala.data import federate, known, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
 from fedala.options import suggest
-from fedala.report import plots, tables
+from fedala.report import page, plots, tables
 from fedala.report.progress import Watch
 from fedala.running import Result, execute, plan, versions
 from fedala.store import RunFolder
@@ -38,7 +38,7 @@ PANELS = {
     "join_ratio": "Training",
     "seeds": "Runs and evaluation",
     "device": "Machine",
-    "save_models": "Files",
+    "record_weights": "Files",
 }
 
 
@@ -203,6 +203,7 @@ def run(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; what was finished is in {folder}" if folder.exists() else "") from None
     _show(result)
+    _report(folder)
     print(f"Run folder: {folder}")
 
 
@@ -215,6 +216,14 @@ def _show(result: Result) -> None:
         print(f"With ρ = {config.join_ratio:g}, accuracy is that of {whom}, where the heading does not say otherwise.")
     if config.seeds > 1:
         print(f"Mean ± standard deviation of {config.seeds} runs; the seconds are those of all of them together.")
+
+
+def _report(folder: Path) -> None:
+    """The page of a run that is done; whatever is wrong with the page, the run is not lost."""
+    try:
+        print(f"Report: {page.write([folder])}")
+    except Exception as error:
+        _say(f"The report could not be written ({error}); try again with: fedala report {folder}")
 
 
 def _name(config: Config) -> str:
@@ -268,6 +277,24 @@ def partition(
     )
     for path in filter(None, (save, plot)):
         print(f"Written: {path}")
+
+
+@app.command(
+    epilog="""Examples:
+  fedala report runs/mine                     writes runs/mine/report.html, also while it runs
+  fedala report runs/one runs/two --out both.html
+  fedala report runs --out all.html           every run folder in runs"""
+)
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="run folders, or a folder that holds some", metavar="DIR")],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(help=r"the page [dim]\[default: report.html in the only folder][/dim]", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Make one HTML page of one or several runs, finished or not: figures, curves, clients, split, W, cost, set-up."""
+    print(f"Written: {page.write(folders, out)}")
 
 
 @app.command()
