@@ -28,6 +28,7 @@ from fedala.methods import catalogue
 from fedala.options import suggest
 from fedala.report import page, plots, tables
 from fedala.report.progress import Watch
+from fedala.report.runs import find
 from fedala.running import Result, execute, plan, versions
 from fedala.store import RunFolder
 
@@ -283,7 +284,8 @@ def partition(
     epilog="""Examples:
   fedala report runs/mine                     writes runs/mine/report.html, also while it runs
   fedala report runs/one runs/two --out both.html
-  fedala report runs --out all.html           every run folder in runs"""
+  fedala report runs --out all.html           every run folder in runs
+  fedala report runs/mine --plots figures     .png and .pdf for a paper"""
 )
 def report(
     folders: Annotated[list[Path], typer.Argument(help="run folders, or a folder that holds some", metavar="DIR")],
@@ -292,9 +294,14 @@ def report(
         Path | None,
         typer.Option(help=r"the page [dim]\[default: report.html in the only folder][/dim]", metavar="FILE"),
     ] = None,
+    plots_: Annotated[
+        Path | None, typer.Option("--plots", help="draw it for print as well, as .png and .pdf in here", metavar="DIR")
+    ] = None,
 ) -> None:
     """Make one HTML page of one or several runs, finished or not: figures, curves, clients, split, W, cost, set-up."""
     print(f"Written: {page.write(folders, out)}")
+    if plots_:
+        print(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedala.errors import UserError
+from fedala.files import replace
 from fedala.report.markup import Html, details, document, join, table, tag
 from fedala.report.runs import Array, Run, columns, curves, elapsed, find, mean_std, reach, spread
 from fedala.running import MethodResult
@@ -68,9 +69,7 @@ def write(paths: Sequence[Path], out: Path | None = None) -> Path:
         raise UserError(f"The page {target} cannot be written: there is no folder {target.absolute().parent}.")
     text = page(runs)
     try:
-        temporary = target.with_name(f".{target.name}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        replace(target, text.encode())
     except OSError as error:
         raise UserError(f"The page cannot be written to {target} ({error.strerror}).") from None
     return target
