@@ -115,6 +115,7 @@ def bench(figures: Sequence[Any]) -> "Figure":
 def learning(found: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) -> "Figure":
     """Curves over the rounds by label: (rounds, seeds × rounds); the mean, with a band of one standard deviation."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot()
@@ -125,7 +126,7 @@ def learning(found: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) -> "
         if len(values) > 1:
             axes.fill_between(rounds, mean - deviation, mean + deviation, color=style["color"], alpha=0.15, linewidth=0)
     axes.set(xlabel="round", ylabel=ylabel)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _quiet(axes)
     axes.legend(frameon=False, fontsize=8, ncols=1 + len(found) // 9)
     return figure
