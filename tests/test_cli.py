@@ -274,6 +274,7 @@ def refused(result, says):
         ("--set eta=1", "set eta"),
         ("--set ala.layers=9", "layers"),
         ("--config nothing.toml", "cannot be read"),
+        ("--log tensorbord", "There is no logger 'tensorbord' (did you mean tensorboard?)"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing(here, arguments, says):

@@ -26,10 +26,11 @@ from fedala.data import federate, known, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
 from fedala.options import suggest
-from fedala.report import page, plots, tables
+from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
 from fedala.report.runs import find
 from fedala.running import Result, execute, plan, versions
+from fedala.simulation import Row
 from fedala.store import RunFolder
 
 #: The panels of `fedala run --help`, each with the field of `Config` that it begins with.
@@ -183,6 +184,18 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", metavar="", help="replace the run folder if it exists", rich_help_panel="Files")
     ] = False,
+    tensorboard: Annotated[
+        bool,
+        typer.Option("--tensorboard", metavar="", help="write TensorBoard events as well", rich_help_panel="Files"),
+    ] = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="log live: tensorboard, wandb or mlflow; can be given several times",
+            metavar="NAME",
+            rich_help_panel="Files",
+        ),
+    ] = None,
     **values: Any,
 ) -> None:
     """Run one or several methods: train, evaluate, compare. Everything is kept in a run folder."""
@@ -190,6 +203,8 @@ def run(
     asked = Config.of({**file, **given, "set": {**file.get("set", {}), **given["set"]}})
     folder = out or Path("runs") / _name(asked)
     RunFolder.check(folder, force=force)
+    log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
+    loggers.check(log)
     checked = plan(asked)
     resolved, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
@@ -199,8 +214,13 @@ def run(
         f"rounds: {resolved.rounds}, runs of each method: {resolved.seeds}, on {checked.device.type}"
     )
     try:
-        with Watch(Console(stderr=True), checked) as watch:
-            result = execute(checked, folder, force=force, on_row=watch.row)
+        with Watch(Console(stderr=True), checked) as watch, loggers.Loggers(log, folder, vars(resolved), _say) as live:
+
+            def follow(method: str, row: Row) -> None:
+                watch.row(method, row)
+                live.row(method, row)
+
+            result = execute(checked, folder, force=force, on_row=follow)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; what was finished is in {folder}" if folder.exists() else "") from None
     _show(result)

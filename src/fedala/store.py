@@ -21,7 +21,7 @@ from fedala.simulation import Personal, Row
 #: What a run folder holds. `--force` replaces a folder only if there is nothing else in it.
 CONTENT = {
     "config.toml", "split.csv", "history.csv", "clients.csv", "weights.csv", "summary.json", "models", "checkpoint",
-    "report.html"
+    "report.html", "log-id", "tensorboard", "wandb"
 }  # fmt: skip
 
 #: Columns of its tables that are not numbers.
