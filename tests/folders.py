@@ -29,7 +29,8 @@ def made_up(
 ) -> RunFolder:
     """A folder in which the last method got as far as `reached`; then there is no summary, nor its last evaluation."""
     config = Config(method=",".join(methods), rounds=rounds, seeds=seeds, clients=clients, model="cnn", **options)
-    folder = RunFolder.create(path, config, force=False)
+    with RunFolder.create(path, config, force=False) as folder:
+        pass  # nobody else works in it
     random = np.random.default_rng(0)
     dataset = Dataset("made up", torch.zeros(60, 2), torch.arange(60) % 3, 3, class_names)
     folder.write_split(federate(dataset, "dir:1", clients))

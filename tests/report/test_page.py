@@ -102,6 +102,19 @@ def test_an_unfinished_run_is_reported_as_such(tmp_path):
     assert notes == ["run is unfinished: FedAvg 2 of 6 rounds.", "run has not begun with ditto."]
 
 
+def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), seeds=1)
+    text = (folder.path / "history.csv").read_text().splitlines()
+    text = [f"{line},{'diverged' if n == 0 else 2 if n == 3 else 0}" for n, line in enumerate(text)]
+    (folder.path / "history.csv").write_text("\n".join(text) + "\n")
+    folder.add_resumption("rounds: 3 → 6")
+    found = parsed(folder)
+    assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
+        "FedALA in run: 2 client rounds diverged and did not count."
+    ]
+    assert any(e["text"].endswith("(rounds: 3 → 6)") for e in found.all("dd"))
+
+
 def test_several_folders_are_told_apart(tmp_path):
     one, two = made_up(tmp_path / "a" / "one"), made_up(tmp_path / "a" / "two", ("fedala",))
     for given in ([one.path, two.path], [tmp_path / "a"]):
@@ -244,7 +257,7 @@ def broken(name, text):
         (broken("summary.json", "[1]"), "is not a run's summary"),
         (broken("history.csv", "method,seed\nfedavg,0\n"), "a line without round"),
         (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv cannot be read"),
-        (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "history.csv cannot be read"),
+        (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "nothing to report yet"),
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv has a line without seed"),
         (broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"), "no whole number"),
     ],

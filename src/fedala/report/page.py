@@ -38,6 +38,7 @@ COLUMNS = {
     "ala_weight": "mean of W",
     "ala_epochs": "epochs of weight learning",
     "ala_capped": "share of initial stages cut off",
+    "diverged": "clients that diverged",
 }
 
 
@@ -135,7 +136,7 @@ def _lead(runs: Sequence[Run], series: Sequence[Series]) -> Html:
     return join(
         [
             [tag("p", fact, class_="facts") for fact in dict.fromkeys(facts)],
-            [tag("p", warning, class_="warning", role="note") for run in runs for warning in _unfinished(run)],
+            [tag("p", warning, class_="warning", role="note") for run in runs for warning in _warnings(run)],
             tag("div", tag("p", "Highest test accuracy: ", best.name()), tag("dl", cards), class_="hero")
             if np.isfinite(best.result.best).all()
             else None,
@@ -161,11 +162,14 @@ def _counted(number: object, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _unfinished(run: Run) -> list[str]:
+def _warnings(run: Run) -> list[str]:
     short = [f"{run.results[name].title} {run.reached(name)}" for name in run.results if run.reached(name) < run.rounds]
     found = []
     if short:
         found.append(f"{run.name} is unfinished: {', '.join(short)} of {run.rounds} rounds.")
+    for result in run.results.values():
+        if lost := sum(row["diverged"] for row in result.history):
+            found.append(f"{result.title} in {run.name}: {_counted(lost, 'client round')} diverged and did not count.")
     if run.missing:
         found.append(f"{run.name} has not begun with {', '.join(run.missing)}.")
     return found
@@ -546,7 +550,8 @@ def setup(runs: Sequence[Run]) -> Html:
 def _run_setup(run: Run, *, alone: bool) -> Html:
     versions = run.summary.get("versions")
     known = {"folder": run.name, "seconds": run.summary.get("seconds")}
-    facts = {**known, **(versions if isinstance(versions, dict) else {})}
+    resumed = "; ".join(f"{row['time']} ({row['changed']})" if row["changed"] else row["time"] for row in run.resumed)
+    facts = {**known, **(versions if isinstance(versions, dict) else {}), "resumed": resumed}
     pairs = [
         join([tag("dt", key), tag("dd", f"{value:,.0f}" if isinstance(value, float) else value)])
         for key, value in facts.items()

@@ -23,6 +23,7 @@ _NEEDED = {
     "history.csv": ("method", "seed", "round", "accuracy", "accuracy_joined", "loss", "sent", "uploaded", "seconds"),
     "clients.csv": ("method", "seed", "round", "client", "samples", "accuracy"),
     "split.csv": ("client", "class", "name", "train", "validation", "test"),
+    "resumed.csv": ("time", "changed"),
     "weights.csv": ("method", "seed", "round", "client", "parameter", "mean", *(f"bin{k}" for k in range(10))),
 }
 
@@ -41,6 +42,7 @@ class Run:
     clients: Rows
     split: Rows
     weights: Rows
+    resumed: Rows = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -115,9 +117,10 @@ def read(path: Path) -> Run:
         name = row["method"]
         if name not in results:
             results[name] = MethodResult(name, str(titles.get(name) or _title(name)))
-        results[name].history.append(row)
-    clients, split, weights = (_table(path, name) for name in ("clients.csv", "split.csv", "weights.csv"))
-    return Run(path, config, text, results, clients, split, weights, summary)
+        results[name].history.append({"diverged": 0, **row})  # before there was such a column, nobody looked
+    names = ("clients.csv", "split.csv", "weights.csv", "resumed.csv")
+    clients, split, weights, resumed = (_table(path, name) for name in names)
+    return Run(path, config, text, results, clients, split, weights, resumed, summary)
 
 
 def _table(path: Path, name: str) -> Rows:
@@ -171,6 +174,8 @@ def _plain(row: dict[str, Any], column: str) -> dict[str, Any]:
 def columns(result: MethodResult) -> list[str]:
     """What the history says about every round, besides which one it is and what it cost."""
     aside = {"method", "seed", "round", "sent", "uploaded", "seconds"}
+    if not any(row["diverged"] for row in result.history):
+        aside.add("diverged")
     return [name for name in result.history[0] if name not in aside and result.history[0][name] is not None]
 
 
