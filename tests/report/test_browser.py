@@ -113,6 +113,19 @@ def test_values_under_the_pointer_and_under_the_keys(browser):
     assert browser.evaluate("document.getElementById('tip').hidden")
 
 
+def test_an_axis_says_where_its_lines_are(browser):
+    """Whatever the step of the axis, equal distances on the screen are equal differences of the labels."""
+    for zoom in ("all", "late"):
+        choose(browser, "curves-accuracy-zoom", zoom)
+        places, labels = browser.evaluate(
+            "(() => { const texts = [...document.querySelectorAll('#curves-accuracy text[text-anchor=end]')];"
+            " return [texts.map((e) => Number(e.getAttribute('y'))), texts.map((e) => Number(e.textContent))]; })()"
+        )
+        assert len(labels) > 2
+        scale = [(a - b) / (x - y) for a, b, x, y in zip(places, places[1:], labels, labels[1:], strict=False)]
+        assert scale == pytest.approx([scale[0]] * len(scale), rel=1e-6)
+
+
 def test_the_difference_to_fedavg_leaves_fedavg_out(browser):
     choose(browser, "clients-show", 1)
     assert drawn(browser, "clients-chart") == [0, 2, 3]
@@ -160,6 +173,13 @@ def test_a_phone_scrolls_in_one_direction_only(browser):
     browser.look(width=PHONE, height=800)
     browser.until("document.querySelector('#curves-accuracy svg').clientWidth < 390")
     assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
+
+
+def test_a_window_without_width_is_no_error(browser, opened):
+    browser.call("Emulation.setDeviceMetricsOverride", width=1, height=1, deviceScaleFactor=1, mobile=False)
+    browser.open(opened[1])
+    browser.look(width=WIDE)
+    browser.until("document.querySelector('#curves-accuracy svg').clientWidth > 800")
 
 
 def test_a_hostile_folder_runs_nothing(browser, tmp_path):

@@ -60,7 +60,7 @@ def test_the_accuracies_are_those_of_the_history_and_say_how_they_were_picked(tm
     assert f"{against:+.2f}".replace("-", "−") in row
     text = " ".join(e["text"] for e in found.all("dl"))
     assert "picked on test data" in text
-    assert "after the last round" in text
+    assert "the last round that was evaluated" in text
 
 
 def test_the_curves_are_the_history(tmp_path):

@@ -20,7 +20,7 @@
     parent.append(made);
     return made;
   };
-  const colour = (place) => `s${place % 8}`;
+  const colour = (place) => `s${place % 8} g${Math.floor(place / 8) % 3}`; // after eight methods colours come again, with other keys and dashes
   const dash = (place) => ["", " d1", " d2"][Math.floor(place / 8) % 3];
   const isNumber = (value) => value !== null && value !== undefined;
   const plain = (value, digits = 4) => (isNumber(value) ? String(Number(value.toPrecision(digits))) : "–");
@@ -41,6 +41,12 @@
     for (let k = Math.ceil(low / step - 1e-9); k * step <= high + 1e-9 * step; k++) found.push(Number((k * step).toPrecision(12)));
     return found;
   };
+  /** Ticks with their text in percent, with as many digits as tell the truth about where they are. */
+  const percentTicks = (low, high, sign = "") => {
+    const found = ticks(low, high, 5);
+    const digits = [0, 1, 2, 3].find((n) => found.every((value) => Math.abs(100 * value - Number((100 * value).toFixed(n))) < 1e-7)) ?? 4;
+    return found.map((value) => [value, (value > 0 ? sign : "") + (100 * value).toFixed(digits).replace("-", "−")]);
+  };
   const extent = (values) => {
     let low = Infinity, high = -Infinity;
     for (const value of values) if (isNumber(value)) { low = Math.min(low, value); high = Math.max(high, value); }
@@ -56,8 +62,8 @@
 
   /** Axes and grid; gives the functions that place a value. Ticks may be given as [value, text]. */
   const frame = (element, { x, y, xTicks, yTicks, xLabel, yLabel, height = 320, left = 52, least = 0, grid = true }) => {
-    const width = Math.max(element.clientWidth, least);
-    const box = { left, right: width - 14, top: yLabel ? 24 : 10, bottom: height - 38 };
+    const width = Math.max(element.clientWidth, least, 240); // a page that is not laid out yet has no width at all
+    const box = { left, right: width - 22, top: yLabel ? 24 : 10, bottom: height - 38 };
     const root = draw(element, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
     const X = (value) => box.left + ((value - x[0]) / (x[1] - x[0] || 1)) * (box.right - box.left);
     const Y = (value) => box.bottom - ((value - y[0]) / (y[1] - y[0] || 1)) * (box.bottom - box.top);
@@ -175,11 +181,10 @@
     [low, high] = [isShare ? Math.max(0, low - margin) : low - margin, isShare ? Math.min(1, high + margin) : high + margin];
     const narrow = element.clientWidth < 520;
     const x = [late ? from : xLow, xHigh === xLow ? xLow + 1 : xHigh];
-    const spread = ticks(low, high, 5), tenths = spread.length > 1 && 100 * (spread[1] - spread[0]) < 0.99;
     const chart = frame(element, {
       x, y: [low, high], height: narrow ? 270 : 340,
       xTicks: ticks(x[0], x[1], narrow ? 4 : 9).filter((value) => over === "seconds" || Number.isInteger(value)).map((value) => [value, value.toLocaleString("en")]),
-      yTicks: spread.map((value) => [value, isShare ? `${(100 * value).toFixed(tenths ? 1 : 0)}` : plain(value)]),
+      yTicks: isShare ? percentTicks(low, high) : ticks(low, high, 5).map((value) => [value, plain(value)]),
       xLabel: over === "rounds" ? "round" : "seconds, all runs of a method together",
       yLabel: (data.columns?.[column] ?? column) + (isShare ? ", %" : ""),
     });
@@ -232,7 +237,7 @@
     const chart = frame(element, {
       x: [-0.6, count - 0.4], y: [low, high], height: 300,
       xTicks: clientsInOrder.map((client, i) => [i, client]).filter((_, i) => i % step === 0),
-      yTicks: ticks(low, high, 5).map((value) => [value, (base && value > 0 ? "+" : "") + (100 * value).toFixed(0).replace("-", "−")]),
+      yTicks: percentTicks(low, high, base ? "+" : ""),
       xLabel: "client", yLabel: base ? "points of accuracy" : "accuracy, %",
     });
     const { root, X, Y, box } = chart;

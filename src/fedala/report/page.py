@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from fedala.errors import UserError
 from fedala.files import replace
 from fedala.report.markup import Html, details, document, join, table, tag
-from fedala.report.runs import Array, Run, columns, curves, elapsed, find, mean_std, reach, spread
+from fedala.report.runs import Array, Run, columns, curves, elapsed, find, mean_std, reach, reaches, spread
 from fedala.running import MethodResult
 
 #: The most points of a curve, rows of a table, and clients that the page shows; the csv files have all of them.
@@ -23,7 +24,7 @@ ACCURACIES = {
         "Best round, participants",
         "the same over the clients of the round alone, as in the paper for ρ < 1",
     ),
-    "final": ("Last round", "after the last round, whatever came before"),
+    "final": ("Last round", "the last round that was evaluated, whatever came before"),
     "validation_picked": (
         "Picked by validation",
         "test accuracy in the round that is best on held-out training data: what one would get in earnest",
@@ -53,11 +54,25 @@ class Series:
 
     def name(self) -> Html:
         """The label behind its colour."""
-        return tag("span", tag("i", class_="key", aria_hidden="true"), self.label, class_=f"s{self.place % 8}")
+        return tag(
+            "span",
+            tag("i", class_="key", aria_hidden="true"),
+            self.label,
+            class_=f"s{self.place % 8} g{self.place // 8 % 3}",
+        )
 
-    @property
+    @cached_property
     def figures(self) -> dict[str, Any]:
         return self.result.summary()
+
+    @cached_property
+    def of_clients(self) -> Array:
+        """Every client's accuracy, mean of the runs; empty where the method is not that far."""
+        return mean_std(self.run.accuracies(self.result.method))[0]
+
+    @cached_property
+    def spread(self) -> tuple[Array, list[list[Any]]] | None:
+        return spread(self.run, self.result.method)
 
 
 def write(paths: Sequence[Path], out: Path | None = None) -> Path:
@@ -186,11 +201,13 @@ def results(series: Sequence[Series]) -> Html:
     references = {
         one.run.path: found for one, found in zip(series, figures, strict=True) if one.result.method == "fedavg"
     }
-    against = [(key, f"{ACCURACIES[key][0]}, against FedAvg") for key in ("best", "final") if references]
+    against = [
+        (key, f"{ACCURACIES[key][0]}, against FedAvg") for key in ("best", "final") if references and len(series) > 1
+    ]
     top = {key: max(found[key]["mean"] for found in figures if key in found) for key in shown}
     rows = []
     for one, found in zip(series, figures, strict=True):
-        cells = [_bar(found.get(key), top[key]) for key in shown]
+        cells = [_accuracy(found.get(key), top[key]) for key in shown]
         reference = references.get(one.run.path)
         for key, _ in against:
             apart = None if reference is None or found is reference else found[key]["mean"] - reference[key]["mean"]
@@ -208,7 +225,7 @@ def results(series: Sequence[Series]) -> Html:
     )
 
 
-def _bar(figure: dict[str, Any] | None, top: float) -> Html:
+def _accuracy(figure: dict[str, Any] | None, top: float) -> Html:
     if figure is None:
         return tag("span", "–")
     text = _percent(figure)
@@ -323,7 +340,7 @@ def _thin(size: int, most: int) -> list[int]:
 
 def clients(series: Sequence[Series]) -> Html | None:
     """Who gains and who loses."""
-    known = [one for one in series if one.run.accuracies(one.result.method).size]
+    known = [one for one in series if one.of_clients.size]
     if not known:
         return None
     references = [one for one in known if one.result.method in ("fedavg", "local")]
@@ -343,12 +360,8 @@ def clients(series: Sequence[Series]) -> Html | None:
     return join([chart, *(_gains(known, one) for one in references)])
 
 
-def _of_clients(one: Series) -> Array:
-    return mean_std(one.run.accuracies(one.result.method))[0]
-
-
 def _client_table(known: Sequence[Series]) -> Html:
-    samples, values = known[0].run.samples(), [_of_clients(one) for one in known]
+    samples, values = known[0].run.samples(), [one.of_clients for one in known]
     shown = range(min(CLIENTS, len(samples)))
     rows = [
         [client, f"{samples[client]:.0f}", *(_cell(own[client]) if client < len(own) else "–" for own in values)]
@@ -364,9 +377,9 @@ def _cell(value: float) -> str:
 
 def _gains(known: Sequence[Series], reference: Series) -> Html | None:
     """How many clients every method serves better or worse than the reference does."""
-    rows, base = [], _of_clients(reference)
+    rows, base = [], reference.of_clients
     for one in known:
-        own = _of_clients(one)
+        own = one.of_clients
         if one is reference or own.shape != base.shape or one.run.path != reference.run.path:
             continue
         apart = (own - base)[np.isfinite(own - base)]
@@ -418,7 +431,7 @@ def _split_table(run: Run) -> Html:
 
 def weights(series: Sequence[Series]) -> Html | None:
     """W: 1 takes everything from the received model, 0 keeps everything of the client's own."""
-    known = [(one, found) for one in series if (found := spread(one.run, one.result.method))]
+    known = [(one, found) for one in series if (found := one.spread)]
     if not known:
         return None
     _, (seeds, rounds, _, parameters) = known[0][1]
@@ -526,15 +539,14 @@ def _target(series: Sequence[Series]) -> int:
 
 def _speed(series: Sequence[Series], target: int) -> Html:
     box = tag("input", type="number", id="speed-target", min=1, max=100, step=1, value=target, inputmode="numeric")
-    rows = [[one.name(), *_speed_cells(one, target / 100)] for one in series]
+    rows = [[one.name(), *_told(*reach(one.result, target / 100))] for one in series]
     heads = ["Method", "Rounds", "Seconds", "Runs that get there"]
     caption = join(["Rounds and seconds until the accuracy first is ", tag("output", target, id="speed-shown"), " %"])
     choose = tag("div", tag("label", "Accuracy to reach, in % ", box), class_="controls")
     return join([choose, table(caption, heads, rows, label="Convergence speed", class_="figures", id="speed")])
 
 
-def _speed_cells(one: Series, target: float) -> list[str]:
-    rounds, seconds = reach(one.result, target)
+def _told(rounds: list[int | None], seconds: list[float | None]) -> list[str]:
     there = [(r, s) for r, s in zip(rounds, seconds, strict=True) if r is not None and s is not None]
     if not there:
         return ["–", "–", f"0 of {len(rounds)}"]
@@ -585,13 +597,12 @@ def _curve_data(one: Series) -> dict[str, Any]:
         "seconds": _nested(seconds[kept]),
         "seeds": sorted({row["seed"] for row in one.result.history}),
         "values": {name: _nested(found) for name, found in values.items()},
-        "speed": [_speed_cells(one, target / 100) for target in range(101)],
+        "speed": [_told(*found) for found in reaches(one.result, [target / 100 for target in range(101)])],
     }
 
 
 def _client_data(one: Series) -> list[float]:
-    values = one.run.accuracies(one.result.method)
-    return [_short(value) for value in mean_std(values)[0][:CLIENTS]] if values.size else []
+    return [_short(value) for value in one.of_clients[:CLIENTS]]
 
 
 def _split_data(run: Run) -> dict[str, Any]:
@@ -601,10 +612,9 @@ def _split_data(run: Run) -> dict[str, Any]:
 
 
 def _weight_data(one: Series) -> dict[str, Any] | None:
-    found = spread(one.run, one.result.method)
-    if found is None:
+    if one.spread is None:
         return None
-    cube, (seeds, rounds, clients_, parameters) = found
+    cube, (seeds, rounds, clients_, parameters) = one.spread
     shares = _over_clients(cube)[..., 1:]
     return {
         "label": one.label,

@@ -10,7 +10,7 @@ import numpy as np
 from fedala.data.dataset import need
 from fedala.errors import UserError
 from fedala.report.page import COLUMNS, lines
-from fedala.report.runs import Array, Run, curves, mean_std, spread
+from fedala.report.runs import Array, Run, curves, mean_std
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -215,7 +215,7 @@ def of_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
         unit = ", %" if factor == 100 else ""
         scaled = {label: (rounds, factor * values) for label, (rounds, values) in found.items()}
         figures[name] = learning(scaled, COLUMNS[column] + unit)
-    accuracies = {one.label: mean_std(one.run.accuracies(one.result.method))[0] for one in series}
+    accuracies = {one.label: one.of_clients for one in series}
     if any(len(own) for own in accuracies.values()):
         figures["clients"] = client_accuracies({label: own for label, own in accuracies.items() if len(own)})
     for run in runs:
@@ -223,9 +223,8 @@ def of_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
             counts, _, names = run.counts()
             figures[_file("split", run.name, len(runs) > 1)] = bubbles(counts.astype(int), names)
     for one in series:
-        found_weights = spread(one.run, one.result.method)
-        if found_weights is not None:
-            for name, figure in _weights(*found_weights).items():
+        if one.spread is not None:
+            for name, figure in _weights(*one.spread).items():
                 figures[_file(f"weights-{name}", one.label, True)] = figure
     return figures
 

@@ -69,15 +69,17 @@ class Run:
         names = {row["class"]: row["name"] for row in self.split}
         held = [{**row, "held": row["train"] + row["validation"] + row["test"]} for row in self.split]
         counts, (clients, classes) = _cube(held, ("client", "class"), "held")
-        return np.nan_to_num(counts), clients, [names[label] for label in classes]
+        return np.nan_to_num(counts[..., 0]), clients, [names[label] for label in classes]
 
     def accuracies(self, method: str) -> Array:
         """Seeds × clients: each client's accuracy at the method's last evaluation; empty before that."""
-        return _cube([row for row in self.clients if row["method"] == method], ("seed", "client"), "accuracy")[0]
+        return _cube([row for row in self.clients if row["method"] == method], ("seed", "client"), "accuracy")[0][
+            ..., 0
+        ]
 
     def samples(self) -> Array:
         """Test samples of each client."""
-        return _cube(self.clients, ("client",), "samples")[0]
+        return _cube(self.clients, ("client",), "samples")[0][..., 0]
 
 
 def find(paths: Sequence[Path]) -> list[Run]:
@@ -146,29 +148,26 @@ def _title(name: str) -> str:
         return name  # a method of somebody's own
 
 
-def _cube(rows: Rows, axes: Sequence[str], value: str) -> tuple[Array, list[list[Any]]]:
-    """Rows as an array with the given axes, NaN where there is none; and what stands along each axis."""
+def _cube(rows: Rows, axes: Sequence[str], *values: str) -> tuple[Array, list[list[Any]]]:
+    """Rows as an array with the given axes and the values along the last, NaN where there is none; and what stands along each
+    axis."""
     along: list[list[Any]] = [list(dict.fromkeys(row[axis] for row in rows)) for axis in axes]
     along = [keys if axis == "parameter" else sorted(keys) for axis, keys in zip(axes, along, strict=True)]
-    places = [{key: place for place, key in enumerate(keys)} for keys in along]
     shape = [len(keys) for keys in along]
-    if math.prod(shape) > 50_000_000:
+    if math.prod(shape) > 5_000_000:
         raise UserError(f"The run has more clients, rounds and parameters than a report can show: {shape}.")
-    cube = np.full(shape, np.nan)
-    for row in rows:
-        cube[tuple(place[row[axis]] for place, axis in zip(places, axes, strict=True))] = row[value]
+    cube = np.full([*shape, len(values)], np.nan)
+    places = [{key: place for place, key in enumerate(keys)} for keys in along]
+    index = tuple([place[row[axis]] for row in rows] for place, axis in zip(places, axes, strict=True))
+    told = [[row.get(value) for value in values] for row in rows]
+    cube[index] = np.array(told, dtype=float).reshape(len(rows), len(values))  # None becomes NaN
     return cube, along
 
 
 def curves(result: MethodResult, column: str) -> tuple[list[int], Array]:
     """The evaluated rounds, and seeds × rounds of a column of the history (NaN where a seed has not got there)."""
-    values, (_, rounds) = _cube([_plain(row, column) for row in result.history], ("seed", "round"), column)
-    return [int(round) for round in rounds], values
-
-
-def _plain(row: dict[str, Any], column: str) -> dict[str, Any]:
-    value = row.get(column)
-    return {"seed": row["seed"], "round": row["round"], column: np.nan if value is None else value}
+    cube, (_, rounds) = _cube(result.history, ("seed", "round"), column)
+    return rounds, cube[..., 0]
 
 
 def columns(result: MethodResult) -> list[str]:
@@ -188,13 +187,27 @@ def elapsed(result: MethodResult) -> Array:
 
 def reach(result: MethodResult, target: float) -> tuple[list[int | None], list[float | None]]:
     """For each seed, the first round whose accuracy is at least `target`, and the seconds until then; None: never."""
+    [(rounds, seconds)] = reaches(result, [target])
+    return rounds, seconds
+
+
+def reaches(result: MethodResult, targets: Sequence[float]) -> list[tuple[list[int | None], list[float | None]]]:
+    """The same for several targets."""
     rounds, values = curves(result, "accuracy")
     seconds = elapsed(result)
-    first = [int(np.argmax(run >= target)) if (run >= target).any() else None for run in values]
-    return (
-        [None if place is None else rounds[place] for place in first],
-        [None if place is None else float(seconds[place]) for place in first],
-    )
+    # The best so far only grows, so the first place where it gets to a target can be searched for.
+    best = np.fmax.accumulate(np.nan_to_num(values, nan=-np.inf), axis=1)
+    found = []
+    for target in targets:
+        first = [int(np.searchsorted(run, target)) for run in best]
+        there = [place if place < len(rounds) else None for place in first]
+        found.append(
+            (
+                [None if place is None else rounds[place] for place in there],
+                [None if place is None else float(seconds[place]) for place in there],
+            )
+        )
+    return found
 
 
 def mean_std(values: Array, axis: int = 0) -> tuple[Array, Array]:
@@ -213,7 +226,4 @@ def spread(run: Run, method: str) -> tuple[Array, list[list[Any]]] | None:
     rows = [row for row in run.weights if row["method"] == method]
     if not rows:
         return None
-    axes = ("seed", "round", "client", "parameter")
-    names = ("mean", *(f"bin{k}" for k in range(10)))
-    cubes = [_cube(rows, axes, name) for name in names]
-    return np.stack([cube for cube, _ in cubes], -1), cubes[0][1]
+    return _cube(rows, ("seed", "round", "client", "parameter"), "mean", *(f"bin{k}" for k in range(10)))
