@@ -67,7 +67,7 @@ def test_history_has_a_row_for_every_method_seed_and_round(finished):
 def test_summary_agrees_with_the_history(finished):
     folder, _ = finished
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
-    assert set(summary) == {"methods", "note", "rounds", "seeds", "seconds", "command", "versions"}
+    assert set(summary) == {"methods", "note", "rounds", "seeds", "seconds", "command", "data", "versions"}
     assert list(summary["methods"]) == ["fedala", "fedavg"]
     for name, method in summary["methods"].items():
         assert set(method) == {

@@ -279,7 +279,7 @@ def execute(
                     outcome.checkpoints = Checkpoints(place, identity, every=every, say=watcher.say)
                 _carry_out(plan, method, outcome, folder, bool(resume), watcher)
                 if folder:
-                    folder.write_summary(_summary(result, time.time() - began))
+                    folder.write_summary(_summary(plan, result, time.time() - began))
         except OSError as error:
             if folder is None:
                 raise
@@ -411,6 +411,7 @@ def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
         shuffle=config.shuffle,
         device=plan.device,
         precision=config.precision,
+        feature_memory=None if config.feature_memory is None else int(config.feature_memory * 2**30),
     )
 
     def start(seed: int) -> Params:
@@ -529,7 +530,7 @@ def _check_settings(config: Config) -> None:
             raise UserError(f"set {key}: {owner} is not among the methods of this run ({', '.join(config.methods)}).")
 
 
-def _summary(result: Result, seconds: float) -> Mapping[str, Any]:
+def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
     return {
         "methods": {name: outcome.summary() for name, outcome in result.methods.items()},
         "note": "best: the best round, picked on test data as in the paper; final: the last round",
@@ -537,8 +538,16 @@ def _summary(result: Result, seconds: float) -> Mapping[str, Any]:
         "seeds": result.config.seeds,
         "seconds": seconds,
         "command": " ".join(sys.argv),
-        "versions": {**versions(), "commit": _commit()},
+        "data": plan.federation.dataset.note,
+        "versions": {**versions(), "commit": _commit(), "device": _device_name(plan.device)},
     }
+
+
+def _device_name(device: torch.device) -> str:
+    """What the seconds were measured on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:

@@ -108,9 +108,11 @@ def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
     text = [f"{line},{'diverged' if n == 0 else 2 if n == 3 else 0}" for n, line in enumerate(text)]
     (folder.path / "history.csv").write_text("\n".join(text) + "\n")
     folder.add_resumption("rounds: 3 → 6")
+    folder.write_summary({"data": "partial: a tenth of it"})
     found = parsed(folder)
     assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
-        "FedALA in run: 2 client rounds diverged and did not count."
+        "The data of run: partial: a tenth of it.",
+        "FedALA in run: 2 client rounds diverged and did not count.",
     ]
     assert any(e["text"].endswith("(rounds: 3 → 6)") for e in found.all("dd"))
 

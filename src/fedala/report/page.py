@@ -182,6 +182,8 @@ def _warnings(run: Run) -> list[str]:
     found = []
     if short:
         found.append(f"{run.name} is unfinished: {', '.join(short)} of {run.rounds} rounds.")
+    if note := run.summary.get("data"):
+        found.append(f"The data of {run.name}: {note}.")
     for result in run.results.values():
         if lost := sum(row["diverged"] for row in result.history):
             found.append(f"{result.title} in {run.name}: {_counted(lost, 'client round')} diverged and did not count.")
