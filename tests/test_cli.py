@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from folders import made_up
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -66,7 +67,7 @@ def test_history_has_a_row_for_every_method_seed_and_round(finished):
 def test_summary_agrees_with_the_history(finished):
     folder, _ = finished
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
-    assert set(summary) == {"methods", "note", "rounds", "seeds", "seconds", "command", "versions"}
+    assert set(summary) == {"methods", "note", "rounds", "seeds", "seconds", "command", "data", "versions"}
     assert list(summary["methods"]) == ["fedala", "fedavg"]
     for name, method in summary["methods"].items():
         assert set(method) == {
@@ -113,6 +114,24 @@ def test_the_table_says_what_it_shows(finished):
     assert "participants" not in result.stdout
     assert "The best round is picked on test data, as in the paper." in result.stdout
     assert result.stdout.splitlines()[-1] == f"Run folder: {folder.path}"
+
+
+def test_a_run_ends_with_its_page(finished):
+    folder, result = finished
+    assert f"Report: {folder.path / 'report.html'}" in result.stdout
+    assert "FedALA and FedAvg on digits" in (folder.path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_does_not_lose_the_run(here, monkeypatch):
+    def fail(folders):
+        raise OSError("no room")
+
+    monkeypatch.setattr(cli.page, "write", fail)
+    result = call("run", "--method", "fedavg", "--rounds", 1, "--out", "run", *SMALL[:4])
+    assert result.exit_code == 0, result.output
+    assert "The report could not be written (no room); try again with: fedala report run" in result.stderr
+    assert result.stdout.splitlines()[-1] == "Run folder: run"
+    assert (here / "run" / "summary.json").is_file()
 
 
 def test_no_control_characters_where_there_is_no_terminal(finished):
@@ -263,6 +282,7 @@ def refused(result, says):
         ("--set eta=1", "set eta"),
         ("--set ala.layers=9", "layers"),
         ("--config nothing.toml", "cannot be read"),
+        ("--log tensorbord", "There is no logger 'tensorbord' (did you mean tensorboard?)"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing(here, arguments, says):
@@ -385,6 +405,16 @@ def test_partition_shows_draws_and_saves_what_run_then_uses(here):
 def test_partition_refuses(here, arguments, says):
     refused(call("partition", *arguments), says)
     assert list(here.iterdir()) == []
+
+
+def test_report_makes_one_page_of_several_folders(here):
+    for name in ("one", "two"):
+        made_up(here / name)
+    assert call("report", "one").stdout == "Written: one/report.html\n"
+    assert call("report", "one", "two", "--out", "both.html").stdout == "Written: both.html\n"
+    assert "FedALA · two" in (here / "both.html").read_text(encoding="utf-8")
+    refused(call("report", "one", "two"), "say where it goes")
+    refused(call("report", "three"), "There is no folder three")
 
 
 def test_methods_lists_every_method_and_hyperparameter():

@@ -20,6 +20,19 @@ def test_ala_in_your_own_loop_beats_the_global_model(capsys):
     assert "personal models" in capsys.readouterr().out
 
 
+def test_the_walk_through_runs_and_w_is_what_it_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "examples" / "walkthrough.py").read_text(encoding="utf-8")
+    scope = {}
+    exec(text.replace("ROUNDS, CLIENTS = 10, 8", "ROUNDS, CLIENTS = 2, 4"), scope)
+    assert scope["rounds"] == [0, 1, 2]
+    assert scope["cube"][:, 0, :, :, 0].min() == 1  # W starts at ones
+    assert 0 <= scope["by_class"].min() < scope["by_class"].max() <= 1
+    assert scope["report"].losses[-1] < scope["report"].losses[0]
+    assert (tmp_path / "runs" / "walkthrough" / "report.html").is_file()
+    assert "points against FedAvg" in capsys.readouterr().out
+
+
 def test_the_python_of_the_readme_runs():
     first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     scope = {

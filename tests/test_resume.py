@@ -59,7 +59,7 @@ def same(a, b):
     assert rows_of(a) == rows_of(b)
     assert models_of(a) == models_of(b)
     assert models_of(a)
-    for name in ("clients.csv", "faults.csv"):
+    for name in ("clients.csv", "faults.csv", "weights.csv", "split.csv"):
         assert (a / name).exists() == (b / name).exists()
         if (a / name).exists():
             assert (a / name).read_text() == (b / name).read_text()

@@ -11,6 +11,7 @@ from fedala import Config, UserError, run
 from fedala.data import Dataset, federate
 from fedala.methods import make
 from fedala.simulation import Simulation
+from fedala.store import RunFolder
 
 
 def small_dataset(samples=60, classes=3):
@@ -71,6 +72,32 @@ def test_more_models_than_there_is_room_for_are_refused_and_need_not_be_kept(mon
     assert result.models == {}
     run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, out=tmp_path / "run", **many)
     assert not (tmp_path / "run" / "models").exists()
+
+
+def test_the_folder_tells_who_holds_what_and_how_w_is_spread(tmp_path):
+    federation = federate(small_dataset(), "dir:0.5", 3, validation=0.2)
+    run(
+        method="fedavg,fedala",
+        dataset=federation,
+        model=Net,
+        rounds=45,
+        lr=0.1,
+        out=tmp_path / "run",
+        save_models=False,
+    )
+    folder = RunFolder(tmp_path / "run")
+    for part in ("train", "validation", "test"):
+        counts = np.zeros((3, 3), dtype=int)
+        for row in folder.rows("split.csv"):
+            counts[row["client"], row["class"]] = row[part]
+        np.testing.assert_array_equal(counts, federation.counts(part))
+    rows = folder.rows("weights.csv")
+    assert sorted({row["round"] for row in rows}) == [*range(0, 45, 3), 45]  # about twenty times, and at the end
+    assert {(row["method"], row["seed"], row["client"]) for row in rows} == {("fedala", 0, k) for k in range(3)}
+    for row in rows:
+        assert sum(row[f"bin{k}"] for k in range(10)) == pytest.approx(1, abs=1e-5)
+    run(method="fedala", dataset=federation, model=Net, rounds=1, record_weights=0, out=tmp_path / "off")
+    assert not (tmp_path / "off" / "weights.csv").exists()
 
 
 def test_a_model_of_which_not_one_client_fits_is_refused_with_the_numbers(monkeypatch):

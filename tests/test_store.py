@@ -119,3 +119,12 @@ def test_places_where_no_folder_can_be_made(tmp_path):
     if os.geteuid() != 0:
         (tmp_path / "closed").mkdir(mode=0o500)
         refused(tmp_path / "closed" / "run", "cannot be written to", force=False)
+
+
+def test_the_links_of_a_logger_do_not_keep_a_run_from_being_resumed_or_replaced(folder, tmp_path):
+    (folder.path / "wandb" / "offline-run").mkdir(parents=True)
+    (folder.path / "wandb" / "offline-run" / "data").write_text("x")
+    (folder.path / "wandb" / "latest-run").symlink_to("offline-run")
+    assert RunFolder.existing(folder.path).config() == Config(rounds=3)
+    with RunFolder.create(folder.path, Config(), force=True):
+        assert not (folder.path / "wandb").exists()

@@ -29,6 +29,9 @@ from fedala.options import build, option
 from fedala.randomness import draw
 from fedala.trees import leaves, take, tree_map
 
+#: Into how many parts of [0, 1] a histogram of W sorts its elements.
+BINS = 10
+
 #: The initial stage looks at the spread of this many of the last epoch losses.
 WINDOW = 10
 
@@ -301,6 +304,19 @@ def _weight_means(weights: Params) -> Tensor:
     flat = [value.flatten(1) for value in weights.values()]
     total = sum(value.shape[1] for value in flat)
     return torch.stack([value.sum(1) for value in flat]).sum(0) / total
+
+
+def spread(weights: Params) -> Tensor:
+    """[lane, parameter, 1 + BINS]: the mean of W, and which share of its elements lies in each tenth of [0, 1]."""
+
+    def one(value: Tensor) -> Tensor:
+        flat = value.flatten(1)
+        # Counting by comparison: most elements lie in one bin, where atomic additions on a GPU would queue up.
+        above = torch.stack([(flat >= k / BINS).sum(1) for k in range(BINS)], 1)
+        counts = above - F.pad(above[:, 1:], (0, 1))
+        return torch.cat([flat.sum(1, keepdim=True, dtype=torch.float64), counts], 1) / flat.shape[1]
+
+    return torch.stack([one(value) for value in weights.values()], 1)
 
 
 class ALA:

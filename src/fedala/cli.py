@@ -28,9 +28,11 @@ from fedala.data import federate, known, load, write_partition
 from fedala.errors import RunError, UserError
 from fedala.methods import catalogue
 from fedala.options import suggest
-from fedala.report import plots, tables
+from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
+from fedala.report.runs import find
 from fedala.running import Result, Stopped, Watcher, execute, plan, versions
+from fedala.simulation import Row
 from fedala.store import RunFolder
 
 #: The panels of `fedala run --help`, each with the field of `Config` that it begins with.
@@ -40,7 +42,7 @@ PANELS = {
     "join_ratio": "Training",
     "seeds": "Runs and evaluation",
     "device": "Machine",
-    "save_models": "Files",
+    "record_weights": "Files",
 }
 
 
@@ -196,6 +198,18 @@ def run(
             metavar="DIR",
         ),
     ] = None,
+    tensorboard: Annotated[
+        bool,
+        typer.Option("--tensorboard", metavar="", help="write TensorBoard events as well", rich_help_panel="Files"),
+    ] = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="log live: tensorboard, wandb or mlflow; can be given several times",
+            metavar="NAME",
+            rich_help_panel="Files",
+        ),
+    ] = None,
     **values: Any,
 ) -> None:
     """Run one or several methods: train, evaluate, compare. Everything is kept in a run folder."""
@@ -213,6 +227,8 @@ def run(
         asked = Config.of({**file, **given, "set": {**file.get("set", {}), **given["set"]}})
         folder = out or Path("runs") / _name(asked)
         RunFolder.check(folder, force=force)
+    log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
+    loggers.check(log)
     checked = plan(asked)
     resolved, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
@@ -223,8 +239,17 @@ def run(
     )
     again = f"go on with: fedala run --resume {shlex.quote(str(folder))}"
     try:
-        with Watch(Console(stderr=True), checked) as watch, _asked_to_stop(watch.say) as asked_to_stop:
-            watcher = Watcher(watch.row, watch.fault, watch.say, lambda: bool(asked_to_stop))
+        with (
+            Watch(Console(stderr=True), checked) as watch,
+            loggers.Loggers(log, folder, vars(resolved), watch.say) as live,
+            _asked_to_stop(watch.say) as asked_to_stop,
+        ):
+
+            def follow(method: str, row: Row) -> None:
+                watch.row(method, row)
+                live.row(method, row)
+
+            watcher = Watcher(follow, watch.fault, watch.say, lambda: bool(asked_to_stop))
             result = execute(checked, folder, force=force, resume=resume, watcher=watcher)
     except Stopped as stopped:
         _say(f"{stopped}; {again}")
@@ -232,6 +257,7 @@ def run(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; {again}" if folder.exists() else "") from None
     _show(result)
+    _report(folder)
     print(f"Run folder: {folder}")
 
 
@@ -265,6 +291,14 @@ def _show(result: Result) -> None:
         print(f"With ρ = {config.join_ratio:g}, accuracy is that of {whom}, where the heading does not say otherwise.")
     if config.seeds > 1:
         print(f"Mean ± standard deviation of {config.seeds} runs; the seconds are those of all of them together.")
+
+
+def _report(folder: Path) -> None:
+    """The page of a run that is done; whatever is wrong with the page, the run is not lost."""
+    try:
+        print(f"Report: {page.write([folder])}")
+    except Exception as error:
+        _say(f"The report could not be written ({error}); try again with: fedala report {folder}")
 
 
 def _name(config: Config) -> str:
@@ -318,6 +352,30 @@ def partition(
     )
     for path in filter(None, (save, plot)):
         print(f"Written: {path}")
+
+
+@app.command(
+    epilog="""Examples:
+  fedala report runs/mine                     writes runs/mine/report.html, also while it runs
+  fedala report runs/one runs/two --out both.html
+  fedala report runs --out all.html           every run folder in runs
+  fedala report runs/mine --plots figures     .png and .pdf for a paper"""
+)
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="run folders, or a folder that holds some", metavar="DIR")],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(help=r"the page [dim]\[default: report.html in the only folder][/dim]", metavar="FILE"),
+    ] = None,
+    plots_: Annotated[
+        Path | None, typer.Option("--plots", help="draw it for print as well, as .png and .pdf in here", metavar="DIR")
+    ] = None,
+) -> None:
+    """Make one HTML page of one or several runs, finished or not: figures, curves, clients, split, W, cost, set-up."""
+    print(f"Written: {page.write(folders, out)}")
+    if plots_:
+        print(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
 
 
 @app.command()

@@ -18,7 +18,7 @@ PRECISIONS = ("float32", "tf32", "bf16", "float64")
 #: What may be changed when a run is resumed. Device and lanes change results by rounding only; the rest decides what a run is.
 FREE = (
     "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
-    "save_models", "checkpoint_every", "keep_checkpoint",
+    "record_weights", "save_models", "checkpoint_every", "keep_checkpoint",
 )  # fmt: skip
 
 
@@ -72,6 +72,11 @@ class Config:
         "a client whose loss or model is no longer finite is left out of the round and keeps its last good model (skip), "
         "or starts anew (reset); or the run ends (stop)",
         choices=("skip", "reset", "stop"),
+    )
+    record_weights: int | None = option(
+        None,
+        "record how ALA's W is spread every so many rounds, 0 for never; without it, about 20 times a run",
+        least=0,
     )
     save_models: bool = option(True, "keep the global and every client's personal model at the end")
     checkpoint_every: int | None = option(

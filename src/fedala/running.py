@@ -176,6 +176,8 @@ def plan(
         values["lr"] = 0.1
     chosen = {key: value for key, value in values.items() if getattr(config, key) is None}
     config = replace(config, clients=len(federation.train), **chosen)
+    if config.record_weights is None:
+        config = replace(config, record_weights=-(-int(config.rounds or 1) // 20))
     if model is not None:
         config = replace(config, model="own")
     name = str(config.model)
@@ -268,6 +270,8 @@ def execute(
     with opened or nullcontext() as folder, torch.random.fork_rng(devices=devices):
         identity = _identity(plan) if folder else ""
         try:
+            if folder:
+                folder.write_split(plan.federation)
             for number, method in enumerate(plan.methods):
                 outcome = result.methods[method.name] = MethodResult(method.name, method.title)
                 if folder:
@@ -276,7 +280,7 @@ def execute(
                     outcome.checkpoints = Checkpoints(place, identity, every=every, say=watcher.say)
                 _carry_out(plan, method, outcome, folder, bool(resume), watcher)
                 if folder:
-                    folder.write_summary(_summary(result, time.time() - began))
+                    folder.write_summary(_summary(plan, result, time.time() - began))
         except OSError as error:
             if folder is None:
                 raise
@@ -347,6 +351,8 @@ def _carry_out(
         outcome.history.append(row)
         if folder:
             folder.add_history(method.name, [row])
+            folder.add_weights(method.name, row)
+        row.pop("weights", None)
         if row["round"] < rounds:
             row.pop("clients")  # every client's part is kept of the last evaluation only
         elif folder:
@@ -430,6 +436,7 @@ def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
         client_memory=None if config.client_memory is None else int(config.client_memory * 2**30),
+        record_weights=int(config.record_weights or 0),
         on_divergence=config.on_divergence,
         **options,
     )
@@ -524,7 +531,7 @@ def _check_settings(config: Config) -> None:
             raise UserError(f"set {key}: {owner} is not among the methods of this run ({', '.join(config.methods)}).")
 
 
-def _summary(result: Result, seconds: float) -> Mapping[str, Any]:
+def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
     return {
         "methods": {name: outcome.summary() for name, outcome in result.methods.items()},
         "note": "best: the best round, picked on test data as in the paper; final: the last round",
@@ -532,8 +539,16 @@ def _summary(result: Result, seconds: float) -> Mapping[str, Any]:
         "seeds": result.config.seeds,
         "seconds": seconds,
         "command": " ".join(sys.argv),
-        "versions": {**versions(), "commit": _commit()},
+        "data": plan.federation.dataset.note,
+        "versions": {**versions(), "commit": _commit(), "device": _device_name(plan.device)},
     }
+
+
+def _device_name(device: torch.device) -> str:
+    """What the seconds were measured on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:

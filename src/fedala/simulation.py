@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedala.ala import spread
 from fedala.clients import ClientStates, Lane
 from fedala.cohort import Cohort, Params, Task, lanewise, onto
 from fedala.errors import RunError
@@ -68,6 +69,7 @@ class Done:
     lanes: list[Lane]
     notes: dict[str, torch.Tensor]
     before: State = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
     evaluated: Params = field(default_factory=dict)
     upload: Params = field(default_factory=dict)
     state: State = field(default_factory=dict)
@@ -95,16 +97,19 @@ class Simulation:
         on_divergence: str = "skip",
         on_fault: Callable[[Fault], None] = lambda fault: None,
         say: Callable[[str], None] = lambda sentence: None,
+        record_weights: int = 0,
     ) -> None:
         """`start(seed)` is the initial model Θ⁰ of a run, as one lane; `lanes` bounds how many clients are one tensor
         program, and `threads` of these programs run at a time.
 
         `client_memory` bounds the bytes of host memory for the state of clients that are not taking part; what is beyond it
         goes to files, in the folder `client_files` if they are to outlive the process. `on_divergence` is one of `POLICIES`.
+        Every `record_weights` rounds (0: never), the rows tell how ALA's W is spread, at the first evaluation from there on.
         """
         self.method, self.task = method, task
         self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
         self.lanes, self.eval_every, self.eval_clients = lanes, eval_every, eval_clients
+        self.record_weights = record_weights
         self._pool: ThreadPoolExecutor | None = None
         self._twins = threading.local()
         self.population = len(task.parts["train"])
@@ -192,6 +197,8 @@ class Simulation:
     def _step(self, round: int, train: bool, on_model: Callable[[Personal], None] | None) -> list[Row]:
         began = time.perf_counter()
         evaluates = not train or (round - 1) % self.eval_every == 0
+        every = self.record_weights
+        records = every > 0 and evaluates and (not train or (round - 1) % every < self.eval_every)
         joined = [self.participants(seed, round) for seed in self.seeds]
         sent = [self.method.send(server, clients) for server, clients in zip(self.servers, joined, strict=True)]
         table = self._scores_left().copy() if self._looks_back else np.zeros(self._shape)
@@ -204,6 +211,8 @@ class Simulation:
             before = state
             initialized, state = self.method.initialize(cohort, cohort.received, state)
             done = Done(lanes, cohort.notes, {**state, **before})
+            if records:
+                done.weights = self.method.ala_weights(state)
             if evaluates or on_model:
                 done.evaluated = self.method.evaluated(cohort, initialized, cohort.received, state)
                 self._score(cohort, lanes, done.evaluated, table)
@@ -219,9 +228,12 @@ class Simulation:
         everybody = [(run, client) for run, clients in enumerate(joined) for client in clients]
         uploads: list[tuple[list[Lane], Params]] = []
         noted: list[tuple[list[Lane], dict[str, torch.Tensor]]] = []
+        learned: list[tuple[list[Lane], list[str], torch.Tensor]] = []
         diverged: set[Lane] = set()
         for done in self._side_by_side(work, self._cohorts(everybody), round):
             noted.append((done.lanes, done.notes))
+            if done.weights:
+                learned.append((done.lanes, list(done.weights), spread(done.weights)))
             if train:
                 bad = self._heed(done, round, sent, joined)
                 diverged |= bad
@@ -242,6 +254,8 @@ class Simulation:
         for lane in diverged:
             self._diverged[lane] = self._diverged.get(lane, 0) + 1
         rows = [self._row(run, round, joined[run], table, notes, sent[run]) for run in range(len(self.seeds))]
+        if learned:
+            self._record(learned, rows)
         if train:
             rows = [{**row, "uploaded": uploaded} for row in rows]
             self.servers, self.round = servers, round
@@ -447,6 +461,17 @@ class Simulation:
         row["diverged"] = sum(rounds for lane, rounds in self._diverged.items() if lane[0] == run)
         row["clients"] = table[run, :, 0]
         return row
+
+    @staticmethod
+    def _record(learned: list[tuple[list[Lane], list[str], torch.Tensor]], rows: list[Row]) -> None:
+        """Puts how W is spread, by client and parameter, into the rows of its runs."""
+        figures = iter(torch.cat([figures for *_, figures in learned]).tolist())
+        found: dict[Lane, list[tuple[int, str, list[float]]]] = {}
+        for lanes, names, _ in learned:
+            for lane in lanes:
+                found[lane] = [(lane[1], *own) for own in zip(names, next(figures), strict=True)]
+        for run, row in enumerate(rows):
+            row["weights"] = [line for lane in sorted(found) if lane[0] == run for line in found[lane]]
 
     def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
         """The global models, and the personal models of clients outside the last round."""

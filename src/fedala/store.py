@@ -6,32 +6,39 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fedala import files
 from fedala.config import Config
+from fedala.data.federation import PARTS, Federation
 from fedala.errors import UserError
 from fedala.inputs import check_room, regular
 from fedala.simulation import Personal, Row
 
 #: Tables to which a run adds line by line; each line has its method and its round.
-TABLES = ("history.csv", "clients.csv", "faults.csv")
+TABLES = ("history.csv", "clients.csv", "weights.csv", "faults.csv")
 #: What a run folder holds. `--force` replaces a folder only if there is nothing else in it.
-CONTENT = {*TABLES, "resumed.csv", "config.toml", "summary.json", "report.html", "lock"}
+CONTENT = {*TABLES, "split.csv", "resumed.csv", "config.toml", "summary.json", "report.html", "lock", "log-id"}
 #: And what its sub-folders hold.
 INSIDE = re.compile(
     r"models/[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
-    r"|checkpoint/\d+/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)",
+    r"|checkpoint/\d+/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)"
+    r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+"
+    r"|wandb/.+",
     re.ASCII,
 )
+
+#: Columns of its tables that are not numbers.
+_TEXT = {"method", "parameter", "name", "time", "changed"}
 
 
 class RunFolder:
@@ -96,6 +103,8 @@ class RunFolder:
             raise UserError(f"{path} is no run folder: there is no config.toml in it.")
         things, folders = _walk(path)
         for entry in (*things, *(folder for folder in folders if _is_own(folder.relative_to(path)))):
+            if entry.relative_to(path).parts[0] == "wandb":
+                continue  # another program's, which has links in it and which is not read here
             if entry.is_symlink() or not entry.is_file():
                 raise UserError(f"{entry} is a link, or no file at all: such a run folder is not used.")
         return cls(path)
@@ -111,7 +120,7 @@ class RunFolder:
         """A copy of the folder somewhere else, held like this one."""
         self.check(path, force=False)
         with self.held():
-            shutil.copytree(self.path, path, ignore=shutil.ignore_patterns(".lock"))
+            shutil.copytree(self.path, path, symlinks=True, ignore=shutil.ignore_patterns(".lock", "log-id", "wandb"))
         copy = RunFolder(path)
         with copy.held():
             yield copy
@@ -123,24 +132,49 @@ class RunFolder:
     def add_history(self, method: str, rows: Iterable[Row]) -> None:
         """Appends evaluations, flushed, so that a fault later loses none of them."""
         for row in rows:
-            line = {"method": method, **{key: value for key, value in row.items() if key != "clients"}}
-            self._append("history.csv", line)
+            line = {"method": method, **{key: value for key, value in row.items() if key not in ("clients", "weights")}}
+            self._append("history.csv", [line])
 
     def add_clients(self, method: str, row: Row) -> None:
         """Every client's part in one evaluation."""
+        lines = []
         for client, (correct, loss, samples) in enumerate(row["clients"]):
             accuracy, mean_loss = (correct / samples, loss / samples) if samples else (float("nan"), float("nan"))
             line = {"method": method, "seed": row["seed"], "round": row["round"], "client": client}
-            self._append("clients.csv", {**line, "samples": int(samples), "accuracy": accuracy, "loss": mean_loss})
+            lines.append({**line, "samples": int(samples), "accuracy": accuracy, "loss": mean_loss})
+        self._append("clients.csv", lines)
+
+    def add_weights(self, method: str, row: Row) -> None:
+        """How the W of every participant is spread, where the row tells: the mean, and the share in each tenth of [0, 1]."""
+        place = {"method": method, "seed": row["seed"], "round": row["round"]}
+        lines = [
+            {**place, "client": client, "parameter": parameter, "mean": round(mean, 6)}
+            | {f"bin{k}": round(share, 6) for k, share in enumerate(shares)}
+            for client, parameter, (mean, *shares) in row.get("weights", ())
+        ]
+        if lines:
+            self._append("weights.csv", lines)
+
+    def write_split(self, federation: Federation) -> None:
+        """Who holds how many samples of which class; a line for each client and class that meet."""
+        names = federation.dataset.class_names or range(federation.dataset.classes)
+        counts = {part: federation.counts(part) for part in PARTS}
+        columns = ["client", "class", "name", *counts]
+        lines = [
+            {"client": client, "class": label, "name": names[label]}
+            | {part: count[client, label] for part, count in counts.items()}
+            for client, label in np.argwhere(federation.counts()).tolist()
+        ]
+        self._replace("split.csv", _csv(columns, lines, header=True))
 
     def add(self, name: str, method: str, round: int, line: Mapping[str, Any]) -> None:
         """A line of a table about one round of a method."""
-        self._append(name, {"method": method, "round": round, **line})
+        self._append(name, [{"method": method, "round": round, **line}])
 
     def add_resumption(self, changes: str) -> None:
         """Notes that the run goes on, and what is different from now on."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._append("resumed.csv", {"time": now, "changed": changes})
+        self._append("resumed.csv", [{"time": now, "changed": changes}])
 
     def cut(self, method: str, round: int) -> None:
         """Takes back what the tables say of a method from some evaluation on, and what was not written to its end."""
@@ -162,7 +196,7 @@ class RunFolder:
         with self._table(name) as file:
             reader = csv.DictReader(file, restkey="", restval=None)
             lines = [line for line in reader if "" not in line and None not in line.values()]
-            for line in lines:
+            for line in lines if name in TABLES else ():
                 line["method"], int(line["round"])  # or it is no such table
             return list(reader.fieldnames or ()), lines
 
@@ -177,17 +211,17 @@ class RunFolder:
         except (ValueError, KeyError, csv.Error) as error:
             raise files.Damaged(f"{path} is damaged, or not the table of a run: {error}.") from None
 
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+    def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         (self.path / name).touch()
         with self._table(name, "r+") as file:
             columns = next(csv.reader(file), [])
-            new = [column for column in line if column not in columns]
+            new = [column for column in lines[0] if column not in columns]
             if not new:
                 file.seek(0, os.SEEK_END)
-                file.write(_csv(columns, [line]))
+                file.write(_csv(columns, lines))
                 return
             file.seek(0)
-            lines = [*csv.DictReader(file), line]
+            lines = [*csv.DictReader(file), *lines]
         # Another method may have more to say about a round: its columns are added, empty for the others.
         self._replace(name, _csv([*columns, *new], lines, header=True))
 
@@ -196,11 +230,15 @@ class RunFolder:
 
     def history(self) -> list[dict[str, Any]]:
         """The rows of history.csv, numbers as numbers."""
-        rows = self._lines("history.csv")[1]
+        return self.rows("history.csv")
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of one of the folder's tables, numbers as numbers."""
+        rows = self._lines(name)[1]
         try:
-            return [{key: value if key == "method" else _number(value) for key, value in row.items()} for row in rows]
+            return [{key: value if key in _TEXT else _number(value) for key, value in row.items()} for row in rows]
         except ValueError as error:
-            raise files.Damaged(f"{self.path / 'history.csv'} is damaged: {error}.") from None
+            raise files.Damaged(f"{self.path / name} is damaged: {error}.") from None
 
     def save_model(self, method: str, personal: Personal) -> None:
         path = self._model(method, personal.seed, personal.client)
@@ -244,7 +282,9 @@ def _own(path: Path) -> tuple[list[Path], list[Path]]:
     things, folders = _walk(path)
     for entry in sorted((*things, *folders)):
         place = entry.relative_to(path)
-        if not (place.parts[0] in ("models", "checkpoint") if entry in folders else _is_own(place)):
+        if not (
+            place.parts[0] in ("models", "checkpoint", "tensorboard", "wandb") if entry in folders else _is_own(place)
+        ):
             raise UserError(f"{path} holds {place}, which is no part of a run, so --force will not replace it.")
     return things, folders
 

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from folders import accuracy, made_up
 
 from fedala.data import federate, load
 from fedala.errors import UserError
-from fedala.report import plots
+from fedala.report import plots, runs
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (20, 10), (100, 100)])
@@ -36,3 +37,50 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
 
 def test_legends_round_down():
     assert [plots._round_down(number) for number in (0.4, 1, 9.9, 64, 161, 2300)] == [1, 1, 9, 60, 100, 2000]
+
+
+def test_a_curve_is_the_mean_and_its_band_one_deviation():
+    values = np.array([[1.0, 2.0, 3.0], [3.0, 4.0, 7.0]])
+    [axes] = plots.learning({"a": ([0, 5, 10], values), "b": ([0, 5], values[:1, :2])}, "y").axes
+    assert axes.lines[0].get_ydata().tolist() == [2, 3, 5]
+    assert axes.lines[0].get_xdata().tolist() == [0, 5, 10]
+    [band] = axes.collections  # a single run has none
+    edges = {tuple(point) for point in band.get_paths()[0].vertices}
+    assert {(0, 1), (0, 3), (5, 2), (5, 4), (10, 3), (10, 7)} <= edges
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+
+
+def test_every_client_and_method_is_a_point():
+    values = {"a": np.array([0.5, np.nan, 0.75]), "b": np.array([1.0, 0.25, np.nan])}
+    [axes] = plots.client_accuracies(values).axes
+    for label, own in values.items():
+        [points] = [c for c in axes.collections if c.get_label() == label]
+        found = np.ma.filled(points.get_offsets()[:, 1], np.nan)
+        np.testing.assert_allclose(found, 100 * own)
+
+
+def test_what_a_run_shows_is_written_as_png_and_pdf(tmp_path):
+    folder = made_up(tmp_path / "run", ("ditto+ala", "../evil/name", "fedavg"), seeds=2, rounds=4)
+    [run] = runs.find([folder.path])
+    figures = plots.of_runs([run])
+    wanted = np.mean([100 * accuracy("fedavg", seed, 4) for seed in (0, 1)])
+    assert figures["accuracy"].axes[0].lines[2].get_ydata()[-1] == pytest.approx(wanted)
+    picture = figures["weights-histogram-fc.bias-Ditto+ALA"].axes[0].images[0].get_array()
+    np.testing.assert_allclose(picture.sum(0), 100, rtol=1e-4)  # of every recorded round
+    written = plots.write_all([run], tmp_path / "plots")
+    assert sorted(written) == sorted((tmp_path / "plots").iterdir())
+    assert len(written) == 2 * len(figures)
+    for path in written:
+        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"%PDF")
+
+
+def test_a_run_that_has_just_begun_can_be_drawn(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedavg",), seeds=1, rounds=3, reached=0)
+    assert set(plots.of_runs(runs.find([folder.path]))) == {"accuracy", "loss", "split"}
+
+
+def test_plots_that_have_no_place_are_one_sentence(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedavg",))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="for the plots cannot be made"):
+        plots.write_all(runs.find([folder.path]), tmp_path / "file")

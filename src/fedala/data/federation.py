@@ -17,7 +17,7 @@ from fedala.inputs import read
 from fedala.randomness import draw
 
 _FORMAT, _VERSION = "fedala-partition", 1
-_PARTS = ("train", "validation", "test")
+PARTS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,11 @@ class Federation:
     test: tuple[Indices, ...]
     validation: tuple[Indices, ...]
 
-    def counts(self) -> Indices:
-        """Clients × classes: how many samples of each class a client holds in all."""
+    def counts(self, *parts: str) -> Indices:
+        """Clients × classes: how many samples of each class a client holds, in all or in some of its `PARTS`."""
         labels, classes = self.dataset.y.numpy(), self.dataset.classes
-        rows = [np.concatenate(parts) for parts in zip(self.train, self.validation, self.test, strict=True)]
+        held = (getattr(self, part) for part in parts or PARTS)
+        rows = [np.concatenate(own) for own in zip(*held, strict=True)]
         return np.stack([np.bincount(labels[row], minlength=classes) for row in rows])
 
     def digest(self) -> str:
@@ -67,7 +68,7 @@ def federate(
         held = [_split(share, seed, client) for client, share in enumerate(shares)]
     if not any(len(parts["validation"]) for parts in held):  # those that a file holds stay as they are
         held = [_hold_out(parts, validation) for parts in held]
-    return Federation(dataset, **{part: tuple(parts[part] for parts in held) for part in _PARTS})
+    return Federation(dataset, **{part: tuple(parts[part] for parts in held) for part in PARTS})
 
 
 def _split(share: Indices, seed: int, client: int) -> dict[str, Indices]:
@@ -96,7 +97,7 @@ def write_partition(federation: Federation, path: Path | str) -> None:
         "samples": len(dataset.y),
         "labels": _checksum(dataset),
         "clients": [
-            {part: getattr(federation, part)[client].tolist() for part in _PARTS}
+            {part: getattr(federation, part)[client].tolist() for part in PARTS}
             for client in range(len(federation.train))
         ],
     }
@@ -154,9 +155,9 @@ def _read(path: Path, dataset: Dataset, clients: int | None, seed: int) -> list[
 def _client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[str, Indices]:
     if isinstance(row, list):
         return _split(_indices(row, where, samples), seed, client)
-    if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(_PARTS):
+    if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(PARTS):
         raise UserError(f"{where} must be a list of samples, or have train, test and perhaps validation.")
-    return {part: _indices(row.get(part, []), f"{where}, {part}", samples) for part in _PARTS}
+    return {part: _indices(row.get(part, []), f"{where}, {part}", samples) for part in PARTS}
 
 
 def _indices(values: Any, where: str, samples: int) -> Indices:

@@ -78,6 +78,10 @@ class WithALA(Method):
         upload, kept = self.base.train(cohort, initialized, received, state["base"])
         return upload, self._state(kept, upload, state["ala"])
 
+    def ala_weights(self, state: State) -> Params:
+        learned: Params = state["ala"]["weights"]
+        return learned
+
     def left(self, upload: Params, state: State) -> Params:
         return self.base.left(upload, state["base"])
 

@@ -77,6 +77,10 @@ class Method:
         """Local training: what is uploaded, and the client's new state."""
         return cohort.sgd(initialized), state
 
+    def ala_weights(self, state: State) -> Params:
+        """ALA's weights W by parameter name, for the record; empty where there are none."""
+        return {}
+
     def left(self, upload: Params, state: State) -> Params:
         """The personal model that a participation leaves behind, until the client takes part again."""
         model: Params = state["personal"] if "personal" in state else state.get("local", upload)

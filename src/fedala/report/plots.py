@@ -1,6 +1,7 @@
 """Plots, as image files."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,12 +9,17 @@ import numpy as np
 
 from fedala.data.dataset import need
 from fedala.errors import UserError
+from fedala.report.page import COLUMNS, lines
+from fedala.report.runs import Array, Run, curves, mean_std
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _KINDS = (".png", ".pdf", ".svg")
 _COLOUR = "#2a6f97"
+#: Of one method after the other; they can be told apart by everybody, and in grey by their dashes.
+_COLOURS = ("#0a63c2", "#c2470f", "#14784a", "#7c46c2", "#b4307c", "#876200", "#0b737d", "#515a65")
+_DASHES = ("-", "--", ":")
 
 
 def check(path: Path) -> None:
@@ -104,3 +110,180 @@ def bench(figures: Sequence[Any]) -> "Figure":
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def learning(found: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) -> "Figure":
+    """Curves over the rounds by label: (rounds, seeds × rounds); the mean, with a band of one standard deviation."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (label, (rounds, values)) in enumerate(found.items()):
+        mean, deviation = mean_std(values)
+        style: dict[str, Any] = {"color": _COLOURS[place % 8], "linestyle": _DASHES[place // 8 % 3]}
+        axes.plot(rounds, mean, label=label, linewidth=1.6, **style, marker="o" if len(rounds) == 1 else None)
+        if len(values) > 1:
+            axes.fill_between(rounds, mean - deviation, mean + deviation, color=style["color"], alpha=0.15, linewidth=0)
+    axes.set(xlabel="round", ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _quiet(axes)
+    axes.legend(frameon=False, fontsize=8, ncols=1 + len(found) // 9)
+    return figure
+
+
+def client_accuracies(values: Mapping[str, Array]) -> "Figure":
+    """Every client's accuracy by label, client by client."""
+    from matplotlib.figure import Figure
+
+    clients = max(len(own) for own in values.values())
+    figure = Figure(figsize=(float(np.clip(0.32 * clients, 6, 14)), 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    every = np.full((len(values), clients), np.nan)
+    for place, own in enumerate(values.values()):
+        every[place, : len(own)] = 100 * own
+    there = np.flatnonzero(np.isfinite(every).any(0))
+    axes.vlines(
+        there, np.nanmin(every[:, there], 0), np.nanmax(every[:, there], 0), color="#d5d9de", linewidth=1.5, zorder=1
+    )
+    for place, label in enumerate(values):
+        aside = (place - (len(values) - 1) / 2) * min(0.16, 0.8 / len(values))
+        axes.scatter(
+            np.arange(clients) + aside,
+            every[place],
+            s=18,
+            label=label,
+            color=_COLOURS[place % 8],
+            zorder=2,
+            linewidths=0,
+        )
+    axes.set(xlabel="client", ylabel="test accuracy, %")
+    axes.set_xticks(range(0, clients, _step(clients)))
+    _quiet(axes)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def heat(
+    values: Array,
+    rows: Sequence[object],
+    columns: Sequence[object],
+    *,
+    xlabel: str,
+    ylabel: str,
+    label: str,
+    limits: tuple[float, float],
+    norm: str = "linear",
+) -> "Figure":
+    """A heat map of `values[row, column]`."""
+    from matplotlib.colors import Normalize, PowerNorm
+    from matplotlib.figure import Figure
+
+    height = float(np.clip(0.24 * len(rows), 1.0, 12)) + 0.9
+    width = float(np.clip(0.26 * len(columns), 4, 12)) + 1.6
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    scale = PowerNorm(0.5, *limits) if norm == "root" else Normalize(*limits)
+    picture = axes.imshow(values, aspect="auto", cmap="Blues", norm=scale, interpolation="nearest")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    for axis, names in ((axes.xaxis, columns), (axes.yaxis, rows)):
+        step = _step(len(names))
+        axis.set_ticks(range(0, len(names), step), [_short(str(name)) for name in names[::step]])
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    figure.colorbar(picture, ax=axes, label=label, pad=0.02).outline.set_visible(False)
+    return figure
+
+
+def _quiet(axes: Any) -> None:
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color="#e8e8e8", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+def _short(name: str, most: int = 24) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def of_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
+    """What the page of these runs shows, as figures for print, by file name."""
+    series = lines(runs)
+    figures = {}
+    for name, column, factor in (("accuracy", "accuracy", 100), ("loss", "loss", 1)):
+        found = {one.label: curves(one.result, column) for one in series}
+        unit = ", %" if factor == 100 else ""
+        scaled = {label: (rounds, factor * values) for label, (rounds, values) in found.items()}
+        figures[name] = learning(scaled, COLUMNS[column] + unit)
+    accuracies = {one.label: one.of_clients for one in series}
+    if any(len(own) for own in accuracies.values()):
+        figures["clients"] = client_accuracies({label: own for label, own in accuracies.items() if len(own)})
+    for run in runs:
+        if run.split:
+            counts, _, names = run.counts()
+            figures[_file("split", run.name, len(runs) > 1)] = bubbles(counts.astype(int), names)
+    for one in series:
+        if one.spread is not None:
+            for name, figure in _weights(*one.spread).items():
+                figures[_file(f"weights-{name}", one.label, True)] = figure
+    return figures
+
+
+def _weights(cube: Array, along: list[list[Any]]) -> dict[str, "Figure"]:
+    """W by client and parameter in the last recorded round; of the first eight parameters, also by client and round, and as a
+    histogram over the rounds."""
+    _, rounds, clients, parameters = along
+    means = mean_std(cube[..., 0])[0]  # round, client, parameter
+    shares = mean_std(mean_std(cube[..., 1:], axis=2)[0])[0]  # round, parameter, bin
+    figures = {
+        "parameters": heat(
+            means[-1],
+            clients,
+            parameters,
+            xlabel=f"parameter, round {rounds[-1]}",
+            ylabel="client",
+            label="mean of W",
+            limits=(_floor(means), 1),
+        )
+    }
+    tenths = [f"{k / 10:.1f}–{(k + 1) / 10:.1f}" for k in reversed(range(10))]
+    for place, parameter in enumerate(parameters[:8]):
+        own = means[..., place].T
+        figures[f"rounds-{parameter}"] = heat(
+            own,
+            clients,
+            rounds,
+            xlabel="round",
+            ylabel="client",
+            label=f"mean of W, {_short(parameter)}",
+            limits=(_floor(own), 1),
+        )
+        figures[f"histogram-{parameter}"] = heat(
+            100 * shares[:, place, ::-1].T, tenths, rounds, xlabel="round", ylabel="W", label=f"% of {_short(parameter)}",
+            limits=(0, 100), norm="root",
+        )  # fmt: skip
+    return figures
+
+
+def _floor(values: Array) -> float:
+    """The tenth under the smallest of them: W mostly stays near one, and a scale from zero would show nothing."""
+    return min(0.9, float(np.floor(10 * np.min(values, initial=1, where=np.isfinite(values))) / 10))
+
+
+def _file(kind: str, label: str, several: bool) -> str:
+    return re.sub(r"[^\w.+-]+", "-", f"{kind}-{label}" if several else kind, flags=re.ASCII).strip("-.")[:80]
+
+
+def write_all(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Every figure as .png to look at and as .pdf to print, in a folder that is made if need be."""
+    need("matplotlib", "matplotlib", "plots", "Plotting")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {folder} for the plots cannot be made: {error.strerror}.") from None
+    written = []
+    for name, figure in of_runs(runs).items():
+        for kind in ("png", "pdf"):
+            written.append(folder / f"{name}.{kind}")
+            save(figure, written[-1])
+    return written

@@ -1,0 +1,118 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+# ---
+
+# %% [markdown]
+# # A walk through FedALA
+#
+# Train FedALA and FedAvg on handwritten digits, see who gains, and look at the weights W that the clients have learned.
+# This file is a program, and a notebook as well: open it with Jupytext, or run its cells in an editor that knows `# %%`.
+
+# %%
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fedala import ALA, run
+from fedala.data import federate, load
+from fedala.models import cnn
+from fedala.report import page, plots
+from fedala.report.runs import curves, read, spread
+from fedala.store import RunFolder
+
+ROUNDS, CLIENTS = 10, 8
+FOLDER = Path("runs/walkthrough")
+
+# %% [markdown]
+# ## The data: everybody has something else
+#
+# Dir(0.1) gives every client most samples of a few classes. A circle's area is how many samples of a class a client holds.
+
+# %%
+digits = load("digits")
+federation = federate(digits, "dir:0.1", clients=CLIENTS)
+plots.bubbles(federation.counts(), digits.class_names, "digits, Dir(0.1)")
+
+# %% [markdown]
+# ## Train
+#
+# Two methods, two runs of each. Everything is kept in a run folder.
+
+# %%
+result = run(
+    method="fedala,fedavg", dataset="digits", partition="dir:0.1", clients=CLIENTS, rounds=ROUNDS, seeds=2,
+    record_weights=1, out=FOLDER, force=True,
+)  # fmt: skip
+for name, method in result.methods.items():
+    print(f"{name}: best round {100 * method.best.mean():.1f} %, last round {100 * method.final.mean():.1f} %")
+
+# %% [markdown]
+# ## Learning curves, with the runs as bands
+
+# %%
+done = read(FOLDER)
+found = {outcome.title: curves(outcome, "accuracy") for outcome in done.results.values()}
+plots.learning(found, "test accuracy")
+
+# %% [markdown]
+# ## Who gains, who loses
+
+# %%
+accuracies = {outcome.title: done.accuracies(name).mean(0) for name, outcome in done.results.items()}
+gains = accuracies["FedALA"] - accuracies["FedAvg"]
+for client in np.argsort(-gains):
+    print(f"client {client}: {100 * gains[client]:+.1f} points against FedAvg")
+plots.client_accuracies(accuracies)
+
+# %% [markdown]
+# ## W over the rounds
+#
+# The run has recorded how W is spread: its mean and a histogram, for every client and every parameter that ALA governs.
+# W starts at ones (take everything from the global model); the initial stage then moves it, and later rounds move it little.
+
+# %%
+cube, (_, rounds, members, parameters) = spread(done, "fedala")
+for round, mean in zip(rounds, cube[..., 0].mean((0, 2)), strict=True):
+    print(
+        f"round {round}: mean of W", {name: float(value.round(3)) for name, value in zip(parameters, mean, strict=True)}
+    )
+plots.heat(
+    cube[:, :, :, 0, 0].mean(0).T, members, rounds, xlabel="round", ylabel="client", label=parameters[0], limits=(0.8, 1)
+)  # fmt: skip
+
+# %% [markdown]
+# ## W itself
+#
+# The same by hand, for one client: its personal model, the global model, its own training samples. W has the shape of the
+# parameter, so a row of the last layer's belongs to a class: which classes does the client take from the others?
+
+# %%
+client = int(np.argmax(federation.counts("train").sum(1)))
+local, received = cnn((1, 28, 28), digits.classes), cnn((1, 28, 28), digits.classes)
+saved = RunFolder(FOLDER)
+local.load_state_dict(saved.model("fedala", seed=0, client=client))
+received.load_state_dict(saved.model("fedala", seed=0))
+mine = torch.as_tensor(federation.train[client])
+data = digits.x[mine].float() / 127.5 - 1, digits.y[mine]  # pixels from −1 to 1, as in the run
+
+ala = ALA(layers=1)
+report = ala.initialize(local, received, data, loss=F.cross_entropy)
+print(
+    f"client {client}: {report.epochs} epochs of weight learning, loss {report.losses[0]:.3f} → {report.losses[-1]:.3f}"
+)
+by_class = ala.weights["fc2.weight"].mean(1)
+held = federation.counts("train")[client]
+for label in range(digits.classes):
+    print(f"class {label}: {held[label]:3d} samples, mean of W {by_class[label]:.3f}")
+
+# %% [markdown]
+# ## One page with all of it
+#
+# `fedala report runs/walkthrough` does the same; with `--plots figures`, the figures come as .png and .pdf, too.
+
+# %%
+print("The page:", page.write([FOLDER]))

@@ -1,0 +1,163 @@
+"""Live loggers: every evaluation goes to TensorBoard, Weights & Biases or MLflow as it comes.
+
+Every method and seed is a run of its own there. A run that is resumed goes on where it was, with no step told twice.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedala.data.dataset import first_line, need
+from fedala.errors import UserError
+from fedala.options import suggest
+from fedala.simulation import Row
+
+
+class Logger(Protocol):
+    """Where the figures of one method and seed go."""
+
+    def log(self, figures: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the run folder: `tensorboard --logdir RUN`."""
+
+    def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
+        self.package = need("torch.utils.tensorboard", "tensorboard", "tensorboard", "Logging to TensorBoard")
+        self.place = folder / "tensorboard" / method / f"seed-{seed}"
+        self.writer: Any = None
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        if self.writer is None:  # what an earlier attempt wrote from this step on is not shown
+            self.writer = self.package.SummaryWriter(self.place, purge_step=step, flush_secs=10)
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class WandB:
+    """Weights & Biases, in the project fedala; it leaves out steps that it has already by itself."""
+
+    def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
+        package = need("wandb", "wandb", "wandb", "Logging to Weights & Biases")
+        self.run = package.init(
+            project="fedala",
+            group=folder.resolve().name,
+            name=f"{method}, seed {seed}",
+            id=_identity(folder, method, seed),
+            resume="allow",
+            reinit="create_new",
+            dir=folder,
+            config={**config, "method": method, "seed": seed},
+        )
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """MLflow, in the experiment fedala of whatever tracking server its own settings name."""
+
+    def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
+        package = need("mlflow", "mlflow", "mlflow", "Logging to MLflow")
+        self.client = package.MlflowClient()
+        experiment = self.client.get_experiment_by_name("fedala")
+        place = experiment.experiment_id if experiment else self.client.create_experiment("fedala")
+        identity = _identity(folder, method, seed)
+        found = self.client.search_runs([place], f"tags.fedala = '{identity}'")
+        if found:
+            self.run = found[0].info.run_id
+            self.last = max((m.step for m in self.client.get_metric_history(self.run, "accuracy")), default=-1)
+        else:
+            name = f"{folder.resolve().name}, {method}, seed {seed}"
+            self.run = self.client.create_run(place, tags={"fedala": identity}, run_name=name).info.run_id
+            self.last = -1
+            for key, value in {**config, "method": method, "seed": seed}.items():
+                self.client.log_param(self.run, key, value)
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        if step > self.last:
+            for name, value in figures.items():
+                self.client.log_metric(self.run, name, value, step=step)
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run)
+
+
+KINDS: dict[str, tuple[type[Any], str]] = {
+    "tensorboard": (TensorBoard, "torch.utils.tensorboard"),
+    "wandb": (WandB, "wandb"),
+    "mlflow": (MLflow, "mlflow"),
+}
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuses loggers that there are not, before any work is done."""
+    for name in names:
+        if name not in KINDS:
+            raise UserError(f"There is no logger {name!r}{suggest(name, KINDS)}.")
+        need(KINDS[name][1], name, name, f"Logging to {name}")
+
+
+class Loggers:
+    """All of them, for a run: `with Loggers(["tensorboard"], folder, config) as loggers: run(…, on_row=loggers.row)`.
+
+    One that fails is told of once and left out from then on: the run goes on.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        config: Mapping[str, Any] | None = None,
+        complain: Callable[[str], None] = print,
+    ) -> None:
+        check(names)
+        self.names, self.folder, self.config, self.complain = list(dict.fromkeys(names)), folder, config or {}, complain
+        self.open: dict[tuple[str, str, int], Logger] = {}
+
+    def row(self, method: str, row: Row) -> None:
+        figures = {
+            name: float(value)
+            for name, value in row.items()
+            if isinstance(value, Real) and name not in ("seed", "round")
+        }
+        for name in list(self.names):
+            key = (name, method, int(row["seed"]))
+            try:
+                if key not in self.open:
+                    self.open[key] = KINDS[name][0](self.folder, method, key[2], self.config)
+                self.open[key].log(figures, int(row["round"]))
+            except Exception as error:
+                self.names.remove(name)
+                self.complain(f"Logging to {name} has failed, and stops ({first_line(error)}); the run goes on.")
+
+    def __enter__(self) -> "Loggers":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for (name, *_), logger in self.open.items():
+            try:
+                logger.close()
+            except Exception as error:
+                self.complain(f"Logging to {name} could not be ended well ({first_line(error)}).")
+
+
+def _identity(folder: Path, method: str, seed: int) -> str:
+    """A run's name for others: the same after a resume, another one for a new run in the same folder."""
+    path = folder / "log-id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(16), encoding="utf-8")
+    own = path.read_text(encoding="utf-8")
+    return hashlib.sha256(f"{own}/{method}/{seed}".encode()).hexdigest()[:32]

@@ -1,0 +1,641 @@
+"""The HTML page of one or several run folders: what came out, how it got there, who gains, and what made it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedala.errors import UserError
+from fedala.files import replace
+from fedala.report.markup import Html, details, document, join, table, tag
+from fedala.report.runs import Array, Run, columns, curves, elapsed, find, mean_std, reach, reaches, spread
+from fedala.running import MethodResult
+
+#: The most points of a curve, rows of a table, and clients that the page shows; the csv files have all of them.
+POINTS, LINES, CLIENTS = 400, 25, 200
+
+#: What the figures of a summary are, in words that say how the round was chosen.
+ACCURACIES = {
+    "best": ("Best round", "the highest of all rounds, picked on test data, as in the paper: optimistic"),
+    "best_joined": (
+        "Best round, participants",
+        "the same over the clients of the round alone, as in the paper for ρ < 1",
+    ),
+    "final": ("Last round", "the last round that was evaluated, whatever came before"),
+    "validation_picked": (
+        "Picked by validation",
+        "test accuracy in the round that is best on held-out training data: what one would get in earnest",
+    ),
+}
+COLUMNS = {
+    "accuracy": "test accuracy",
+    "accuracy_joined": "test accuracy of the participants",
+    "accuracy_validation": "validation accuracy",
+    "loss": "test loss",
+    "train_loss": "training loss",
+    "ala_weight": "mean of W",
+    "ala_epochs": "epochs of weight learning",
+    "ala_capped": "share of initial stages cut off",
+    "diverged": "clients that diverged",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method of one run folder: a line in every chart."""
+
+    run: Run
+    result: MethodResult
+    label: str
+    place: int
+
+    def name(self) -> Html:
+        """The label behind its colour."""
+        return tag(
+            "span",
+            tag("i", class_="key", aria_hidden="true"),
+            self.label,
+            class_=f"s{self.place % 8} g{self.place // 8 % 3}",
+        )
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        return self.result.summary()
+
+    @cached_property
+    def of_clients(self) -> Array:
+        """Every client's accuracy, mean of the runs; empty where the method is not that far."""
+        return mean_std(self.run.accuracies(self.result.method))[0]
+
+    @cached_property
+    def spread(self) -> tuple[Array, list[list[Any]]] | None:
+        return spread(self.run, self.result.method)
+
+
+def write(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Writes the page of these folders; without `out`, as report.html into the only one."""
+    if out is None and len(paths) != 1:
+        raise UserError("Several folders make one page: say where it goes, such as --out report.html.")
+    runs = find(paths)
+    target = out or paths[0] / "report.html"
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"The page {target} cannot be written: there is no folder {target.absolute().parent}.")
+    text = page(runs)
+    try:
+        replace(target, text.encode())
+    except OSError as error:
+        raise UserError(f"The page cannot be written to {target} ({error.strerror}).") from None
+    return target
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page as text."""
+    series = lines(runs)
+    sections = [
+        ("results", "Results", results(series)),
+        ("curves", "Learning curves", learning(series)),
+        ("clients", "Clients", clients(series)),
+        ("split", "Split", split(runs)),
+        ("weights", "Weights W", weights(series)),
+        ("cost", "Cost", cost(series)),
+        ("setup", "Set-up", setup(runs)),
+    ]
+    data = {
+        "series": [_curve_data(one) for one in series],
+        "columns": COLUMNS,
+        "clients": [_client_data(one) for one in series],
+        "samples": _whole(series[0].run.samples()),
+        "splits": [_split_data(run) for run in _distinct_splits(runs)],
+        "weights": [found for one in series if (found := _weight_data(one))],
+    }
+    there = [(identifier, title, content) for identifier, title, content in sections if content]
+    return document(_title(runs), there, lead=_lead(runs, series), data=data)
+
+
+def lines(runs: Sequence[Run]) -> list[Series]:
+    """Every method of every folder, under names that tell them apart."""
+    every = [(run, result) for run in runs for result in run.results.values()]
+    several = len(runs) > 1
+    return [
+        Series(run, result, f"{result.title} · {run.name}" if several else result.title, place)
+        for place, (run, result) in enumerate(every)
+    ]
+
+
+# --- head ----------------------------------------------------------------------------------------------------------
+
+
+def _title(runs: Sequence[Run]) -> str:
+    titles = list(dict.fromkeys(result.title for run in runs for result in run.results.values()))
+    shown = titles if len(titles) <= 4 else [f"{len(titles)} methods"]
+    named = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{named} on {', '.join(dict.fromkeys(_dataset(run) for run in runs))}"
+
+
+def _dataset(run: Run) -> str:
+    return Path(str(run.config.get("dataset", "unknown data"))).name
+
+
+def _lead(runs: Sequence[Run], series: Sequence[Series]) -> Html:
+    best = max(series, key=lambda one: float(np.nan_to_num(one.result.best.mean(), nan=-1)))
+    accuracy = best.figures["accuracy"]
+    cards = [
+        tag("div", tag("dt", ACCURACIES[key][0]), tag("dd", _percent(accuracy[key]), tag("small", " %")))
+        for key in ACCURACIES
+        if key in accuracy
+    ]
+    facts = [_facts(run) for run in runs]
+    return join(
+        [
+            [tag("p", fact, class_="facts") for fact in dict.fromkeys(facts)],
+            [tag("p", warning, class_="warning", role="note") for run in runs for warning in _warnings(run)],
+            tag("div", tag("p", "Highest test accuracy: ", best.name()), tag("dl", cards), class_="hero")
+            if np.isfinite(best.result.best).all()
+            else None,
+        ]
+    )
+
+
+def _facts(run: Run) -> str:
+    config = run.config
+    parts = [
+        f"{config.get('clients', '?')} clients",
+        str(config.get("partition", "")),
+        str(config.get("model", "")),
+        _counted(run.rounds, "round"),
+        _counted(config.get("seeds", 1), "run") + " of each method",
+        f"ρ = {ratio:g}" if isinstance(ratio := config.get("join_ratio", 1), float) and ratio < 1 else "",
+        "" if config.get("shuffle", True) else "fixed order of the samples",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def _counted(number: object, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _warnings(run: Run) -> list[str]:
+    short = [f"{run.results[name].title} {run.reached(name)}" for name in run.results if run.reached(name) < run.rounds]
+    found = []
+    if short:
+        found.append(f"{run.name} is unfinished: {', '.join(short)} of {run.rounds} rounds.")
+    if note := run.summary.get("data"):
+        found.append(f"The data of {run.name}: {note}.")
+    for result in run.results.values():
+        if lost := sum(row["diverged"] for row in result.history):
+            found.append(f"{result.title} in {run.name}: {_counted(lost, 'client round')} diverged and did not count.")
+    if run.missing:
+        found.append(f"{run.name} has not begun with {', '.join(run.missing)}.")
+    return found
+
+
+# --- sections ------------------------------------------------------------------------------------------------------
+
+
+def results(series: Sequence[Series]) -> Html:
+    """Every accuracy as what it is, and the distance to FedAvg."""
+    figures = [one.figures["accuracy"] for one in series]
+    shown = [key for key in ACCURACIES if any(key in found for found in figures)]
+    heads = ["Method", *(ACCURACIES[key][0] for key in shown)]
+    references = {
+        one.run.path: found for one, found in zip(series, figures, strict=True) if one.result.method == "fedavg"
+    }
+    against = [
+        (key, f"{ACCURACIES[key][0]}, against FedAvg") for key in ("best", "final") if references and len(series) > 1
+    ]
+    top = {key: max(found[key]["mean"] for found in figures if key in found) for key in shown}
+    rows = []
+    for one, found in zip(series, figures, strict=True):
+        cells = [_accuracy(found.get(key), top[key]) for key in shown]
+        reference = references.get(one.run.path)
+        for key, _ in against:
+            apart = None if reference is None or found is reference else found[key]["mean"] - reference[key]["mean"]
+            cells.append(_signed(apart))
+        rows.append([one.name(), *cells])
+    runs = max(len(found["best"]["runs"]) for found in figures)
+    spread_ = f", mean ± standard deviation of {runs} runs" if runs > 1 else ""
+    caption = f"Test accuracy in %{spread_}; Σ correct / Σ samples over the clients, before they train."
+    meaning = [join([tag("dt", ACCURACIES[key][0]), tag("dd", ACCURACIES[key][1])]) for key in shown]
+    return join(
+        [
+            table(caption, [*heads, *(text for _, text in against)], rows, class_="figures"),
+            tag("dl", meaning, class_="meaning"),
+        ]
+    )
+
+
+def _accuracy(figure: dict[str, Any] | None, top: float) -> Html:
+    if figure is None:
+        return tag("span", "–")
+    text = _percent(figure)
+    return tag("strong", text) if figure["mean"] == top else tag("span", text)
+
+
+def _percent(figure: dict[str, Any]) -> Html:
+    deviation = tag("span", f" ± {100 * figure['std']:.2f}", class_="std") if len(figure["runs"]) > 1 else None
+    return join([f"{100 * figure['mean']:.2f}", deviation])
+
+
+def _signed(difference: float | None) -> Html:
+    if difference is None:
+        return tag("span", "–")
+    return tag(
+        "span",
+        f"{100 * difference:+.2f}".replace("-", "−"),
+        class_="gain" if difference > 0 else "loss" if difference < 0 else None,
+    )
+
+
+def learning(series: Sequence[Series]) -> Html:
+    """Accuracy, loss, and whatever else the methods note about a round."""
+    there = list(dict.fromkeys(name for one in series for name in columns(one.result)))
+    if all(_equal(one.result, "accuracy", "accuracy_joined") for one in series):
+        there = [name for name in there if name != "accuracy_joined"]
+    accuracy = [name for name in there if name.startswith("accuracy")]
+    loss = [name for name in there if name.endswith("loss")]
+    other = [name for name in there if name not in accuracy + loss]
+    band = " Bands are one standard deviation over the runs." if _most_seeds(series) > 1 else ""
+    figures = [
+        _curves("accuracy", accuracy, series, f"Accuracy over the rounds.{band}", controls=True),
+        _curves("loss", loss, series, f"Loss over the rounds.{band}"),
+        _curves("notes", other, series, "What the methods note about themselves.") if other else None,
+    ]
+    return join(figures)
+
+
+def _most_seeds(series: Sequence[Series]) -> int:
+    return max(len({row["seed"] for row in one.result.history}) for one in series)
+
+
+def _equal(result: MethodResult, first: str, second: str) -> bool:
+    return all(row[first] == row[second] or row[first] != row[first] for row in result.history)
+
+
+def _curves(kind: str, names: list[str], series: Sequence[Series], caption: str, *, controls: bool = False) -> Html:
+    """A chart to be drawn, what can be chosen about it, and the same as a table."""
+    identifier = f"curves-{kind}"
+    choose = _select(f"{identifier}-column", "Show", [(name, COLUMNS.get(name, name)) for name in names], data="column")
+    chosen = [choose if len(names) > 1 else None]
+    if controls:
+        seeds = sorted({row["seed"] for one in series for row in one.result.history})
+        if len(seeds) > 1:
+            each = [(str(seed), f"seed {seed}") for seed in seeds]
+            chosen.append(
+                _select(
+                    f"{identifier}-seeds", "Runs", [("band", "mean ± std"), ("each", "each run"), *each], data="seeds"
+                )
+            )
+        chosen.append(_select(f"{identifier}-x", "Over", [("rounds", "rounds"), ("seconds", "seconds")], data="x"))
+        chosen.append(
+            _select(f"{identifier}-zoom", "Axis", [("all", "everything"), ("late", "the later half")], data="zoom")
+        )
+    return _figure(identifier, "curves", caption, chosen, _curve_table(names[0], series), columns=" ".join(names))
+
+
+def _figure(
+    identifier: str, kind: str, caption: str, controls: Sequence[Html | None], alternative: object, **data: str
+) -> Html:
+    """A chart that the script draws, with its controls and its caption, and the same as a table."""
+    attributes = {f"data_{key}": value for key, value in data.items()}
+    chosen = [control for control in controls if control]
+    return tag(
+        "figure",
+        tag("figcaption", caption, id=f"{identifier}-caption"),
+        tag("div", chosen, class_="controls") if chosen else None,
+        tag("div", class_="chart", id=identifier, data_chart=kind, role="group", aria_roledescription="chart",
+            aria_labelledby=f"{identifier}-caption", **attributes),
+        details("As a table", alternative),
+    )  # fmt: skip
+
+
+def _select(identifier: str, label: str, choices: Sequence[tuple[str, str]], *, data: str) -> Html:
+    options = [tag("option", text, value=value) for value, text in choices]
+    return tag("label", f"{label} ", tag("select", options, id=identifier, data_control=data))
+
+
+def _curve_table(column: str, series: Sequence[Series]) -> Html:
+    """Some of the rounds, the first and the last among them."""
+    found = {one.label: curves(one.result, column) for one in series if column in columns(one.result)}
+    every = sorted({round for rounds, _ in found.values() for round in rounds})
+    chosen = [every[place] for place in _thin(len(every), LINES)]
+    scale = 100 if column.startswith("accuracy") else 1
+    told: dict[str, dict[int, str]] = {}
+    for label, (rounds, values) in found.items():
+        mean, deviation = mean_std(values)
+        told[label] = {
+            round: f"{scale * m:.2f}" + (f" ± {scale * d:.2f}" if len(values) > 1 else "")
+            for round, m, d in zip(rounds, mean, deviation, strict=True)
+        }
+    rows = [[round, *(told[label].get(round, "–") for label in told)] for round in chosen]
+    unit = " in %" if scale == 100 else ""
+    part = f"; {len(chosen)} of {len(every)} rounds, all of them in history.csv" if len(chosen) < len(every) else ""
+    return table(f"{COLUMNS.get(column, column).capitalize()}{unit}{part}", ["Round", *told], rows)
+
+
+def _thin(size: int, most: int) -> list[int]:
+    """Places of at most `most` of `size` things, evenly, with both ends."""
+    return sorted({int(place) for place in np.linspace(0, size - 1, min(size, most)).round()})
+
+
+def clients(series: Sequence[Series]) -> Html | None:
+    """Who gains and who loses."""
+    known = [one for one in series if one.of_clients.size]
+    if not known:
+        return None
+    references = [one for one in known if one.result.method in ("fedavg", "local")]
+    shown = [("accuracy", "accuracy"), *((str(one.place), f"difference to {one.label}") for one in references)]
+    order = [("client", "by number"), ("samples", "by samples"), ("value", "by the first method's value")]
+    controls = [
+        _select("clients-show", "Show", shown, data="show") if references else None,
+        _select("clients-order", "Order", order, data="order"),
+    ]
+    chart = _figure(
+        "clients-chart",
+        "clients",
+        "Every client's test accuracy in the last round, mean of the runs.",
+        controls,
+        _client_table(known),
+    )
+    return join([chart, *(_gains(known, one) for one in references)])
+
+
+def _client_table(known: Sequence[Series]) -> Html:
+    samples, values = known[0].run.samples(), [one.of_clients for one in known]
+    shown = range(min(CLIENTS, len(samples)))
+    rows = [
+        [client, f"{samples[client]:.0f}", *(_cell(own[client]) if client < len(own) else "–" for own in values)]
+        for client in shown
+    ]
+    part = f"; the first {CLIENTS} of {len(samples)}, all of them in clients.csv" if len(samples) > CLIENTS else ""
+    return table(f"Accuracy in % by client{part}", ["Client", "Test samples", *(one.label for one in known)], rows)
+
+
+def _cell(value: float) -> str:
+    return f"{100 * value:.2f}" if np.isfinite(value) else "–"
+
+
+def _gains(known: Sequence[Series], reference: Series) -> Html | None:
+    """How many clients every method serves better or worse than the reference does."""
+    rows, base = [], reference.of_clients
+    for one in known:
+        own = one.of_clients
+        if one is reference or own.shape != base.shape or one.run.path != reference.run.path:
+            continue
+        apart = (own - base)[np.isfinite(own - base)]
+        if apart.size:
+            sides = [int((apart > 0).sum()), int((apart == 0).sum()), int((apart < 0).sum())]
+            rows.append(
+                [
+                    one.name(),
+                    *sides,
+                    _signed(float(apart.mean())),
+                    _signed(float(apart.max())),
+                    _signed(float(apart.min())),
+                ]
+            )
+    heads = ["Method", "Clients that gain", "equal", "that lose", "Mean difference", "Gains most", "Loses most"]
+    caption = f"Against {reference.label}, in points of accuracy; every client counts the same."
+    return table(caption, heads, rows, class_="figures") if rows else None
+
+
+def split(runs: Sequence[Run]) -> Html | None:
+    """Who holds how many samples of which class."""
+    known = _distinct_splits(runs)
+    if not known:
+        return None
+    choices = [(str(place), f"{run.name}: {run.config.get('partition')}") for place, run in enumerate(known)]
+    controls = [_select("split-run", "Folder", choices, data="run")] if len(known) > 1 else []
+    caption = "Who holds what: a circle's area is how many samples of the class the client has."
+    return _figure("split-chart", "split", caption, controls, [_split_table(run) for run in known])
+
+
+def _distinct_splits(runs: Sequence[Run]) -> list[Run]:
+    found: list[Run] = []
+    for run in runs:
+        if run.split and all(run.split != other.split for other in found):
+            found.append(run)
+    return found
+
+
+def _split_table(run: Run) -> Html:
+    counts, numbers, names = run.counts()
+    shown, kept = counts[:CLIENTS], names[:100]
+    rows = [
+        [client, *(f"{n:.0f}" for n in own[: len(kept)]), f"{own.sum():.0f}"]
+        for client, own in zip(numbers, shown, strict=False)
+    ]
+    part = "" if counts.shape == (len(shown), len(kept)) else "; the rest is in split.csv"
+    return table(f"Samples by client and class, {run.name}{part}", ["Client", *kept, "together"], rows)
+
+
+def weights(series: Sequence[Series]) -> Html | None:
+    """W: 1 takes everything from the received model, 0 keeps everything of the client's own."""
+    known = [(one, found) for one in series if (found := one.spread)]
+    if not known:
+        return None
+    _, (seeds, rounds, _, parameters) = known[0][1]
+    methods = [(str(place), one.label) for place, (one, _) in enumerate(known)]
+    runs = [("mean", "mean"), *((str(place), f"seed {seed}") for place, seed in enumerate(seeds))]
+    controls = [
+        _select("w-method", "Method", methods, data="method"),
+        _select("w-parameter", "Parameter", [(str(k), name) for k, name in enumerate(parameters)], data="parameter"),
+        _select("w-seed", "Runs", runs, data="seed"),
+    ]
+    last = len(rounds) - 1
+    slider = tag("input", type="range", id="w-round", min=0, max=last, value=last, data_control="round")
+    figures = [
+        ("w-rounds", "Mean of W, client by client, over the rounds.", None, _weight_table),
+        ("w-histogram", "How the elements of W are spread over [0, 1], all clients together.", None, _bin_table),
+        (
+            "w-parameters",
+            "Mean of W by client and parameter.",
+            tag("label", "Round ", slider, " ", tag("output", rounds[-1], id="w-round-shown", for_="w-round")),
+            _parameter_table,
+        ),
+    ]
+    text = (
+        "With W = 1 an element comes from the received model, with W = 0 it stays the client's own. W starts at ones."
+    )
+    return join(
+        [
+            tag("p", text),
+            tag("div", controls, class_="controls", id="w-controls"),
+            [
+                _figure(kind, kind, caption, [own], [make(*one) for one in known])
+                for kind, caption, own, make in figures
+            ],
+        ]
+    )
+
+
+def _weight_table(one: Series, found: tuple[Array, list[list[Any]]]) -> Html:
+    cube, (_, rounds, clients_, parameters) = found
+    kept = _thin(len(rounds), 12)
+    mean = mean_std(cube[..., 0, 0])[0]
+    rows = [[client, *(f"{mean[place, i]:.3f}" for place in kept)] for i, client in enumerate(clients_[:CLIENTS])]
+    return table(
+        f"{one.label}, mean of W, {parameters[0]}", ["Client", *(f"round {rounds[place]}" for place in kept)], rows
+    )
+
+
+def _bin_table(one: Series, found: tuple[Array, list[list[Any]]]) -> Html:
+    cube, (_, rounds, _, parameters) = found
+    kept = _thin(len(rounds), 12)
+    shares = _over_clients(cube)[:, :, 0, 1:].mean(0)
+    rows = [
+        [f"{k / 10:.1f} to {(k + 1) / 10:.1f}", *(f"{100 * shares[place, k]:.2f}" for place in kept)] for k in range(10)
+    ]
+    return table(
+        f"{one.label}, share of W's elements in %, {parameters[0]}",
+        ["W", *(f"round {rounds[place]}" for place in kept)],
+        rows,
+    )
+
+
+def _parameter_table(one: Series, found: tuple[Array, list[list[Any]]]) -> Html:
+    cube, (_, rounds, clients_, parameters) = found
+    mean = mean_std(cube[..., 0])[0][-1]
+    rows = [[client, *(f"{value:.3f}" for value in mean[i])] for i, client in enumerate(clients_[:CLIENTS])]
+    return table(f"{one.label}, mean of W in round {rounds[-1]}", ["Client", *parameters], rows)
+
+
+def _over_clients(cube: Array) -> Array:
+    """[seed, round, client, parameter, …] → the mean over the clients that took part."""
+    return mean_std(cube, axis=2)[0]
+
+
+def cost(series: Sequence[Series]) -> Html:
+    """Seconds, parameters, and how soon an accuracy is reached."""
+    rows = []
+    for one in series:
+        figures = one.figures
+        sent = figures["parameters_per_client_and_round"]
+        total = float(elapsed(one.result)[-1])
+        rows.append(
+            [
+                one.name(),
+                f"{figures['seconds_per_round']:.3g}",
+                f"{total:,.0f}",
+                *(f"{sent[key]:,}" for key in ("sent", "uploaded", "together")),
+            ]
+        )
+    heads = ["Method", "Seconds per round", "Seconds in all", "Parameters received", "uploaded", "together"]
+    together = (
+        " All runs of a method go side by side: the seconds are those of all of them."
+        if _most_seeds(series) > 1
+        else ""
+    )
+    caption = f"Cost; parameters per client and round.{together}"
+    target = _target(series)
+    return join([table(caption, heads, rows, class_="figures"), _speed(series, target)])
+
+
+def _target(series: Sequence[Series]) -> int:
+    """An accuracy in percent that is worth asking for: nine tenths of the best one's."""
+    best = max((float(value) for one in series for value in one.result.best if np.isfinite(value)), default=0.5)
+    return max(1, int(90 * best))
+
+
+def _speed(series: Sequence[Series], target: int) -> Html:
+    box = tag("input", type="number", id="speed-target", min=1, max=100, step=1, value=target, inputmode="numeric")
+    rows = [[one.name(), *_told(*reach(one.result, target / 100))] for one in series]
+    heads = ["Method", "Rounds", "Seconds", "Runs that get there"]
+    caption = join(["Rounds and seconds until the accuracy first is ", tag("output", target, id="speed-shown"), " %"])
+    choose = tag("div", tag("label", "Accuracy to reach, in % ", box), class_="controls")
+    return join([choose, table(caption, heads, rows, label="Convergence speed", class_="figures", id="speed")])
+
+
+def _told(rounds: list[int | None], seconds: list[float | None]) -> list[str]:
+    there = [(r, s) for r, s in zip(rounds, seconds, strict=True) if r is not None and s is not None]
+    if not there:
+        return ["–", "–", f"0 of {len(rounds)}"]
+    mean_rounds, mean_seconds = np.mean(there, axis=0)
+    return [f"{mean_rounds:.4g}", f"{mean_seconds:.3g}", f"{len(there)} of {len(rounds)}"]
+
+
+def setup(runs: Sequence[Run]) -> Html:
+    """The command, the versions, and every option."""
+    return join([_run_setup(run, alone=len(runs) == 1) for run in runs])
+
+
+def _run_setup(run: Run, *, alone: bool) -> Html:
+    versions = run.summary.get("versions")
+    known = {"folder": run.name, "seconds": run.summary.get("seconds")}
+    resumed = "; ".join(f"{row['time']} ({row['changed']})" if row["changed"] else row["time"] for row in run.resumed)
+    facts = {**known, **(versions if isinstance(versions, dict) else {}), "resumed": resumed}
+    pairs = [
+        join([tag("dt", key), tag("dd", f"{value:,.0f}" if isinstance(value, float) else value)])
+        for key, value in facts.items()
+        if value
+    ]
+    command = run.summary.get("command")
+    return tag(
+        "div",
+        None if alone else tag("h3", run.name),
+        [tag("p", "The command that made it:"), tag("pre", tag("code", command), tabindex=0)] if command else None,
+        tag("dl", pairs, class_="facts-list"),
+        tag(
+            "details",
+            tag("summary", "Every option (config.toml)"),
+            tag("pre", tag("code", run.config_text), tabindex=0),
+            open=alone,
+        ),
+    )
+
+
+# --- data for the charts -------------------------------------------------------------------------------------------
+
+
+def _curve_data(one: Series) -> dict[str, Any]:
+    rounds, _ = curves(one.result, "accuracy")
+    kept, seconds = _thin(len(rounds), POINTS), elapsed(one.result)
+    values = {name: curves(one.result, name)[1][:, kept] for name in columns(one.result)}
+    return {
+        "label": one.label,
+        "rounds": [rounds[place] for place in kept],
+        "seconds": _nested(seconds[kept]),
+        "seeds": sorted({row["seed"] for row in one.result.history}),
+        "values": {name: _nested(found) for name, found in values.items()},
+        "speed": [_told(*found) for found in reaches(one.result, [target / 100 for target in range(101)])],
+    }
+
+
+def _client_data(one: Series) -> list[float]:
+    return [_short(value) for value in one.of_clients[:CLIENTS]]
+
+
+def _split_data(run: Run) -> dict[str, Any]:
+    counts, numbers, names = run.counts()
+    kept = [_whole(row) for row in counts[:CLIENTS]]
+    return {"classes": names, "counts": kept, "numbers": numbers[:CLIENTS], "clients": len(counts)}
+
+
+def _weight_data(one: Series) -> dict[str, Any] | None:
+    if one.spread is None:
+        return None
+    cube, (seeds, rounds, clients_, parameters) = one.spread
+    shares = _over_clients(cube)[..., 1:]
+    return {
+        "label": one.label,
+        "seeds": seeds,
+        "rounds": rounds,
+        "clients": clients_[:CLIENTS],
+        "parameters": parameters,
+        "mean": _nested(cube[:, :, :CLIENTS, :, 0]),  # [seed][round][client][parameter]
+        "shares": _nested(shares),  # [seed][round][parameter][bin]
+    }
+
+
+def _nested(values: Array) -> Any:
+    return [_nested(part) for part in values] if values.ndim else _short(float(values))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _whole(values: Array) -> list[int]:
+    return [int(value) for value in np.nan_to_num(values)]

@@ -1,0 +1,234 @@
+"""Run folders as they are looked at: finished or not, one's own or somebody else's."""
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedala.data.dataset import first_line
+from fedala.errors import UserError
+from fedala.inputs import read as bounded
+from fedala.methods import make
+from fedala.running import MethodResult
+from fedala.store import RunFolder
+
+Rows = list[dict[str, Any]]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+_NEEDED = {
+    "history.csv": ("method", "seed", "round", "accuracy", "accuracy_joined", "loss", "sent", "uploaded", "seconds"),
+    "clients.csv": ("method", "seed", "round", "client", "samples", "accuracy"),
+    "split.csv": ("client", "class", "name", "train", "validation", "test"),
+    "resumed.csv": ("time", "changed"),
+    "weights.csv": ("method", "seed", "round", "client", "parameter", "mean", *(f"bin{k}" for k in range(10))),
+}
+
+_WHOLE = {"seed", "round", "client", "samples", "class", "train", "validation", "test", "sent", "uploaded"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stands in a run folder."""
+
+    path: Path
+    config: dict[str, Any]
+    config_text: str
+    results: dict[str, MethodResult]
+    """By method, in the order in which they ran."""
+    clients: Rows
+    split: Rows
+    weights: Rows
+    resumed: Rows = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were asked for."""
+        rounds = self.config.get("rounds")
+        return rounds if isinstance(rounds, int) else max(self.reached(name) for name in self.results)
+
+    def reached(self, method: str) -> int:
+        return int(self.results[method].history[-1]["round"])
+
+    @property
+    def missing(self) -> list[str]:
+        """Methods that were asked for and have not begun."""
+        asked = str(self.config.get("method", "")).split(",")
+        return [name.strip() for name in asked if name.strip() and name.strip().lower() not in self.results]
+
+    def counts(self) -> tuple[Array, list[int], list[str]]:
+        """Clients × classes: samples held; and the clients' numbers and the classes' names."""
+        names = {row["class"]: row["name"] for row in self.split}
+        held = [{**row, "held": row["train"] + row["validation"] + row["test"]} for row in self.split]
+        counts, (clients, classes) = _cube(held, ("client", "class"), "held")
+        return np.nan_to_num(counts[..., 0]), clients, [names[label] for label in classes]
+
+    def accuracies(self, method: str) -> Array:
+        """Seeds × clients: each client's accuracy at the method's last evaluation; empty before that."""
+        return _cube([row for row in self.clients if row["method"] == method], ("seed", "client"), "accuracy")[0][
+            ..., 0
+        ]
+
+    def samples(self) -> Array:
+        """Test samples of each client."""
+        return _cube(self.clients, ("client",), "samples")[0][..., 0]
+
+
+def find(paths: Sequence[Path]) -> list[Run]:
+    """The run folders that are named; a folder that holds run folders stands for all of them."""
+    found = []
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"There is no folder {path}.")
+        inner = [path] if (path / "config.toml").is_file() else sorted(p.parent for p in path.glob("*/config.toml"))
+        if not inner:
+            raise UserError(f"{path} is not a run folder, and holds none: there is no config.toml.")
+        found += [read(folder) for folder in inner]
+    return found
+
+
+def read(path: Path) -> Run:
+    """One run folder; what is not there yet is empty."""
+    try:
+        text = bounded(path / "config.toml", 2**20).decode()
+        config = tomllib.loads(text)
+        summary = json.loads(bounded(path / "summary.json", 2**28)) if (path / "summary.json").is_file() else {}
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"The run folder {path} cannot be read: {first_line(error)}.") from None
+    if not isinstance(summary, dict):
+        raise UserError(f"{path / 'summary.json'} is not a run's summary.")
+    history = _table(path, "history.csv")
+    if not history:
+        raise UserError(f"{path} has nothing to report yet: no round has been evaluated.")
+    told = summary.get("methods")
+    titles = (
+        {name: about.get("title") for name, about in told.items() if isinstance(about, dict)}
+        if isinstance(told, dict)
+        else {}
+    )
+    results: dict[str, MethodResult] = {}
+    for row in history:
+        name = row["method"]
+        if name not in results:
+            results[name] = MethodResult(name, str(titles.get(name) or _title(name)))
+        results[name].history.append({"diverged": 0, **row})  # before there was such a column, nobody looked
+    names = ("clients.csv", "split.csv", "weights.csv", "resumed.csv")
+    clients, split, weights, resumed = (_table(path, name) for name in names)
+    return Run(path, config, text, results, clients, split, weights, resumed, summary)
+
+
+def _table(path: Path, name: str) -> Rows:
+    if not (path / name).is_file():
+        return []
+    try:
+        rows = RunFolder(path).rows(name)
+    except UserError:
+        raise
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path / name} cannot be read: {first_line(error)}.") from None
+    needed = _NEEDED[name]
+    for row in rows:
+        if lacking := [column for column in needed if row.get(column) is None]:
+            raise UserError(f"{path / name} has a line without {lacking[0]}: it is not a table of a run.")
+        if odd := [column for column in needed if column in _WHOLE and not isinstance(row[column], int)]:
+            raise UserError(f"{path / name} has a line with {odd[0]} = {row[odd[0]]}, which is no whole number.")
+    return rows
+
+
+def _title(name: str) -> str:
+    try:
+        return make(name).title
+    except UserError:
+        return name  # a method of somebody's own
+
+
+def _cube(rows: Rows, axes: Sequence[str], *values: str) -> tuple[Array, list[list[Any]]]:
+    """Rows as an array with the given axes and the values along the last, NaN where there is none; and what stands along each
+    axis."""
+    along: list[list[Any]] = [list(dict.fromkeys(row[axis] for row in rows)) for axis in axes]
+    along = [keys if axis == "parameter" else sorted(keys) for axis, keys in zip(axes, along, strict=True)]
+    shape = [len(keys) for keys in along]
+    if math.prod(shape) > 5_000_000:
+        raise UserError(f"The run has more clients, rounds and parameters than a report can show: {shape}.")
+    cube = np.full([*shape, len(values)], np.nan)
+    places = [{key: place for place, key in enumerate(keys)} for keys in along]
+    index = tuple([place[row[axis]] for row in rows] for place, axis in zip(places, axes, strict=True))
+    told = [[row.get(value) for value in values] for row in rows]
+    cube[index] = np.array(told, dtype=float).reshape(len(rows), len(values))  # None becomes NaN
+    return cube, along
+
+
+def curves(result: MethodResult, column: str) -> tuple[list[int], Array]:
+    """The evaluated rounds, and seeds × rounds of a column of the history (NaN where a seed has not got there)."""
+    cube, (_, rounds) = _cube(result.history, ("seed", "round"), column)
+    return rounds, cube[..., 0]
+
+
+def columns(result: MethodResult) -> list[str]:
+    """What the history says about every round, besides which one it is and what it cost."""
+    aside = {"method", "seed", "round", "sent", "uploaded", "seconds"}
+    if not any(row["diverged"] for row in result.history):
+        aside.add("diverged")
+    return [name for name in result.history[0] if name not in aside and result.history[0][name] is not None]
+
+
+def elapsed(result: MethodResult) -> Array:
+    """Seconds, over all runs together, until each evaluated round was done. Rounds that were not evaluated are taken to have
+    cost what the next evaluated one did."""
+    rounds, seconds = curves(result, "seconds")
+    return np.asarray(np.nancumsum(seconds[0] * np.diff(rounds, prepend=-1)))
+
+
+def reach(result: MethodResult, target: float) -> tuple[list[int | None], list[float | None]]:
+    """For each seed, the first round whose accuracy is at least `target`, and the seconds until then; None: never."""
+    [(rounds, seconds)] = reaches(result, [target])
+    return rounds, seconds
+
+
+def reaches(result: MethodResult, targets: Sequence[float]) -> list[tuple[list[int | None], list[float | None]]]:
+    """The same for several targets."""
+    rounds, values = curves(result, "accuracy")
+    seconds = elapsed(result)
+    # The best so far only grows, so the first place where it gets to a target can be searched for.
+    best = np.fmax.accumulate(np.nan_to_num(values, nan=-np.inf), axis=1)
+    found = []
+    for target in targets:
+        first = [int(np.searchsorted(run, target)) for run in best]
+        there = [place if place < len(rounds) else None for place in first]
+        found.append(
+            (
+                [None if place is None else rounds[place] for place in there],
+                [None if place is None else float(seconds[place]) for place in there],
+            )
+        )
+    return found
+
+
+def mean_std(values: Array, axis: int = 0) -> tuple[Array, Array]:
+    """Mean and population deviation over the runs that there are, NaN where there is none."""
+    there = np.isfinite(values)
+    n = there.sum(axis)
+    kept = np.where(there, values, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = kept.sum(axis) / n
+        deviation = np.sqrt((np.where(there, values - np.expand_dims(mean, axis), 0) ** 2).sum(axis) / n)
+    return mean, deviation
+
+
+def spread(run: Run, method: str) -> tuple[Array, list[list[Any]]] | None:
+    """Recorded W as an array [seed, round, client, parameter, mean and shares], with what stands along its first four axes."""
+    rows = [row for row in run.weights if row["method"] == method]
+    if not rows:
+        return None
+    return _cube(rows, ("seed", "round", "client", "parameter"), "mean", *(f"bin{k}" for k in range(10)))

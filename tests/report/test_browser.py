@@ -1,0 +1,192 @@
+"""The page in a real browser: it draws without an error, and what can be chosen changes what is seen."""
+
+import os
+from pathlib import Path
+
+import pytest
+from browser import Browser, program
+from folders import made_up
+
+from fedala.report import page
+
+pytestmark = pytest.mark.skipif(program() is None, reason="needs Chromium, and there is none here")
+
+METHODS = ("fedala", "fedavg", "local", "ditto+ala")
+WIDE, PHONE = 1100, 390
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """A browser, and the page of a run."""
+    place = tmp_path_factory.mktemp("page")
+    path = page.write([made_up(place / "run", METHODS, seeds=3, rounds=12, clients=9).path])
+    with Browser(place / "profile") as browser:
+        yield browser, path
+
+
+@pytest.fixture
+def browser(opened):
+    """The page as one first sees it; whatever a test does with it, it ends without an error."""
+    browser, path = opened
+    browser.look(width=WIDE)
+    browser.open(path)
+    yield browser
+    assert browser.errors == []
+
+
+def drawn(browser, chart):
+    """The methods that a chart shows."""
+    places = browser.evaluate(f"[...document.querySelectorAll('#{chart} [data-series]')].map((e) => e.dataset.series)")
+    return sorted({int(place) for place in places})
+
+
+def click(browser, chooser):
+    browser.evaluate(f"document.querySelector({chooser!r}).click()")
+
+
+def choose(browser, identifier, value):
+    browser.evaluate(
+        f"(() => {{ const e = document.getElementById({identifier!r}); e.value = {str(value)!r};"
+        " e.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def test_every_chart_is_drawn_and_nothing_is_loaded(browser, tmp_path):
+    counts = browser.evaluate(
+        "[...document.querySelectorAll('[data-chart]')].map((e) => e.querySelectorAll('path, circle, rect.cell').length)"
+    )
+    assert len(counts) == 8
+    assert all(counts)
+    assert drawn(browser, "curves-accuracy") == drawn(browser, "clients-chart") == [0, 1, 2, 3]
+    assert {address.split("/")[-1] for address in browser.requests} == {"report.html"}
+    browser.screenshot(tmp_path / "page.png", whole=True)
+    picture = (tmp_path / "page.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 50_000  # an empty page is much smaller
+    if keep := os.environ.get("SCREENSHOTS"):
+        Path(keep, "page.png").write_bytes(picture)
+
+
+def test_a_method_that_is_switched_off_is_gone_until_it_is_switched_on(browser):
+    click(browser, "#methods button:nth-child(2)")
+    assert (
+        drawn(browser, "curves-accuracy")
+        == drawn(browser, "curves-loss")
+        == drawn(browser, "clients-chart")
+        == [0, 2, 3]
+    )
+    assert (
+        browser.evaluate("document.querySelector('#methods button:nth-child(2)').getAttribute('aria-pressed')")
+        == "false"
+    )
+    click(browser, "#methods button:nth-child(2)")
+    assert drawn(browser, "curves-accuracy") == [0, 1, 2, 3]
+
+
+def test_runs_are_a_band_or_lines_of_their_own(browser):
+    def count(kind):
+        return browser.evaluate(f"document.querySelectorAll('#curves-accuracy .{kind}').length")
+
+    assert (count("band"), count("mean"), count("run")) == (4, 4, 0)
+    choose(browser, "curves-accuracy-seeds", "each")
+    assert (count("band"), count("mean"), count("run")) == (0, 0, 12)
+    choose(browser, "curves-accuracy-seeds", "1")
+    assert (count("band"), count("mean"), count("run")) == (0, 4, 0)
+
+
+def test_values_under_the_pointer_and_under_the_keys(browser):
+    left, top, width, height = browser.evaluate(
+        "(() => { const e = document.querySelector('#curves-accuracy'); e.scrollIntoView({block: 'center', behavior: 'instant'});"
+        " const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+    )
+    browser.move(left + width / 2, top + height / 2)
+    text = browser.evaluate("document.getElementById('tip').textContent")
+    assert text.startswith("Round 6")
+    assert all(title in text for title in ("FedALA", "FedAvg", "Local", "Ditto+ALA"))
+    browser.evaluate("document.getElementById('curves-accuracy').focus()")
+    browser.key("ArrowRight")
+    browser.key("ArrowRight")
+    assert browser.evaluate("document.getElementById('live').textContent").startswith("Round 1: ")
+    browser.key("End")
+    assert browser.evaluate("document.getElementById('live').textContent").startswith("Round 12: ")
+    browser.key("Escape")
+    assert browser.evaluate("document.getElementById('tip').hidden")
+
+
+def test_an_axis_says_where_its_lines_are(browser):
+    """Whatever the step of the axis, equal distances on the screen are equal differences of the labels."""
+    for zoom in ("all", "late"):
+        choose(browser, "curves-accuracy-zoom", zoom)
+        places, labels = browser.evaluate(
+            "(() => { const texts = [...document.querySelectorAll('#curves-accuracy text[text-anchor=end]')];"
+            " return [texts.map((e) => Number(e.getAttribute('y'))), texts.map((e) => Number(e.textContent))]; })()"
+        )
+        assert len(labels) > 2
+        scale = [(a - b) / (x - y) for a, b, x, y in zip(places, places[1:], labels, labels[1:], strict=False)]
+        assert scale == pytest.approx([scale[0]] * len(scale), rel=1e-6)
+
+
+def test_the_difference_to_fedavg_leaves_fedavg_out(browser):
+    choose(browser, "clients-show", 1)
+    assert drawn(browser, "clients-chart") == [0, 2, 3]
+
+
+def test_weights_by_round_method_and_seed(browser):
+    assert browser.evaluate("document.querySelectorAll('#w-rounds .cell').length") == 9 * 13
+    choose(browser, "w-round", 3)
+    assert browser.evaluate("document.getElementById('w-round-shown').textContent") == "3"
+    for identifier, value in (("w-method", 1), ("w-parameter", 1), ("w-seed", 2)):
+        choose(browser, identifier, value)
+        assert browser.evaluate("document.querySelectorAll('#w-histogram .cell').length") == 10 * 13
+
+
+def test_the_accuracy_to_reach_is_looked_up(browser):
+    choose(browser, "speed-target", 1)
+    first = browser.evaluate("document.querySelector('#speed tbody td').textContent")
+    choose(browser, "speed-target", 80)
+    later = browser.evaluate("document.querySelector('#speed tbody td').textContent")
+    assert float(first) < float(later)
+    choose(browser, "speed-target", 100)
+    assert browser.evaluate("document.querySelector('#speed tbody td').textContent") == "–"
+
+
+def lightness(browser):
+    """Of the page's background, 0 to 1."""
+    colour = browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    return sum(float(part) for part in colour.strip("rgb()").split(",")[:3]) / 765
+
+
+def test_light_and_dark(browser, opened):
+    for dark in (False, True):
+        browser.evaluate("localStorage.clear()")
+        browser.look(width=WIDE, dark=dark)
+        browser.open(opened[1])
+        assert (lightness(browser) < 0.2) is dark
+        assert (lightness(browser) > 0.8) is not dark
+        click(browser, "#theme")
+        assert (lightness(browser) < 0.2) is not dark
+        click(browser, "#theme")
+        assert (lightness(browser) < 0.2) is dark
+
+
+def test_a_phone_scrolls_in_one_direction_only(browser):
+    browser.look(width=PHONE, height=800)
+    browser.until("document.querySelector('#curves-accuracy svg').clientWidth < 390")
+    assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
+
+
+def test_a_window_without_width_is_no_error(browser, opened):
+    browser.call("Emulation.setDeviceMetricsOverride", width=1, height=1, deviceScaleFactor=1, mobile=False)
+    browser.open(opened[1])
+    browser.look(width=WIDE)
+    browser.until("document.querySelector('#curves-accuracy svg').clientWidth > 800")
+
+
+def test_a_hostile_folder_runs_nothing(browser, tmp_path):
+    evil = "</script><img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+    folder = made_up(
+        tmp_path / "run", (f"a+ala{evil}", "fedavg"), parameters=(evil,), class_names=(evil, "b", "c"), dataset=evil
+    )
+    browser.open(page.write([folder.path]))
+    assert browser.evaluate("document.title") != "hacked"
+    assert browser.evaluate("document.querySelectorAll('img, script:not(#data)').length") == 1

@@ -1,0 +1,278 @@
+"""The page: it says what the folder says, is safe whatever the folder says, and can be read by everybody."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from folders import accuracy, made_up
+
+from fedala.errors import UserError
+from fedala.report import markup, page, runs
+
+
+class Parsed(HTMLParser):
+    """The elements of a page with their attributes and text, as a browser would find them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        element = {"tag": tag, "text": "", "inside": [e["tag"] for e in self.open], **dict(attributes)}
+        self.elements.append(element)
+        if tag not in ("meta", "input", "br"):
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()["tag"] == tag
+
+    def handle_data(self, data):
+        for element in self.open:
+            element["text"] += data
+
+    def all(self, tag):
+        return [element for element in self.elements if element["tag"] == tag]
+
+
+def parsed(folder):
+    return Parsed(page.write([folder.path]).read_text(encoding="utf-8"))
+
+
+def data_of(found):
+    [block] = [e for e in found.all("script") if e.get("type") == "application/json"]
+    return json.loads(block["text"])
+
+
+# --- what it says --------------------------------------------------------------------------------------------------
+
+
+def test_the_accuracies_are_those_of_the_history_and_say_how_they_were_picked(tmp_path):
+    found = parsed(made_up(tmp_path / "run"))
+    [row] = [e["text"] for e in found.all("tr") if e["text"].startswith("FedALA") and "±" in e["text"]]
+    last = [100 * accuracy("fedala", seed, 6) for seed in (0, 1)]
+    assert f"{np.mean(last):.2f} ± {np.std(last):.2f}" in row
+    against = np.mean(last) - np.mean([100 * accuracy("fedavg", seed, 6) for seed in (0, 1)])
+    assert f"{against:+.2f}".replace("-", "−") in row
+    text = " ".join(e["text"] for e in found.all("dl"))
+    assert "picked on test data" in text
+    assert "the last round that was evaluated" in text
+
+
+def test_the_curves_are_the_history(tmp_path):
+    data = data_of(parsed(made_up(tmp_path / "run")))
+    assert [one["label"] for one in data["series"]] == ["FedALA", "FedAvg", "Local"]
+    for one, method in zip(data["series"], ("fedala", "fedavg", "local"), strict=True):
+        assert one["rounds"] == list(range(7))
+        for seed in (0, 1):
+            wanted = [accuracy(method, seed, round) for round in range(7)]
+            assert one["values"]["accuracy"][seed] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_long_run_is_thinned_and_keeps_both_ends(tmp_path):
+    data = data_of(parsed(made_up(tmp_path / "run", ("fedavg",), seeds=1, rounds=1500)))
+    rounds = data["series"][0]["rounds"]
+    assert len(rounds) <= page.POINTS
+    assert (rounds[0], rounds[-1]) == (0, 1500)
+
+
+def test_who_gains_and_who_loses(tmp_path):
+    folder = made_up(tmp_path / "run", clients=5)
+    (folder.path / "clients.csv").unlink()
+    for method, correct in (("fedala", [9, 8, 5, 5, 0]), ("fedavg", [5, 5, 5, 6, 0])):
+        counts = np.array(
+            [[c, 0.0, 10.0 if k < 4 else 0.0] for k, c in enumerate(correct)]
+        )  # the last has no test data
+        folder.add_clients(method, {"seed": 0, "round": 6, "clients": counts})
+    found = parsed(folder)
+    [table] = [e["text"] for e in found.all("table") if e["text"].startswith("Against FedAvg")]
+    assert re.search(r"FedALA2" r"1" r"1" r"\+15\.00\+40\.00−10\.00", table)
+
+
+def test_an_unfinished_run_is_reported_as_such(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), reached=2)
+    folder.path.joinpath("config.toml").write_text(
+        folder.path.joinpath("config.toml").read_text().replace('"fedala,fedavg"', '"fedala,fedavg,ditto"')
+    )
+    notes = [e["text"] for e in parsed(folder).all("p") if e.get("class") == "warning"]
+    assert notes == ["run is unfinished: FedAvg 2 of 6 rounds.", "run has not begun with ditto."]
+
+
+def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), seeds=1)
+    text = (folder.path / "history.csv").read_text().splitlines()
+    text = [f"{line},{'diverged' if n == 0 else 2 if n == 3 else 0}" for n, line in enumerate(text)]
+    (folder.path / "history.csv").write_text("\n".join(text) + "\n")
+    folder.add_resumption("rounds: 3 → 6")
+    folder.write_summary({"data": "partial: a tenth of it"})
+    found = parsed(folder)
+    assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
+        "The data of run: partial: a tenth of it.",
+        "FedALA in run: 2 client rounds diverged and did not count.",
+    ]
+    assert any(e["text"].endswith("(rounds: 3 → 6)") for e in found.all("dd"))
+
+
+def test_several_folders_are_told_apart(tmp_path):
+    one, two = made_up(tmp_path / "a" / "one"), made_up(tmp_path / "a" / "two", ("fedala",))
+    for given in ([one.path, two.path], [tmp_path / "a"]):
+        out = page.write(given, tmp_path / "both.html")
+        labels = [s["label"] for s in data_of(Parsed(out.read_text(encoding="utf-8")))["series"]]
+        assert labels == ["FedALA · one", "FedAvg · one", "Local · one", "FedALA · two"]
+    with pytest.raises(UserError, match="say where it goes"):
+        page.write([one.path, two.path])
+
+
+# --- what it is computed from --------------------------------------------------------------------------------------
+
+
+def test_rounds_and_seconds_to_an_accuracy(tmp_path):
+    """Evaluated in rounds 0, 3 and 6 at half a second each: until round 3 there are four rounds, so 2 s."""
+    folder = made_up(tmp_path / "run", ("fedavg",), seeds=3, rounds=6)
+    lines = (folder.path / "history.csv").read_text().splitlines()
+    kept = [line for line in lines if line.split(",")[2] in ("round", "0", "3", "6")]
+    (folder.path / "history.csv").write_text("\n".join(kept) + "\n")
+    [result] = runs.read(folder.path).results.values()
+    assert runs.elapsed(result).tolist() == [0.5, 2.0, 3.5]
+    wanted = accuracy("fedavg", 1, 3)  # seed 0 is a little lower there, seed 2 a little higher
+    assert runs.reach(result, wanted) == ([6, 3, 3], [3.5, 2.0, 2.0])
+    assert runs.reach(result, 2.0) == ([None] * 3, [None] * 3)
+
+
+def test_means_pass_over_what_is_missing():
+    mean, deviation = runs.mean_std(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
+    np.testing.assert_array_equal(mean, [2, 4, np.nan])
+    np.testing.assert_array_equal(deviation, [1, 0, np.nan])
+
+
+# --- whatever stands in the files ----------------------------------------------------------------------------------
+
+EVIL = """</script><script>alert(1)</script><img src=x onerror="alert('2')">&amp;\u2028]]>"""
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Every string that a folder has is markup that would like to run."""
+    folder = made_up(
+        tmp_path / "run", (f"ala{EVIL.replace(',', '')}", "fedavg"), parameters=(EVIL, "b"), class_names=(EVIL, "x", EVIL),
+        dataset=EVIL, partition=EVIL, device=EVIL,
+    )  # fmt: skip
+    summary = {"command": EVIL, "versions": {EVIL: EVIL}, "methods": {"fedavg": {"title": EVIL}}}
+    folder.write_summary(summary)
+    return folder
+
+
+def test_nothing_in_a_folder_becomes_markup(hostile):
+    found = parsed(hostile)
+    assert [e.get("type") for e in found.all("script")] == ["application/json", None]
+    assert not found.all("img")
+    assert not [key for e in found.elements for key in e if key.startswith("on")]
+    assert "<script>alert(1)" in found.all("title")[0]["text"]
+    data = data_of(found)
+    assert data["series"][1]["label"] == EVIL
+    assert data["weights"][0]["parameters"] == [EVIL, "b"]
+    assert data["splits"][0]["classes"] == [EVIL, "x", EVIL]
+
+
+def test_the_script_and_style_of_the_page_are_the_only_ones_allowed(tmp_path):
+    found = parsed(made_up(tmp_path / "run"))
+    [policy] = [e["content"] for e in found.all("meta") if e.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none';")
+    for element in (found.all("script")[-1], *found.all("style")):
+        digest = base64.b64encode(hashlib.sha256(element["text"].encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert not [e for e in found.elements if "style" in e or e.get("src")]
+    assert all(e["href"].startswith("#") for e in found.elements if "href" in e)
+
+
+def test_markup_is_escaped_unless_it_is_markup():
+    assert markup.tag("p", "a<b", markup.tag("b", "&")) == "<p>a&lt;b<b>&amp;</b></p>"
+    assert (
+        markup.tag("a", href='"><x', class_="k", hidden=True, id=None)
+        == '<a href="&quot;&gt;&lt;x" class="k" hidden></a>'
+    )
+    assert json.loads(markup.data_block("d", [float("nan"), "</"]).split(">", 1)[1].split("<")[0]) == [None, "</"]
+
+
+# --- for everybody -------------------------------------------------------------------------------------------------
+
+
+def test_everything_has_a_name(tmp_path):
+    found = parsed(made_up(tmp_path / "run"))
+    identifiers = [e["id"] for e in found.elements if "id" in e]
+    assert len(identifiers) == len(set(identifiers))
+    for attribute in ("aria-labelledby", "for"):
+        assert {e[attribute] for e in found.elements if attribute in e} <= set(identifiers)
+    assert {e["href"][1:] for e in found.all("a")} <= set(identifiers)
+    for landmark in ("header", "nav", "main"):
+        assert len(found.all(landmark)) == 1
+    assert all(e["text"] for e in found.all("caption") + found.all("figcaption") + found.all("h1") + found.all("h2"))
+    assert len(found.all("caption")) == len(found.all("table"))
+    assert all(e.get("scope") in ("row", "col") for e in found.all("th"))
+    assert all("label" in e["inside"] for e in found.all("select") + found.all("input"))
+    charts = [e for e in found.elements if "data-chart" in e]
+    assert len(charts) == len(found.all("figure")) == 8
+    assert len([e for e in found.all("table") if "figure" in e["inside"]]) >= len(charts)
+    assert all("aria-labelledby" in e for e in charts)
+    assert found.all("html")[0]["lang"] == "en"
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def nothing(path):
+    return path / "nothing"
+
+
+def no_run(path):
+    (path / "empty").mkdir()
+    return path / "empty"
+
+
+def just_begun(path):
+    folder = made_up(path / "run")
+    (folder.path / "history.csv").unlink()
+    return folder.path
+
+
+def broken(name, text):
+    def make(path):
+        folder = made_up(path / "run")
+        (folder.path / name).write_text(text)
+        return folder.path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (nothing, "There is no folder"),
+        (no_run, "is not a run folder, and holds none"),
+        (just_begun, "nothing to report yet"),
+        (broken("config.toml", "a: b"), "cannot be read"),
+        (broken("summary.json", "{"), "cannot be read"),
+        (broken("summary.json", "[1]"), "is not a run's summary"),
+        (broken("history.csv", "method,seed\nfedavg,0\n"), "not the table of a run"),
+        (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv is damaged"),
+        (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "nothing to report yet"),
+        (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
+        (broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"), "no whole number"),
+    ],
+)
+def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):
+    with pytest.raises(UserError, match=says) as refusal:
+        page.write([make(tmp_path)])
+    assert re.fullmatch(r"[^\n]+\.", str(refusal.value))
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
+    folder = made_up(tmp_path / "run")
+    with pytest.raises(UserError, match="there is no folder"):
+        page.write([folder.path], tmp_path / "no" / "x.html")
+    with pytest.raises(UserError, match="cannot be written"):
+        page.write([folder.path], tmp_path / ("x" * 300 + ".html"))
