@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import inspect
+import os
 import re
 import shlex
 import signal
@@ -242,7 +243,7 @@ def run(
         with (
             Watch(Console(stderr=True), checked) as watch,
             loggers.Loggers(log, folder, vars(resolved), watch.say) as live,
-            _asked_to_stop(watch.say) as asked_to_stop,
+            _asked_to_stop() as asked_to_stop,
         ):
 
             def follow(method: str, row: Row) -> None:
@@ -262,7 +263,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _asked_to_stop(say: Callable[[str], None]) -> Iterator[list[int]]:
+def _asked_to_stop() -> Iterator[list[int]]:
     """Signals that ask to stop are noted, so that the round can be finished and kept; a second one is obeyed at once."""
     asked: list[int] = []
 
@@ -270,7 +271,8 @@ def _asked_to_stop(say: Callable[[str], None]) -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        say("Finishing this round, then stopping; once more to stop at once.")
+        # Past Python's buffers, which the program may be writing to at this very moment.
+        os.write(2, b"Finishing this round, then stopping; once more to stop at once.\n")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
