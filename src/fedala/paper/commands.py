@@ -1,0 +1,137 @@
+"""`fedala paper list | run | report`: the paper's tables and figures as commands."""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Shown
+
+from fedala.config import Config
+from fedala.errors import UserError
+from fedala.paper import running
+from fedala.paper.board import Board
+from fedala.paper.experiments import Cell, choose, preset, tables
+from fedala.paper.results import CSV, Results
+from fedala.report.tables import console
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="The paper's tables and figures: list, run, report."
+)
+
+Out = Annotated[Path, typer.Option(help="the results folder", metavar="DIR")]
+_OUT = Path("runs/paper")
+
+
+@app.command("list")
+def list_() -> None:
+    """Show the tables: their columns, how many cells each has, and what data it needs."""
+    for table in tables().values():
+        shown = Shown(
+            "column", "", "data", "model", "partition", "clients", "settings", title=f"{table.name}: {table.title}",
+            title_justify="left", box=None, pad_edge=False, title_style="bold",
+        )  # fmt: skip
+        shown.add_column("cells", justify="right")
+        for column in table.columns:
+            setting = column.setting
+            join = "" if setting.join_ratio == 1 else f", ρ = {setting.join_ratio:g}"
+            changes = [f"{key}={value}" for key, value in column.set.items()] + ["+ala"] * column.with_ala
+            shown.add_row(
+                column.name,
+                escape(f"{column.group}: {column.title}"),
+                setting.dataset,
+                setting.model,
+                setting.partition,
+                f"{setting.clients}{join}",
+                " ".join(changes),
+                str(sum(table.has(column, method) for method in table.methods)),
+            )
+        console().print(shown)
+        print(f"methods: {', '.join(table.methods)}\n")
+    asked = preset()
+    print(
+        f"All with {asked['rounds']} rounds, {asked['seeds']} seeds, batches of {asked['batch_size']} in fixed order. "
+        "A cell that several tables show is run once."
+    )
+
+
+@app.command(
+    epilog="""Examples:
+  fedala paper run table2 --columns cifar100-dir --method fedavg,fedala --data-dir DATA
+  fedala paper run table2 table7 --rounds 300 --seeds 1 --minutes 30 --data-dir DATA
+  fedala paper run table2 --shuffle --jobs 4 --data-dir DATA
+
+Finished cells are kept; the same command goes on where it was interrupted."""
+)
+def run(
+    names: Annotated[list[str], typer.Argument(metavar="TABLE...", help="tables, as in fedala paper list")],
+    *,
+    columns: Annotated[str, typer.Option(help="only these columns, separated by commas")] = "",
+    method: Annotated[str, typer.Option(help="only these methods, separated by commas")] = "",
+    rounds: Annotated[int | None, typer.Option(help="T: number of rounds, instead of the paper's 2000", min=1)] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="how many runs of each cell, instead of the paper's 5", min=1)
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="stop after this time, between two rounds", min=0.01)] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="folder with copies of the datasets; without it, the hub", metavar="DIR")
+    ] = None,
+    out: Out = _OUT,
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="reshuffle the batches every epoch; the paper's presets do not")
+    ] = False,
+    eval_every: Annotated[int, typer.Option(help="evaluate every so many rounds, and after the last", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    jobs: Annotated[int, typer.Option(help="processes that run cells side by side", min=1)] = 1,
+    relay: Annotated[bool, typer.Option("--relay", hidden=True)] = False,
+) -> None:
+    """Run cells of the paper's tables with the paper's presets. Each has a folder of its own in the results folder."""
+    began = time.monotonic()
+    rounds = rounds or int(preset()["rounds"])
+    seeds = seeds or int(preset()["seeds"])
+    Config.of({"device": device})
+    if data_dir is not None and not data_dir.is_dir():
+        raise UserError(f"The data directory {data_dir} is not a folder.")
+    chosen = choose(names, _split(columns), _split(method))
+    cells: dict[Cell, float | None] = {}
+    for table, column, row in chosen:
+        printed = table.printed(column, row)
+        cells.setdefault(column.cell(row, shuffle=shuffle, rounds=rounds), printed and printed.accuracy)
+    deadline = None if minutes is None else began + 60 * minutes
+    order = running.Order(out, rounds, seeds, data_dir, eval_every, device, deadline)
+    if relay:
+        running.carry_out(cells, order, running.Relay())
+        return
+    board = Board(Console(stderr=True), {str(cell): accuracy for cell, accuracy in cells.items()}, rounds, deadline)
+    try:
+        with board:
+            if jobs == 1:
+                running.carry_out(cells, order, board)
+            else:
+                arguments = [
+                    *names, f"--columns={columns}", f"--method={method}", f"--rounds={rounds}", f"--seeds={seeds}",
+                    f"--out={out}", f"--eval-every={eval_every}", f"--device={device}", *["--shuffle"] * shuffle,
+                    *([f"--data-dir={data_dir}"] if data_dir else []), *([f"--minutes={minutes}"] if minutes else []),
+                ]  # fmt: skip
+                threads = str(max(1, (os.cpu_count() or 1) // jobs))
+                running.side_by_side(arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ})
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"; what was done is in {out}, and the same command goes on") from None
+    finally:
+        if out.is_dir():
+            Results.read(out).write(out / CSV)
+    for sentence in board.summary():
+        print(sentence)
+    states = {line.how for line in board.lines.values()}
+    if "failed" in states:
+        raise typer.Exit(1)
+    if states == {"skipped"}:
+        raise UserError("Nothing was run.")
+    print(f"Results: {out / CSV}; fedala paper report {out} puts them beside the paper's.")
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
