@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Shown
 
 from fedala.config import Config
 from fedala.errors import UserError
+from fedala.paper import report as reporting
 from fedala.paper import running
 from fedala.paper.board import Board
 from fedala.paper.experiments import Cell, choose, preset, tables
@@ -99,7 +101,7 @@ def run(
     cells: dict[Cell, float | None] = {}
     for table, column, row in chosen:
         printed = table.printed(column, row)
-        cells.setdefault(column.cell(row, shuffle=shuffle, rounds=rounds), printed and printed.accuracy)
+        cells.setdefault(column.cell(row, shuffle=shuffle, rounds=rounds), printed.accuracy if printed else None)
     deadline = None if minutes is None else began + 60 * minutes
     order = running.Order(out, rounds, seeds, data_dir, eval_every, device, deadline)
     if relay:
@@ -135,3 +137,43 @@ def run(
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+@app.command(
+    epilog="""Examples:
+  fedala paper report runs/paper
+  fedala paper report results --insert docs/reproduction.md"""
+)
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="the results folder, or any with csv files of results")
+    ] = _OUT,
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(help=r"where to write [dim]\[default: report in the results folder][/dim]", metavar="DIR"),
+    ] = None,
+    insert: Annotated[
+        Path | None, typer.Option(help="put the Markdown tables between the marks of this file as well", metavar="FILE")
+    ] = None,
+) -> None:
+    """Put our numbers beside the paper's: Markdown, LaTeX, csv and one HTML page."""
+    results = Results.read(folder)
+    written = reporting.write(results, out or folder / "report", sorted((folder / "figures").glob("*.png")))
+    if insert:
+        reporting.insert(results, insert)
+    shown = Shown("table", "column", "method", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("paper", "ours", "difference", "last round"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("not as in the paper")
+    colours = {"agrees": "green", "near": "yellow", "differs": "red"}
+    for row in reporting.comparison(results):
+        colour = colours[row["agreement"]]
+        texts = [f"{row['paper']:.2f}", f"[{colour}]{row['ours']:.2f}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
+        shown.add_row(
+            row["table"], row["column"], row["method"], *texts, f"{row['final']:.2f}", escape(row["departures"])
+        )
+    console().print(shown)
+    print(reporting.overview(results))
+    for path in [*written, *([insert] if insert else [])]:
+        print(f"Written: {path}")
