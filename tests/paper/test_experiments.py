@@ -121,7 +121,7 @@ def test_a_method_can_be_chosen_with_ala_or_without():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((["table9"], [], []), "There is no table table9"),
+        ((["table9"], [], []), "There is no table or figure table9"),
         ((["table2"], ["cifar"], []), "There is no column cifar in table2"),
         ((["table2"], [], ["fedalla"]), "did you mean fedala"),
         ((["table7"], ["cifar100-joining"], ["apple"]), "has no cell of apple in cifar100-joining"),

@@ -1,7 +1,9 @@
 """`fedala paper list | run | report`: the paper's tables and figures as commands."""
 
 import os
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +18,7 @@ from fedala.errors import UserError
 from fedala.paper import report as reporting
 from fedala.paper import running
 from fedala.paper.board import Board
-from fedala.paper.experiments import Cell, choose, preset, tables
+from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, tables
 from fedala.paper.results import CSV, Results
 from fedala.report.tables import console
 
@@ -53,9 +55,12 @@ def list_() -> None:
             )
         console().print(shown)
         print(f"methods: {', '.join(table.methods)}\n")
+    for drawing in drawings().values():
+        needed = ", ".join(dict.fromkeys(setting.dataset for setting in drawing.settings))
+        print(f"{drawing.name}: {drawing.title} ({needed}; without --data-dir, the embedded digits)")
     asked = preset()
     print(
-        f"All with {asked['rounds']} rounds, {asked['seeds']} seeds, batches of {asked['batch_size']} in fixed order. "
+        f"\nAll with {asked['rounds']} rounds, {asked['seeds']} seeds, batches of {asked['batch_size']} in fixed order. "
         "A cell that several tables show is run once."
     )
 
@@ -69,7 +74,7 @@ def list_() -> None:
 Finished cells are kept; the same command goes on where it was interrupted."""
 )
 def run(
-    names: Annotated[list[str], typer.Argument(metavar="TABLE...", help="tables, as in fedala paper list")],
+    names: Annotated[list[str], typer.Argument(metavar="TABLE...", help="tables and figures, as in fedala paper list")],
     *,
     columns: Annotated[str, typer.Option(help="only these columns, separated by commas")] = "",
     method: Annotated[str, typer.Option(help="only these methods, separated by commas")] = "",
@@ -92,17 +97,22 @@ def run(
 ) -> None:
     """Run cells of the paper's tables with the paper's presets. Each has a folder of its own in the results folder."""
     began = time.monotonic()
-    rounds = rounds or int(preset()["rounds"])
+    asked_rounds, rounds = rounds, rounds or int(preset()["rounds"])
     seeds = seeds or int(preset()["seeds"])
     Config.of({"device": device})
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
-    chosen = choose(names, _split(columns), _split(method))
+    figures = {name: drawing for name, drawing in drawings(digits=data_dir is None).items() if name in names}
+    chosen = choose([name for name in names if name not in figures], _split(columns), _split(method))
     cells: dict[Cell, float | None] = {}
     for table, column, row in chosen:
         printed = table.printed(column, row)
         cells.setdefault(column.cell(row, shuffle=shuffle, rounds=rounds), printed.accuracy if printed else None)
     deadline = None if minutes is None else began + 60 * minutes
+    if figures:
+        _draw(figures, out, data_dir, asked_rounds, device)
+    if not cells:
+        return
     order = running.Order(out, rounds, seeds, data_dir, eval_every, device, deadline)
     if relay:
         running.carry_out(cells, order, running.Relay())
@@ -133,6 +143,20 @@ def run(
     if states == {"skipped"}:
         raise UserError("Nothing was run.")
     print(f"Results: {out / CSV}; fedala paper report {out} puts them beside the paper's.")
+
+
+def _draw(chosen: Mapping[str, Drawing], out: Path, data_dir: Path | None, rounds: int | None, device: str) -> None:
+    from fedala.paper import figures  # needs matplotlib
+
+    shelf = running.Shelf(data_dir)
+    options = {"device": device, **({"rounds": rounds} if rounds else {})}
+    for name, drawing in chosen.items():
+        print(f"{name}: {drawing.title} …", file=sys.stderr)
+        try:
+            for path in figures.draw(drawing, shelf, out / "figures", **options):
+                print(f"Written: {path}")
+        except UserError as error:
+            print(f"Skipped: {name}: {error}")
 
 
 def _split(text: str) -> list[str]:

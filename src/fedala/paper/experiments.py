@@ -4,7 +4,7 @@ import csv
 import io
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -172,6 +172,36 @@ class Table:
         return str(count) if self.parameters_in == 1 else f"{count / self.parameters_in:.3f}"
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the paper: what is run for it, and what it shows."""
+
+    name: str
+    title: str
+    settings: tuple[Setting, ...]
+    client: int = 0
+    rounds: int = 0
+    first: int = 0
+    """The first round that is shown."""
+    every: int = 1
+    """A dot stands for every so many rounds."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+
+
+def drawings(*, digits: bool = False) -> dict[str, Drawing]:
+    """Every figure by name; with `digits`, of the embedded data, and soon done."""
+    found = {}
+    for name, row in _data()["figures"].items():
+        small = row.get("digits", {}) if digits else {}
+        values = {**{key: value for key, value in row.items() if key != "digits"}, **small}
+        places = [settings()[place] for place in values["settings"]]
+        if digits:
+            # One setting of each partition: the others would be the same. At the rate for MNIST, clients of a few dozen digits jump about.
+            places = list({place.partition: replace(place, dataset="digits", lr=0.005) for place in places}.values())
+        found[name] = Drawing(name, **{**values, "settings": tuple(places)})
+    return found
+
+
 @cache
 def tables() -> dict[str, Table]:
     """Every table by name."""
@@ -201,7 +231,7 @@ def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tup
     picked = []
     for name in names:
         if name not in tables():
-            raise UserError(f"There is no table {name}{suggest(name, tables())}.")
+            raise UserError(f"There is no table or figure {name}{suggest(name, [*tables(), *drawings()])}.")
         picked.append(tables()[name])
     there = [(table, column, method) for table in picked for column, method in table.entries()]
     where = " and ".join(names)
@@ -219,7 +249,7 @@ def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tup
         if (not columns or column.name in columns)
         and (not methods or method in methods or column.cell(method).method in methods)
     ]
-    if not chosen:
+    if not chosen and names:
         raise UserError(f"{where} has no cell of {', '.join(methods)} in {', '.join(columns)}.")
     return chosen
 
