@@ -29,10 +29,10 @@ class Damaged(UserError):
     """A file that is not what was once written."""
 
 
-def replace(path: Path, data: bytes, *, private: bool = False) -> None:
+def replace(path: Path, data: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Puts `data` at `path` in one step: whatever fails, and whoever looks, there is the old file or the new one.
 
-    With `private`, the file is for its owner's eyes only.
+    With `private`, the file is for its owner's eyes only; without `durable`, it need not outlive the machine.
     """
     temporary = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
@@ -41,13 +41,16 @@ def replace(path: Path, data: bytes, *, private: bool = False) -> None:
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
-            flush(file.fileno())
+            if durable:
+                file.flush()
+                flush(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    flush_folder(path.parent)
+    if durable:
+        flush_folder(path.parent)
 
 
 def flush(descriptor: int) -> None:
@@ -78,10 +81,10 @@ def lock(path: Path, busy: str) -> Iterator[None]:
 # --- trees of tensors ----------------------------------------------------------------------------------------------
 
 
-def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = None, *, private: bool = False) -> str:
-    """Writes nested dicts of tensors, and some words about them. Returns the file's digest."""
+def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = None, **options: bool) -> str:
+    """Writes nested dicts of tensors, and some words about them, as `replace` does. Returns the file's digest."""
     data = pack(tree, about)
-    replace(path, data, private=private)
+    replace(path, data, **options)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -103,14 +106,16 @@ def pack(tree: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> byt
     """The bytes of a file that holds the tree."""
     tensors: dict[str, Tensor] = {}
     orders: dict[str, list[int]] = {}
-    shape = _flatten(tree, tensors)
+    shape = _flatten(tree, tensors, {})
     for name, tensor in tensors.items():
         # In memory, dimensions may stand in another order (channels last); torch then computes in another order, too.
         order = [d for _, d in sorted((-s if n > 1 else 0, d) for d, (s, n) in enumerate(_dimensions(tensor)))]
         if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
             orders[name] = order
             tensor = tensor.permute(order)
-        tensors[name] = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
+        # A part of something larger is taken out of it: the format has no views.
+        tensors[name] = tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
     words = {"version": VERSION, "about": dict(about or {}), "tree": shape, "orders": orders}
     data: bytes = serialize(tensors, {"fedala": json.dumps(words)})
     return data
@@ -135,15 +140,21 @@ def _dimensions(tensor: Tensor) -> Iterator[tuple[int, int]]:
     return zip(tensor.stride(), tensor.shape, strict=True)
 
 
-def _flatten(tree: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The tree's shape, with each leaf's number in its place: names of parameters may hold any character."""
+def _flatten(tree: Mapping[str, Any], tensors: dict[str, Tensor], known: dict[Any, str]) -> dict[str, Any]:
+    """The tree's shape, with each leaf's number in its place: names of parameters may hold any character.
+
+    What is one tensor under several names is kept once.
+    """
     shape: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            shape[key] = _flatten(value, tensors)
+            shape[key] = _flatten(value, tensors, known)
         elif isinstance(value, torch.Tensor):
-            shape[key] = str(len(tensors))
-            tensors[shape[key]] = value
+            same = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else id(value)
+            if same not in known:
+                known[same] = str(len(tensors))
+                tensors[known[same]] = value
+            shape[key] = known[same]
         else:
             raise TypeError(f"{key} is no tensor and no dict of tensors, so it cannot be kept: {type(value).__name__}")
     return shape
