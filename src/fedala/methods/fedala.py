@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fedala import ala
+from fedala.ala import Outcome
 from fedala.cohort import Cohort, Params, Task
 from fedala.methods.fedavg import FedAvg
 from fedala.methods.method import Method, State
@@ -68,7 +69,7 @@ class WithALA(Method):
         self.note(cohort, outcome)
         return initialized, {**state, "ala": learned}
 
-    def note(self, cohort: Cohort, outcome: ala.Outcome) -> None:
+    def note(self, cohort: Cohort, outcome: Outcome) -> None:
         """What is recorded of a cohort's ALA."""
         capped = outcome.initial & (outcome.epochs >= self.ala.max_epochs)
         cohort.notes |= {"ala_epochs": outcome.epochs, "ala_weight": outcome.weight_mean, "ala_capped": capped.double()}

@@ -92,6 +92,9 @@ def run(
     ] = False,
     eval_every: Annotated[int, typer.Option(help="evaluate every so many rounds, and after the last", min=1)] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    keep_checkpoints: Annotated[
+        bool, typer.Option("--keep-checkpoints", help="also of finished cells (large), to give them more rounds later")
+    ] = False,
     jobs: Annotated[int, typer.Option(help="processes that run cells side by side", min=1)] = 1,
     relay: Annotated[bool, typer.Option("--relay", hidden=True)] = False,
 ) -> None:
@@ -113,7 +116,7 @@ def run(
         _draw(figures, out, data_dir, asked_rounds, device)
     if not cells:
         return
-    order = running.Order(out, rounds, seeds, data_dir, eval_every, device, deadline)
+    order = running.Order(out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline)
     if relay:
         running.carry_out(cells, order, running.Relay())
         return
@@ -126,6 +129,7 @@ def run(
                 arguments = [
                     *names, f"--columns={columns}", f"--method={method}", f"--rounds={rounds}", f"--seeds={seeds}",
                     f"--out={out}", f"--eval-every={eval_every}", f"--device={device}", *["--shuffle"] * shuffle,
+                    *["--keep-checkpoints"] * keep_checkpoints,
                     *([f"--data-dir={data_dir}"] if data_dir else []), *([f"--minutes={minutes}"] if minutes else []),
                 ]  # fmt: skip
                 threads = str(max(1, (os.cpu_count() or 1) // jobs))

@@ -192,12 +192,12 @@ def drawings(*, digits: bool = False) -> dict[str, Drawing]:
     """Every figure by name; with `digits`, of the embedded data, and soon done."""
     found = {}
     for name, row in _data()["figures"].items():
-        small = row.get("digits", {}) if digits else {}
+        small = dict(row["digits"]) if digits else {}
+        rate = small.pop("lr", None)
         values = {**{key: value for key, value in row.items() if key != "digits"}, **small}
         places = [settings()[place] for place in values["settings"]]
-        if digits:
-            # One setting of each partition: the others would be the same. At the rate for MNIST, clients of a few dozen digits jump about.
-            places = list({place.partition: replace(place, dataset="digits", lr=0.005) for place in places}.values())
+        if digits:  # one setting of each partition: the others would be the same
+            places = list({place.partition: replace(place, dataset="digits", lr=rate) for place in places}.values())
         found[name] = Drawing(name, **{**values, "settings": tuple(places)})
     return found
 

@@ -228,7 +228,7 @@ def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "F
     figure = _figure(7.2, 5.6)
     axes = figure.add_subplot()
     c1, c2, losses = surface
-    levels = np.geomspace(max(losses.min(), 1e-8), max(losses.max(), 2e-8), 14)
+    levels = np.geomspace(max(float(losses.min()), 1e-8), max(float(losses.max()), 2e-8), 14)
     filled = axes.contourf(c1, c2, losses, levels, norm="log", cmap="Greys", alpha=0.35)
     axes.contour(c1, c2, losses, levels, norm="log", colors="#9aa0a6", linewidths=0.5)
     bar = figure.colorbar(filled, ax=axes, shrink=0.8, pad=0.02, ticks=levels[::3], format="%.2g")
@@ -241,8 +241,9 @@ def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "F
         steps = np.diff(way, axis=0)
         axes.quiver(
             way[:-1, 0], way[:-1, 1], steps[:, 0], steps[:, 1], angles="xy", scale_units="xy", scale=1,
-            color=colour, width=0.0022, headwidth=4.5, headlength=6, alpha=0.75, label=title, zorder=2,
+            color=colour, width=0.0022, headwidth=4.5, headlength=6, alpha=0.75, zorder=2,
         )  # fmt: skip
+        axes.plot([], [], color=colour, label=title)
     for when, marker, colour, title in (
         ("initialised", "o", _BEGIN, "at the beginning of an iteration"),
         ("trained", "s", _END, "at its end"),

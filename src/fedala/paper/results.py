@@ -45,6 +45,8 @@ class Run:
     seconds_per_round: float
     together: int
     """How many seeds ran side by side in these seconds."""
+    diverged: int
+    """Rounds in which a client diverged and did not count."""
     sent: int
     uploaded: int
     samples: int
@@ -111,6 +113,8 @@ class Figure:
             found.append("shuffled")
         if any(run.eval_every > 1 for run in self.runs):
             found.append(f"evaluated every {max(run.eval_every for run in self.runs)} rounds")
+        if any(run.diverged for run in self.runs):
+            found.append(f"clients diverged in {max(run.diverged for run in self.runs)} rounds")
         return [*found, *dict.fromkeys(f"data {run.data}" for run in self.runs if run.data)]
 
 
@@ -218,6 +222,7 @@ def runs_in(folder: Path, about: dict[str, Any]) -> Iterator[Run]:
             # The first two pay for the start and for ALA's initial stage, and the last does not train.
             seconds_per_round=float(np.mean(seconds[2:-1] or seconds)),
             together=config.seeds,
+            diverged=sum(row["diverged"] > 0 for row in rows),
             sent=max(row["sent"] for row in rows),
             uploaded=max(row["uploaded"] for row in rows),
             **about,

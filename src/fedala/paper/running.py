@@ -5,8 +5,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,11 +17,12 @@ import torch
 from fedala import files
 from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, load
-from fedala.errors import UserError
+from fedala.errors import RunError, UserError
 from fedala.paper.experiments import Cell, Setting
 from fedala.paper.results import histories, run_folders
-from fedala.running import Plan, execute, plan, versions
+from fedala.running import Plan, Stopped, Watcher, execute, plan, versions
 from fedala.simulation import Row
+from fedala.store import RunFolder
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Order:
     data_dir: Path | None = None
     eval_every: int = 1
     device: str = "auto"
+    keep_checkpoints: bool = False
+    """Of finished cells, so that they can get more rounds without being run again."""
     deadline: float | None = None
     """By `time.monotonic()`: no round begins after it."""
 
@@ -54,14 +57,6 @@ class Watch(Protocol):
 
     def ended(self, cell: str, how: str, why: str = "") -> None:
         """`how`: done, kept (finished before), stopped (out of time), left out (no time), skipped or failed, and `why`."""
-
-
-class Stop(Exception):
-    """Ends a run between two rounds."""
-
-
-class Finished(Stop):
-    """A run that was meant to be longer has had all the rounds that are asked for now."""
 
 
 class Shelf:
@@ -133,11 +128,13 @@ def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
                 target = folder / f"seeds-{seeds.start}-{seeds.stop - 1}"
                 _run(cell, seeds, target, order, federation, about, watch)
             watch.ended(str(cell), "done")
-        except Stop:
+        except Stopped:
             watch.ended(str(cell), "stopped")
         except UserError as error:
             watch.ended(str(cell), "skipped", str(error))
-        except RuntimeError as error:  # out of memory, a fault of the device: other cells may still run
+        except RunError as error:
+            watch.ended(str(cell), "failed", str(error))
+        except RuntimeError as error:  # a fault of the device: other cells may still run
             watch.ended(str(cell), "failed", f"{type(error).__name__}: {error}")
         except OSError as error:
             raise UserError(f"The results folder {order.out} cannot be written to: {error}.") from None
@@ -147,36 +144,49 @@ def _run(
     cell: Cell, seeds: range, folder: Path, order: Order, federation: Federation, about: dict[str, Any], watch: Watch
 ) -> None:
     """Some seeds of a cell, side by side, from where they stand up to the rounds that are asked for."""
-    checked = _plan(cell, seeds, folder, order, federation)
-    last = checked.config.seed + checked.config.seeds - 1
+    begun = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
+    reached = -1
 
     def follow(_: str, row: Row) -> None:
+        nonlocal reached
+        reached = row["round"]
         watch.row(str(cell), row)
-        # The seeds of a round come one after the other: it is over with the last.
-        if row["seed"] == last and row["round"] < int(checked.config.rounds or 0):
-            if row["round"] >= order.rounds:
-                raise Finished
-            if order.left <= 0:
-                raise Stop
 
     files.replace(folder.parent / "cell.json", json.dumps(about, indent=2).encode())
-    with suppress(Finished):
-        resume(checked, folder, follow)
+    watcher = Watcher(row=follow, stop=lambda: reached >= order.rounds or order.left <= 0)
+    # A run that has ended and kept no checkpoint is made again: it gives the same, and more.
+    ended = begun and not begun.keep_checkpoint and _rounds(folder, seeds) >= int(begun.rounds or 0)
+    try:
+        if begun and not ended:
+            execute(_plan(_changed(begun, order), cell, federation), folder, resume=True, watcher=watcher)
+        else:
+            execute(_plan(_new(cell, seeds, order), cell, federation), folder, force=True, watcher=watcher)
+    except Stopped:
+        if reached < order.rounds:
+            raise
 
 
-def resume(checked: Plan, folder: Path, on_row: Callable[[str, Row], None]) -> None:
-    execute(checked, folder, force=True, on_row=on_row)
+def _new(cell: Cell, seeds: range, order: Order) -> Config:
+    return cell.config(
+        rounds=order.rounds,
+        seeds=len(seeds),
+        seed=seeds.start,
+        eval_every=order.eval_every,
+        keep_checkpoint=order.keep_checkpoints,
+        **_machine(order),
+    )
 
 
-def _plan(cell: Cell, seeds: range, folder: Path, order: Order, federation: Federation) -> Plan:
-    """A new run; or the one that stands in the folder, as it was begun, with at least as many rounds as are asked for."""
-    options: dict[str, Any] = {"device": order.device, "data_dir": str(order.data_dir) if order.data_dir else None}
-    if (folder / "config.toml").is_file():
-        begun = Config.read(folder / "config.toml")
-        config = Config.of({**begun, **options, "rounds": max(order.rounds, int(begun["rounds"]))})
-    else:
-        new = {"rounds": order.rounds, "seeds": len(seeds), "seed": seeds.start, "eval_every": order.eval_every}
-        config = cell.config(**options, **new)
+def _changed(begun: Config, order: Order) -> Config:
+    """A run as it was begun, with at least as many rounds as are asked for."""
+    return begun.changed({"rounds": max(order.rounds, int(begun.rounds or 0)), **_machine(order)})
+
+
+def _machine(order: Order) -> dict[str, Any]:
+    return {"device": order.device, "data_dir": str(order.data_dir) if order.data_dir else None}
+
+
+def _plan(config: Config, cell: Cell, federation: Federation) -> Plan:
     checked = plan(config, federation)
     # The federation was made by what the setting says, and the run folder is to say so, too.
     return replace(checked, config=replace(checked.config, partition=cell.setting.partition))
@@ -286,10 +296,11 @@ def side_by_side(arguments: list[str], jobs: int, watch: Watch, environment: dic
     try:
         for listener in listeners:
             listener.join()
-    except KeyboardInterrupt:
-        for listener in listeners:  # the processes have got the signal, too, and are about to end
+    finally:  # after an interrupt, the processes have got the signal, too, and are about to end
+        for process, listener in zip(processes, listeners, strict=True):
             listener.join()
-        raise
+            with process:
+                process.wait()
     for process in processes:
-        if process.wait() not in (0, 1, 2):
-            raise UserError(f"One of the {jobs} processes ended with exit code {process.returncode}.")
+        if process.returncode:
+            raise RunError(f"One of the {jobs} processes ended with exit code {process.returncode}.")
