@@ -39,7 +39,9 @@ class Config:
     join_ratio: float = option(1.0, "ρ: share of the clients that take part in a round", above=0, most=1)
     rounds: int | None = option(None, "T: number of rounds; without it, 30 for digits and the paper's 2000", least=1)
     batch_size: int = option(10, "B: samples per local step", least=1)
-    lr: float | None = option(None, "local learning rate; without it, the paper's for the dataset and model", above=0)
+    lr: float | None = option(
+        None, "local learning rate; without it, the paper's for the dataset and model", above=0, most=1e9
+    )
     local_epochs: int = option(1, "local epochs per round", least=1)
     shuffle: bool = option(True, "reshuffle the batches every epoch; the paper's presets keep the fixed order")
     seeds: int = option(1, "how many runs", least=1)
