@@ -4,6 +4,7 @@ import csv
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -251,3 +252,11 @@ def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
     path.write_text(change(path.read_text()))
     with pytest.raises(UserError, match=sentence):
         Results(read_csv(path))
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    inside = page.partition(report.BEGIN)[2].partition(report.END)[0].strip()
+    results = Results(run for path in (root / "results").glob("*.csv") for run in read_csv(path))
+    assert inside == (report.body(results).strip() if results.runs else "Nothing has been run yet.")

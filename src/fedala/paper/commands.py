@@ -161,6 +161,11 @@ def _draw(chosen: Mapping[str, Drawing], out: Path, data_dir: Path | None, round
                 print(f"Written: {path}")
         except UserError as error:
             print(f"Skipped: {name}: {error}")
+        else:
+            for reason in dict.fromkeys(
+                shelf.missing[s.dataset] for s in drawing.settings if s.dataset in shelf.missing
+            ):
+                print(f"Left out of {name}: {reason}")
 
 
 def _split(text: str) -> list[str]:

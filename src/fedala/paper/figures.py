@@ -303,7 +303,8 @@ def _splits(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]) -> Itera
             {"client": client, "class": label, "samples": int(counts[client, label])}
             for client, label in np.argwhere(counts).tolist()
         ]
-        title = f"{setting.dataset}, {setting.partition}, {setting.clients} clients"
+        note = f" ({data.note})" if data.note else ""
+        title = f"{setting.dataset}{note}, {setting.partition}, {setting.clients} clients"
         yield name.replace(":", "-"), plots.bubbles(counts, data.class_names, title), rows
 
 
