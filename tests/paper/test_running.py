@@ -300,5 +300,36 @@ def test_list_names_every_table_column_and_figure():
 
 
 def test_the_data_that_is_named_must_be_there():
-    with pytest.raises(UserError, match="no results folder"):
+    with pytest.raises(UserError, match="nowhere is no results folder"):
         Results.read(running.Path("nowhere"))
+
+
+def test_columns_and_methods_are_run_in_the_order_in_which_they_are_named():
+    from fedala.paper.experiments import choose
+
+    chosen = choose(["table2"], ["cifar100-dir", "mnist-pathological"], ["fedala", "fedavg"])
+    assert [(column.name, method) for _, column, method in chosen] == [
+        ("cifar100-dir", "fedala"), ("cifar100-dir", "fedavg"),
+        ("mnist-pathological", "fedala"), ("mnist-pathological", "fedavg"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "sentence"),
+    [
+        ("results.csv", "a,b\n", "is no csv of results"),
+        (f"{PLACE}/fedavg/cell.json", "{", "is damaged"),
+        (f"{PLACE}/fedavg/cell.json", '{"samples": 1}', "is damaged"),
+        (f"{PLACE}/fedavg/seeds-0-0/config.toml", "rounds = [", "is not TOML"),
+        (f"{PLACE}/fedavg/seeds-0-0/history.csv", "method,seed,round\nfedavg,0,0\n", "is not the run of a cell"),
+    ],
+)
+def test_a_damaged_results_folder_is_a_sentence_before_anything_is_run(data, tmp_path, path, content, sentence):
+    folder = tmp_path / PLACE / "fedavg"
+    measured(tmp_path, "fedavg", 1.0)
+    (folder / "cell.json").write_text(json.dumps({"samples": 240, "data": "", "device": "", "version": ""}))
+    (tmp_path / path).write_text(content)
+    result = run(data, tmp_path, method="fedprox")
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert not (tmp_path / PLACE / "fedprox").exists()

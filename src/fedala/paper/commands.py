@@ -105,6 +105,8 @@ def run(
     Config.of({"device": device})
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
+    if out.exists():
+        Results.read(out)  # what could not be read at the end is refused now
     figures = {name: drawing for name, drawing in drawings(digits=data_dir is None).items() if name in names}
     chosen = choose([name for name in names if name not in figures], _split(columns), _split(method))
     cells: dict[Cell, float | None] = {}

@@ -243,6 +243,13 @@ def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tup
         known_methods = dict.fromkeys(spelling for _, column, m in there for spelling in (m, column.cell(m).method))
         if name not in known_methods:
             raise UserError(f"There is no method {name} in {where}{suggest(name, known_methods)}.")
+
+    def place(entry: tuple[Table, Column, str]) -> tuple[int, int]:
+        """The order in which columns and methods are named is that in which they are wanted."""
+        _, column, method = entry
+        spelling = method if method in methods else column.cell(method).method
+        return columns.index(column.name) if columns else 0, methods.index(spelling) if methods else 0
+
     chosen = [
         (table, column, method)
         for table, column, method in there
@@ -251,7 +258,7 @@ def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tup
     ]
     if not chosen and names:
         raise UserError(f"{where} has no cell of {', '.join(methods)} in {', '.join(columns)}.")
-    return chosen
+    return sorted(chosen, key=place)
 
 
 def governed(build: Any, layers: int) -> int:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,6 +19,8 @@ from fedala.store import RunFolder
 
 #: The file in a results folder into which `fedala paper run` writes a line for each cell and seed.
 CSV = "results.csv"
+#: What a cell's own file says, and a run folder does not.
+ABOUT = {"samples": int, "data": str, "device": str, "version": str}
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Results:
     def read(cls, folder: Path) -> "Results":
         """From the run folders of a results folder, and from the csv files that lie in it."""
         if not folder.is_dir():
-            raise UserError(f"There is no results folder {folder}: fedala paper run makes one.")
+            raise UserError(f"{folder} is no results folder: fedala paper run makes one.")
         listed = [run for path in sorted(folder.glob("*.csv")) for run in read_csv(path)]
         return cls([*listed, *found(folder)])
 
@@ -189,18 +192,31 @@ def read_csv(path: Path) -> Iterator[Run]:
 
 def found(folder: Path) -> Iterator[Run]:
     """The runs in the folders under a results folder: setting / cell / seeds-…"""
-    for about in sorted(folder.glob("*/*/cell.json")):
-        if about.parent.parent.name in settings():
-            for part in run_folders(about.parent):
-                yield from runs_in(part, json.loads(about.read_text(encoding="utf-8")))
+    for path in sorted(folder.glob("*/*/cell.json")):
+        if path.parent.parent.name in settings():
+            for part in run_folders(path.parent):
+                try:
+                    yield from runs_in(part, about(path))
+                except (KeyError, TypeError) as error:
+                    raise UserError(f"{part} is not the run of a cell: {error}.") from None
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What a cell's own file says about its data and machine."""
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+        return {name: convert(words[name], kind, name) for name, kind in ABOUT.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}.") from None
 
 
 def run_folders(cell_folder: Path) -> list[Path]:
     """The run folders of a cell, each of some seeds."""
-    return sorted(path.parent for path in cell_folder.glob("seeds-*/config.toml"))
+    parts = (path.parent for path in cell_folder.glob("seeds-*/config.toml"))
+    return sorted(part for part in parts if re.fullmatch(r"seeds-\d+-\d+", part.name, re.ASCII))
 
 
-def runs_in(folder: Path, about: dict[str, Any]) -> Iterator[Run]:
+def runs_in(folder: Path, words: dict[str, Any]) -> Iterator[Run]:
     """Each seed of a run folder, finished or not: the history tells."""
     config = Config.of(Config.read(folder / "config.toml"))
     for seed, rows in histories(folder).items():
@@ -225,7 +241,7 @@ def runs_in(folder: Path, about: dict[str, Any]) -> Iterator[Run]:
             diverged=sum(row["diverged"] > 0 for row in rows),
             sent=max(row["sent"] for row in rows),
             uploaded=max(row["uploaded"] for row in rows),
-            **about,
+            **words,
         )
 
 

@@ -19,7 +19,7 @@ from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, load
 from fedala.errors import RunError, UserError
 from fedala.paper.experiments import Cell, Setting
-from fedala.paper.results import histories, run_folders
+from fedala.paper.results import about, histories, run_folders
 from fedala.running import Plan, Stopped, Watcher, execute, plan, versions
 from fedala.simulation import Row
 from fedala.store import RunFolder
@@ -123,10 +123,10 @@ def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
             if is_finished(cell, order):
                 watch.ended(str(cell), "kept")
                 return
-            about = _about(folder, federation.dataset)
+            words = _about(folder, federation.dataset)
             for seeds in _parts(cell, order):
                 target = folder / f"seeds-{seeds.start}-{seeds.stop - 1}"
-                _run(cell, seeds, target, order, federation, about, watch)
+                _run(cell, seeds, target, order, federation, words, watch)
             watch.ended(str(cell), "done")
         except Stopped:
             watch.ended(str(cell), "stopped")
@@ -141,7 +141,7 @@ def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
 
 
 def _run(
-    cell: Cell, seeds: range, folder: Path, order: Order, federation: Federation, about: dict[str, Any], watch: Watch
+    cell: Cell, seeds: range, folder: Path, order: Order, federation: Federation, words: dict[str, Any], watch: Watch
 ) -> None:
     """Some seeds of a cell, side by side, from where they stand up to the rounds that are asked for."""
     begun = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
@@ -152,7 +152,7 @@ def _run(
         reached = row["round"]
         watch.row(str(cell), row)
 
-    files.replace(folder.parent / "cell.json", json.dumps(about, indent=2).encode())
+    files.replace(folder.parent / "cell.json", json.dumps(words, indent=2).encode())
     watcher = Watcher(row=follow, stop=lambda: reached >= order.rounds or order.left <= 0)
     # A run that has ended and kept no checkpoint is made again: it gives the same, and more.
     ended = begun and not begun.keep_checkpoint and _rounds(folder, seeds) >= int(begun.rounds or 0)
@@ -238,16 +238,13 @@ def seconds_left(cell: Cell, order: Order) -> float:
 
 def _about(folder: Path, dataset: Dataset) -> dict[str, Any]:
     """What a run folder does not say, and the results do. A cell that was begun with other data is not gone on with."""
-    about = {"samples": len(dataset.y), "data": dataset.note, "device": _device(), "version": _version()}
-    path = folder / "cell.json"
-    if path.is_file():
-        begun = json.loads(path.read_text(encoding="utf-8"))
-        if begun["samples"] != about["samples"]:
-            raise UserError(
-                f"it was begun with {begun['samples']} samples, and now there are {about['samples']}; "
-                "use another results folder (--out)"
-            )
-    return about
+    path, samples = folder / "cell.json", len(dataset.y)
+    if path.is_file() and about(path)["samples"] != samples:
+        raise UserError(
+            f"it was begun with {about(path)['samples']} samples, and now there are {samples}; "
+            "use another results folder (--out)"
+        )
+    return {"samples": samples, "data": dataset.note, "device": _device(), "version": _version()}
 
 
 def _device() -> str:
