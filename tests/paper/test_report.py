@@ -200,7 +200,7 @@ def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
     parser.feed(text)
     assert parser.open == []
     assert "http" not in text
-    assert '<span class="ours agrees" title="agrees">56.00 ± 0.63 (+0.08) ●</span>' in text
+    assert '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>' in text
 
 
 def test_what_comes_from_a_file_is_escaped(tmp_path):

@@ -3,13 +3,14 @@
 import csv
 import io
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedala.config import Config
 from fedala.data import Known, known
@@ -261,12 +262,17 @@ def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tup
     return sorted(chosen, key=place)
 
 
-def governed(build: Any, layers: int) -> int:
+def governed(build: Callable[[], nn.Module], layers: int) -> int:
     """How many parameters ALA has on the upper layers of a model, as FedALA would use it."""
-    with torch.device("meta"):
-        model = build()
+    model = _skeleton(build)
     names = make("fedala", {"fedala.layers": layers}).governed(model, layers)
     return sum(model.get_parameter(name).numel() for name in names)
+
+
+@cache
+def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
 
 
 @cache

@@ -224,7 +224,8 @@ def page(sheet: Sheet) -> str:
     def ours(o: Ours) -> str:
         what = "; ".join(filter(None, [o.agreement, *o.departures]))
         mark = _mark(sheet, o, "<sup>{}</sup>")
-        return f'<span class="ours {o.agreement or ""}" title="{_html(what)}">{_html(o.text)}{mark}{_change(o)}</span>'
+        change = f"<small>{_change(o)}</small>" if _change(o) else ""
+        return f'<span class="ours {o.agreement or ""}" title="{_html(what)}">{_html(o.text)}{mark}{change}</span>'
 
     def cell(box: Box | None) -> str:
         inside = [f'<span class="paper">{_html(box.paper)}</span>', *map(ours, box.ours)] if box else ["—"]
@@ -238,7 +239,8 @@ def page(sheet: Sheet) -> str:
         bodies += f"<tbody>{''.join(rows)}</tbody>"
     notes = "".join(f"<li><sup>{letter}</sup> {_html(what)}</li>" for what, letter in sheet.notes.items())
     return (
-        f'<section id="{sheet.table.name}"><h2>{_html(_name(sheet))}</h2><div class="wide"><table>'
+        f'<section id="{sheet.table.name}"><h2 id="{sheet.table.name}-title">{_html(_name(sheet))}</h2>'
+        f'<div class="wide" role="region" tabindex="0" aria-labelledby="{sheet.table.name}-title"><table>'
         f"<thead><tr><td></td>{spans}</tr><tr><td></td>{names}</tr></thead>{bodies}</table></div>"
         f'<ul class="notes">{notes}</ul></section>'
     )
@@ -253,14 +255,16 @@ _PAGE = """<!doctype html>
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d; --back: #0d1117;
   --agrees: #3fb950; --near: #d29922; --differs: #ff7b72 } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 2rem auto;
-  max-width: 78rem; padding: 0 1rem }
+  max-width: 96rem; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin: 2.5rem 0 .6rem }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem }
 th, td { padding: .3rem .7rem; text-align: right; vertical-align: top; white-space: nowrap }
 tbody th { text-align: left; font-weight: 500; position: sticky; left: 0; background: var(--back) }
-thead th { font-weight: 600; border-bottom: 1px solid var(--line) } tbody { border-bottom: 1px solid var(--line) }
-td span { display: block } .paper { color: var(--soft) } .ours { font-weight: 600 }
+thead th { font-weight: 600; border-bottom: 1px solid var(--line) } thead th[colspan] { text-align: center }
+thead tr:first-child th + th { border-left: .6rem solid var(--back) } sup { font-size: .7em; line-height: 0 }
+tbody { border-bottom: 1px solid var(--line) }
+td span { display: block } .paper { color: var(--soft) } .ours { font-weight: 600 } small { font-weight: 400 }
 .agrees { color: var(--agrees) } .near { color: var(--near) } .differs { color: var(--differs) }
 .notes { list-style: none; padding: 0; color: var(--soft); font-size: .85rem } img { max-width: 100%; background: #fff }
 </style></head><body><main><h1>FedALA: the paper and ours</h1>

@@ -123,7 +123,7 @@ def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
             if is_finished(cell, order):
                 watch.ended(str(cell), "kept")
                 return
-            words = _about(folder, federation.dataset)
+            words = _about(folder, federation.dataset, order.device)
             for seeds in _parts(cell, order):
                 target = folder / f"seeds-{seeds.start}-{seeds.stop - 1}"
                 _run(cell, seeds, target, order, federation, words, watch)
@@ -236,7 +236,7 @@ def seconds_left(cell: Cell, order: Order) -> float:
     return 0
 
 
-def _about(folder: Path, dataset: Dataset) -> dict[str, Any]:
+def _about(folder: Path, dataset: Dataset, device: str) -> dict[str, Any]:
     """What a run folder does not say, and the results do. A cell that was begun with other data is not gone on with."""
     path, samples = folder / "cell.json", len(dataset.y)
     if path.is_file() and about(path)["samples"] != samples:
@@ -244,11 +244,12 @@ def _about(folder: Path, dataset: Dataset) -> dict[str, Any]:
             f"it was begun with {about(path)['samples']} samples, and now there are {samples}; "
             "use another results folder (--out)"
         )
-    return {"samples": samples, "data": dataset.note, "device": _device(), "version": _version()}
+    return {"samples": samples, "data": dataset.note, "device": _device(device), "version": _version()}
 
 
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+def _device(name: str) -> str:
+    on_gpu = name != "cpu" and torch.cuda.is_available()
+    return torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
 
 
 def _version() -> str:
