@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [ROUNDS] [FOLDER]
 
-Prints resident memory, open files and the median seconds of a round after rounds 100, 200, … and the ratio of the last to the first.
+Prints resident memory, open files and the median seconds of a round after rounds 100, 200, …, and how the last compares to the first.
 """
 
 import os

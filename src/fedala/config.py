@@ -15,7 +15,7 @@ PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
 #: What may be changed when a run is resumed. Device and lanes change results by rounding only; the rest decides what a run is.
 FREE = (
-    "rounds", "data_dir", "device", "lanes", "client_memory", "on_divergence",
+    "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
     "save_models", "checkpoint_every", "keep_checkpoint",
 )  # fmt: skip
 
@@ -58,6 +58,12 @@ class Config:
     )
     client_memory: float | None = option(
         None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
+    )
+    feature_memory: float | None = option(
+        None,
+        "GiB for features under the upper layers, which ALA and evaluation keep where they fit and compute again where they do "
+        "not; without it, 1, or an eighth of a GPU's memory",
+        least=0,
     )
     on_divergence: str = option(
         "skip",

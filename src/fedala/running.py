@@ -405,6 +405,7 @@ def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
         shuffle=config.shuffle,
         device=plan.device,
         precision=config.precision,
+        feature_memory=None if config.feature_memory is None else int(config.feature_memory * 2**30),
     )
 
     def start(seed: int) -> Params:

@@ -205,6 +205,8 @@ class Simulation:
             if train:
                 done.upload, done.state = self.method.train(cohort, initialized, cohort.received, state)
                 done.finite = _finite(cohort, done.upload, done.state)
+                if self.join_ratio == 1:
+                    cohort.look_ahead()
                 if left is not None:
                     self._score(cohort, lanes, self.method.left(done.upload, done.state), left)
             return done
