@@ -29,6 +29,7 @@ from fedala.data import federate, known, load, write_partition
 from fedala.errors import RunError, UserError
 from fedala.methods import catalogue
 from fedala.options import suggest
+from fedala.paper import commands as paper
 from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
 from fedala.report.runs import find
@@ -45,6 +46,9 @@ PANELS = {
     "device": "Machine",
     "record_weights": "Files",
 }
+
+
+_console = tables.console
 
 
 class Commands(TyperGroup):
@@ -76,6 +80,7 @@ app = typer.Typer(
   fedala partition --partition pathological:2 --plot split.png
   fedala methods                              what --method and --set take""",
 )
+app.add_typer(paper.app, name="paper")
 
 
 def main() -> None:
@@ -452,14 +457,6 @@ def _keep_memory() -> None:
             trim_threshold, mmap_threshold = -1, -3
             library.mallopt(mmap_threshold, 32 * 2**20)
             library.mallopt(trim_threshold, 2**30)
-
-
-def _console() -> Console:
-    """A terminal decides about its width; a table that goes elsewhere is as wide as it needs to be."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 240
-    return console
 
 
 def _say(sentence: str) -> None:

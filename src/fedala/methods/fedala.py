@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fedala import ala
+from fedala.ala import Outcome
 from fedala.cohort import Cohort, Params, Task
 from fedala.methods.fedavg import FedAvg
 from fedala.methods.method import Method, State
@@ -65,9 +66,13 @@ class WithALA(Method):
         initialized, learned, outcome = ala.initialize(
             cohort, self.ala, state["ala"], local, received, governed=names, start=start
         )
+        self.note(cohort, outcome)
+        return initialized, {**state, "ala": learned}
+
+    def note(self, cohort: Cohort, outcome: Outcome) -> None:
+        """What is recorded of a cohort's ALA."""
         capped = outcome.initial & (outcome.epochs >= self.ala.max_epochs)
         cohort.notes |= {"ala_epochs": outcome.epochs, "ala_weight": outcome.weight_mean, "ala_capped": capped.double()}
-        return initialized, {**state, "ala": learned}
 
     def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
         # The personal model that the last round left gives way to the one that ALA has just initialised.

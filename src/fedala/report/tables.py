@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +20,14 @@ ACCURACIES = {
     "final": "last round",
     "validation_picked": "round picked by\nvalidation",
 }
+
+
+def console() -> Console:
+    """A terminal decides about its width; a table that goes elsewhere is as wide as it needs to be."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240
+    return console
 
 
 def results(methods: Mapping[str, Any]) -> Table:

@@ -1,0 +1,262 @@
+"""`fedala paper report`: our numbers beside the paper's, and in what they are not the paper's experiment."""
+
+import csv
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedala import cli
+from fedala.errors import UserError
+from fedala.paper import report
+from fedala.paper.experiments import tables
+from fedala.paper.results import Figure, Results, Run, read_csv
+
+BASE = Run(
+    setting="cifar100-dir", method="fedala", set="", shuffle=False, seed=0, rounds=2000, planned=2000, eval_every=1,
+    best=0.56, best_round=150, best_joined=0.56, final=0.5, seconds_per_round=0.25, together=5, diverged=0, sent=100,
+    uploaded=100, samples=60000, data="", device="GPU", version="x",
+)  # fmt: skip
+
+
+def seeds(*bests, **changes):
+    return [
+        replace(BASE, seed=seed, best=best, best_joined=round(best - 0.1, 6), **changes)
+        for seed, best in enumerate(bests)
+    ]
+
+
+@pytest.fixture
+def results():
+    return Results(
+        [
+            *seeds(0.55, 0.56, 0.57, 0.56, 0.56),
+            *seeds(0.574, shuffle=True, rounds=300),
+            *seeds(0.29, 0.31, method="fedavg", rounds=300, planned=2000),
+            *seeds(0.7, setting="ag-news-dir", data="partial: 82031 of 127600 samples"),
+            *seeds(0.64, setting="cifar100-joining"),
+            *seeds(0.5, method="ditto", rounds=300),
+            *seeds(0.56, method="ditto+ala", rounds=300),
+        ]
+    )
+
+
+def place(table, column):
+    return next(c for c in tables()[table].columns if c.name == column)
+
+
+def test_mean_deviation_and_difference(results):
+    figure = results.figure(place("table2", "cifar100-dir").cell("fedala"))
+    assert figure.accuracy == pytest.approx(56.0)
+    assert figure.std == pytest.approx(0.632455, abs=1e-5)
+    assert figure.departures == []
+    [ours, shuffled] = [
+        row for row in report.comparison(results)
+        if (row["table"], row["column"], row["method"]) == ("table2", "cifar100-dir", "fedala")
+    ]  # fmt: skip
+    assert (ours["paper"], ours["ours"], ours["difference"], ours["agreement"]) == (55.92, 56.0, 0.08, "agrees")
+    assert (shuffled["difference"], shuffled["agreement"]) == (1.48, "near")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rounds": 300}, ["300 of 2000 rounds"]),
+        ({"shuffle": True}, ["shuffled"]),
+        ({"eval_every": 5}, ["evaluated every 5 rounds"]),
+        ({"data": "partial: 1 of 2 samples"}, ["data partial: 1 of 2 samples"]),
+        ({"diverged": 3}, ["clients diverged in 3 rounds"]),
+    ],
+)
+def test_departures_from_the_paper_are_said(changes, said):
+    assert Figure(tuple(seeds(*[0.5] * 5, **changes))).departures == said
+
+
+def test_fewer_seeds_and_unequal_rounds_are_said():
+    assert Figure((BASE, replace(BASE, seed=1, rounds=300))).departures == [
+        "300 to 2000 of 2000 rounds",
+        "2 of 5 seeds",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("difference", "agreement"), [(-1.0, "agrees"), (1.004, "agrees"), (1.01, "near"), (-3.0, "near"), (3.2, "differs")]
+)
+def test_agreement(difference, agreement):
+    assert report.Ours("", difference).agreement == agreement
+
+
+def test_joining_clients_alone_count_where_the_paper_counts_them_alone(results):
+    assert results.figure(place("table7", "cifar100-joining").cell("fedala")).accuracy == pytest.approx(54.0)
+
+
+def test_of_two_runs_of_a_seed_the_longer_one_counts():
+    longer = replace(BASE, rounds=2000, best=0.6)
+    for runs in ([replace(BASE, rounds=10), longer], [longer, replace(BASE, rounds=10)]):
+        assert Results(runs).runs == [longer]
+
+
+def test_runs_with_different_schedules_are_not_mixed():
+    runs = [
+        replace(BASE, method="fedphp", planned=300, rounds=300, seed=0),
+        replace(BASE, method="fedphp", planned=2000, rounds=400, seed=1),
+    ]
+    figure = Results(runs).figure(place("table2", "cifar100-dir").cell("fedphp"))
+    assert [run.seed for run in figure.runs] == [1]
+
+
+def test_improvements_are_ours_with_ala_less_ours_without(results):
+    [sheet] = [sheet for sheet in report.sheets(results) if sheet.table.name == "table4"]
+    boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
+    paper, [ours] = boxes[-1].paper, boxes[-1].ours
+    assert paper == "3.46"
+    assert ours.text == "6.00"
+    assert ours.difference == pytest.approx(6.0 - 3.46)
+
+
+def test_only_tables_with_something_to_show_are_shown(results):
+    assert [sheet.table.name for sheet in report.sheets(results)] == ["table1", "table2", "table4", "table6", "table7"]
+
+
+def test_the_cost_table_shows_seconds_and_parameters():
+    [sheet] = [
+        sheet
+        for sheet in report.sheets(Results([replace(BASE, setting="tiny-resnet18-dir", seconds_per_round=1.5)]))
+        if sheet.table.cost
+    ]
+    total, per_round, parameters = dict(row for group in sheet.groups for row in group)["FedALA"]
+    assert (total.paper, per_round.paper, parameters.paper) == ("7+116 min", "1.93 min", "2·Σ")
+    assert total.ours[0].text.startswith("3:45 (150 rounds")
+    assert (per_round.ours[0].text, parameters.ours[0].text) == ("1.5 s", "200")
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(results, tmp_path):
+    results.write(tmp_path / "results.csv")
+    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path)], prog_name="fedala")
+    assert answer.exit_code == 0, answer.output
+    return tmp_path / "report", answer
+
+
+def test_a_report_comes_from_csv_alone(written, results, tmp_path):
+    assert Results.read(tmp_path).runs == sorted(results.runs, key=lambda run: (run.cell, run.planned, run.seed))
+    folder, answer = written
+    assert {path.name for path in folder.iterdir()} == {"tables.md", "tables.tex", "tables.csv", "index.html"}
+    assert "55.92" in answer.stdout
+    assert "partial: 82031 of 127600 samples" in answer.stdout
+
+
+def test_markdown(written):
+    text = (written[0] / "tables.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| FedALA | 99.88"))
+    assert "55.92 ± 0.03<br>**56.00 ± 0.63** (+0.08) ●<br>**57.40**<sup>" in row
+    assert "300 of 2000 rounds, 1 of 5 seeds, shuffled" in text
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert len({line.count(" | ") for line in table.splitlines() if not line.startswith("|---")}) == 1
+
+
+def test_latex(written):
+    text = (written[0] / "tables.tex").read_text(encoding="utf-8")
+    assert text.count("\\begin{") == text.count("\\end{")
+    assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63}" in text
+    assert not set("±ρΣα·") & set(text)
+    for table in re.findall(r"\\begin\{tabular\}(.*?)\\end\{tabular\}", text, re.S):
+        rows = [line for line in table.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
+        assert len({line.count("&") for line in rows}) == 1
+
+
+def test_csv(written):
+    with (written[0] / "tables.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    fedavg = next(row for row in rows if (row["table"], row["method"]) == ("table2", "fedavg"))
+    assert (fedavg["paper"], fedavg["ours"], fedavg["difference"]) == ("31.89", "30.0", "-1.89")
+    assert fedavg["departures"] == "300 of 2000 rounds; 2 of 5 seeds"
+
+
+class Balanced(HTMLParser):
+    """Every element that is opened is closed, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
+    text = (written[0] / "index.html").read_text(encoding="utf-8")
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert "http" not in text
+    assert '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>' in text
+
+
+def test_what_comes_from_a_file_is_escaped(tmp_path):
+    Results([replace(BASE, data="<script>x</script>")]).write(tmp_path / "results.csv")
+    report.write(Results.read(tmp_path), tmp_path / "report")
+    assert "<script>" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def test_the_tables_go_between_the_marks_of_a_file(results, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    for _ in range(2):
+        report.insert(results, path)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert text.count("### Table 2") == 1
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_marks_is_refused(results, tmp_path):
+    (tmp_path / "page.md").write_text("nothing")
+    with pytest.raises(UserError, match="has no place for the tables"):
+        report.insert(results, tmp_path / "page.md")
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path)], prog_name="fedala")
+    assert answer.exit_code == 2
+    assert "There is no result to report" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda text: text.replace("setting", "place", 1), "is no csv of results"),
+        (lambda text: text.replace("cifar100-dir", "cifar"), "line 2: there is no setting cifar"),
+        (lambda text: text.replace("0.56,150", "much,150"), "line 2: best must be a number"),
+        (lambda text: text.rstrip() + ",more\n", "must have 21 columns"),
+        (lambda text: text.replace("fedala", "fedalla"), "There is no method 'fedalla'"),
+    ],
+)
+def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
+    path = tmp_path / "results.csv"
+    Results([BASE]).write(path)
+    path.write_text(change(path.read_text()))
+    with pytest.raises(UserError, match=sentence):
+        Results(read_csv(path))
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    inside = page.partition(report.BEGIN)[2].partition(report.END)[0].strip()
+    results = Results(run for path in (root / "results").glob("*.csv") for run in read_csv(path))
+    assert inside == (report.body(results).strip() if results.runs else "Nothing has been run yet.")
