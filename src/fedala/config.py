@@ -90,8 +90,8 @@ class Config:
     def text(self) -> str:
         """The config as TOML, to be read again by `--config`."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "set"}
-        lines = [f"{name} = {_toml(value)}" for name, value in plain.items() if value is not None]
-        lines += ["", "[set]", *(f"{_toml(key)} = {_toml(value)}" for key, value in self.set.items())]
+        lines = [f"{name} = {toml(value)}" for name, value in plain.items() if value is not None]
+        lines += ["", "[set]", *(f"{toml(key)} = {toml(value)}" for key, value in self.set.items())]
         return "\n".join(lines) + "\n"
 
 
@@ -111,6 +111,6 @@ def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
     return flat
 
 
-def _toml(value: str | float) -> str:
+def toml(value: str | float) -> str:
     """A JSON scalar is a TOML scalar, but for one character that JSON leaves as it is."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

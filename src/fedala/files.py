@@ -103,14 +103,16 @@ def pack(tree: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> byt
     """The bytes of a file that holds the tree."""
     tensors: dict[str, Tensor] = {}
     orders: dict[str, list[int]] = {}
-    shape = _flatten(tree, tensors)
+    shape = _flatten(tree, tensors, {})
     for name, tensor in tensors.items():
         # In memory, dimensions may stand in another order (channels last); torch then computes in another order, too.
         order = [d for _, d in sorted((-s if n > 1 else 0, d) for d, (s, n) in enumerate(_dimensions(tensor)))]
         if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
             orders[name] = order
             tensor = tensor.permute(order)
-        tensors[name] = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
+        # A part of something larger is taken out of it: the format has no views.
+        tensors[name] = tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
     words: dict[str, Any] = {"version": VERSION, "about": dict(about or {}), "tree": shape, "orders": orders}
     words["digest"] = _digest(words, tensors)
     data: bytes = serialize(tensors, {"fedala": json.dumps(words)})
@@ -146,15 +148,21 @@ def _dimensions(tensor: Tensor) -> Iterator[tuple[int, int]]:
     return zip(tensor.stride(), tensor.shape, strict=True)
 
 
-def _flatten(tree: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The tree's shape, with each leaf's number in its place: names of parameters may hold any character."""
+def _flatten(tree: Mapping[str, Any], tensors: dict[str, Tensor], known: dict[Any, str]) -> dict[str, Any]:
+    """The tree's shape, with each leaf's number in its place: names of parameters may hold any character.
+
+    What is one tensor under several names is kept once.
+    """
     shape: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            shape[key] = _flatten(value, tensors)
+            shape[key] = _flatten(value, tensors, known)
         elif isinstance(value, torch.Tensor):
-            shape[key] = str(len(tensors))
-            tensors[shape[key]] = value
+            same = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else id(value)
+            if same not in known:
+                known[same] = str(len(tensors))
+                tensors[known[same]] = value
+            shape[key] = known[same]
         else:
             raise TypeError(f"{key} is no tensor and no dict of tensors, so it cannot be kept: {type(value).__name__}")
     return shape

@@ -212,9 +212,14 @@ def run(
 
 
 def execute(
-    plan: Plan, out: Path | None, *, force: bool = False, on_row: Callable[[str, Row], None] | None = None
+    plan: Plan,
+    out: Path | None,
+    *,
+    force: bool = False,
+    on_row: Callable[[str, Row], None] | None = None,
+    simulate: Callable[[Plan, Method], Simulation] | None = None,
 ) -> Result:
-    """Carries out a plan."""
+    """Carries out a plan; `simulate` makes the simulation of a method, where it is not the usual one."""
     config = plan.config
     if config.save_models:
         _check_room(plan, out)
@@ -226,7 +231,7 @@ def execute(
         for method in plan.methods:
             outcome = MethodResult(method.name, method.title)
             result.methods[method.name] = outcome
-            simulation = prepare(plan, method)
+            simulation = (simulate or prepare)(plan, method)
 
             def keep(personal: Personal, outcome: MethodResult = outcome) -> None:
                 if folder:
@@ -250,8 +255,8 @@ def execute(
     return result
 
 
-def prepare(plan: Plan, method: Method) -> Simulation:
-    """One method's simulation, ready for its first round."""
+def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
+    """The task, and the initial model Θ⁰ of every seed."""
     config, federation = plan.config, plan.federation
     with torch.device("meta"):
         skeleton = plan.model()
@@ -279,6 +284,13 @@ def prepare(plan: Plan, method: Method) -> Simulation:
             for name, value in state.items()
         }
 
+    return task, start
+
+
+def prepare(plan: Plan, method: Method) -> Simulation:
+    """One method's simulation, ready for its first round."""
+    config = plan.config
+    task, start = workplace(plan)
     return Simulation(
         method,
         task,

@@ -4,10 +4,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from small import Net
+
+from fedala.data import Dataset, Federation, federate
+from fedala.flower import Own, client_app
+from fedala.flower.server import serve
 
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # who is sending, which Flower sets elsewhere
 
@@ -21,6 +28,7 @@ class Here(Grid):
             100 + i: {"partition-id": i, "num-partitions": nodes, "state-dir": str(state_dir)} for i in range(nodes)
         }
         self.meddle: Callable[[Message, Message], Message | None] = lambda sent, reply: reply
+        self.asks: Callable[[Message], bool] = lambda message: True
         self.sent: list[Message] = []
         self.replies: list[Message] = []
 
@@ -46,6 +54,8 @@ class Here(Grid):
         answers = []
         for message in messages:
             message.metadata.__dict__["_message_id"] = str(uuid4())
+            if not self.asks(message):
+                continue
             self.sent.append(message)
             # Every message comes to a process of its own, with nothing of the rounds before.
             node = message.metadata.dst_node_id
@@ -58,3 +68,43 @@ class Here(Grid):
             if (meddled := self.meddle(message, reply)) is not None:
                 answers.append(meddled)
         return answers
+
+
+SIZES = [40, 23, 31]
+RUN = {"rounds": 3, "batch_size": 4, "lr": 0.1, "seed": 5}
+
+
+def samples(client):
+    """A client's own learnable 6×6 images of three classes."""
+    random = np.random.default_rng(client)
+    y = torch.from_numpy(random.integers(0, 3, SIZES[client]))
+    x = torch.from_numpy(random.normal(size=(len(y), 1, 6, 6))).float() + y.view(-1, 1, 1, 1) * 0.5
+    return Dataset("own", x, y, 3)
+
+
+def together():
+    """The same clients as one federation on one machine."""
+    parts = [federate(samples(client), "iid", 1, 1) for client in range(len(SIZES))]
+    offsets = np.cumsum([0, *SIZES])
+    held = {
+        part: tuple(getattr(alone, part)[0] + offset for alone, offset in zip(parts, offsets, strict=False))
+        for part in ("train", "test", "validation")
+    }
+    data = [alone.dataset for alone in parts]
+    joint = Dataset("own", torch.cat([d.x for d in data]), torch.cat([d.y for d in data]), 3)
+    return Federation(joint, **held)
+
+
+OWN = Own(Net, lambda context: samples(context.node_config["partition-id"]), (1, 6, 6), 3)
+
+
+def flat(options):
+    return {key: value for key, value in options.items() if key != "set"} | {
+        f"set.{key}": value for key, value in options.get("set", {}).items()
+    }
+
+
+def in_process(tmp_path, own=OWN, nodes=3, **options):
+    run_config = {"clients": nodes, "min_nodes": nodes, "out": str(tmp_path / "runs"), **RUN, **flat(options)}
+    grid = Here(client_app(own), nodes, tmp_path / "state", run_config)
+    return grid, serve(grid, run_config, own)

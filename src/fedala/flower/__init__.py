@@ -11,6 +11,9 @@ try:
 except ModuleNotFoundError:
     raise UserError("fedala on Flower needs flwr: pip install 'fedala[flower]'.") from None
 
+from fedala.flower.client import client_app
+from fedala.flower.experiment import Own
 from fedala.flower.mod import ala_mod, mods
+from fedala.flower.server import server_app
 
-__all__ = ["ala_mod", "mods"]
+__all__ = ["Own", "ala_mod", "client_app", "mods", "server_app"]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
+from safetensors.torch import save as serialize
+from torch import Tensor
 
 from fedala import files
 from fedala.errors import UserError
@@ -25,8 +27,7 @@ class Kept:
     """The states that one client of one experiment was left with, by the round that left them."""
 
     def __init__(self, root: Path, experiment: str, client: str) -> None:
-        if not re.fullmatch(r"\w[\w.-]{0,99}", experiment, re.ASCII):  # it comes from the server, and becomes a path
-            raise UserError(f"An experiment's name must be letters, digits, dots and dashes, not {experiment!r}.")
+        check_name(experiment)
         self.about = {"experiment": experiment, "client": client}
         self.folder = root / experiment / client
         for folder in (root, self.folder.parent, self.folder):
@@ -63,6 +64,17 @@ class Kept:
         for other in self.rounds():
             if other not in (round, before):
                 self.path(other).unlink()
+
+    def save_model(self, model: Mapping[str, Tensor]) -> None:
+        """Keeps the client's personal model of the last round, as a plain safetensors file."""
+        tensors = {name: value.cpu().contiguous() for name, value in model.items()}
+        files.replace(self.folder / "model.safetensors", serialize(tensors), private=True)
+
+
+def check_name(experiment: str) -> None:
+    """An experiment's name comes from the server, and becomes a path."""
+    if not re.fullmatch(r"\w[\w.-]{0,99}", experiment, re.ASCII):
+        raise UserError(f"An experiment's name must be letters, digits, dots and dashes, not {experiment!r}.")
 
 
 def directory(node_config: Mapping[str, Any]) -> Path:

@@ -1,0 +1,182 @@
+"""The server of a real federation: the simulation's round loop, with its clients elsewhere."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from fedala.clients import Lane
+from fedala.cohort import Params
+from fedala.errors import UserError
+from fedala.flower.experiment import PARTS, Deployment, Experiment, Own, at_server, read
+from fedala.flower.nodes import Nodes
+from fedala.flower.records import check, to_params, to_record
+from fedala.running import Result, execute
+from fedala.simulation import Asked, Done, Personal, Row, Simulation
+from fedala.trees import take
+
+log = getLogger("flwr")
+
+
+def server_app(own: Own | None = None) -> ServerApp:
+    """A Flower server app that runs any method; the run config says which."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(grid, context.run_config, own)
+
+    return app
+
+
+class Federated(Simulation):
+    """A simulation whose clients are nodes of a federation. Between rounds, `counted` belongs to what it is."""
+
+    def __init__(self, experiment: Experiment, deployment: Deployment, nodes: Nodes) -> None:
+        config = experiment.plan.config
+        self.nodes, self.deployment = nodes, deployment
+        #: The last round of each client whose update was taken in: the client goes on from what that round left.
+        self.counted: dict[int, int] = {}
+        self._round = 0
+        nothing: list[Any] = [range(0)] * nodes.clients
+        experiment.task.parts = {part: list(nothing) for part in PARTS}
+        self.task = experiment.task
+        self._take_in()
+        super().__init__(
+            experiment.method,
+            experiment.task,
+            experiment.start,
+            seeds=(config.seed,),
+            rounds=int(config.rounds or 1),
+            join_ratio=config.join_ratio,
+            eval_every=config.eval_every,
+            eval_clients=config.eval_clients,
+        )
+        self.expected = self.method.shared(self.task, self.start[0])
+
+    def _take_in(self) -> None:
+        """Notes how many samples the clients have said they have: no more of them is known, or needed, here."""
+        for client, sizes in self.nodes.sizes.items():
+            for part, size in sizes.items():
+                self.task.parts[part][client] = range(size)  # type: ignore[index]
+
+    def run(self, on_model: Callable[[Personal], None] | None = None) -> Iterator[Row]:
+        """All rounds. Of their models, the clients' own stay with them."""
+        return super().run(on_model and (lambda model: on_model(model) if model.client is None else None))
+
+    def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
+        super()._last_models([list(range(self.population))], on_model)  # the global one alone
+
+    def _work(self, asked: Asked, sent: list[Params], joined: list[list[int]]) -> Iterator[Done]:
+        """What has come back from the round's participants, as far as it is good."""
+        self._round = asked.round
+        self.nodes.wait(self.deployment.start_timeout)
+        self._take_in()
+        kind = MessageType.TRAIN if asked.train else MessageType.EVALUATE
+        lanes = {client: place for place, client in enumerate(joined[0])}
+        for client, reply in self._ask(kind, asked, sent[0], joined[0]):
+            try:
+                done = self._done(client, reply)
+                if asked.train:
+                    model = _lane(sent[0], lanes[client])
+                    check(done.upload, self.expected, model, self.deployment.max_norm)
+            except (UserError, KeyError, TypeError, ValueError) as error:
+                node = reply.metadata.src_node_id
+                log.warning(
+                    "Round %d: the update of client %d (node %d) is dropped: %s.", asked.round, client, node, error
+                )
+                continue
+            yield done
+
+    def _ask(self, kind: str, asked: Asked, sent: Params, clients: Sequence[int]) -> list[tuple[int, Message]]:
+        shared = None if _width(sent) > 1 else to_record(sent)  # one and the same for everybody is packed once
+        contents = {}
+        for place, client in enumerate(clients):
+            words = ConfigRecord({
+                "round": asked.round,
+                "evaluates": asked.evaluates,
+                "looks-back": asked.looks_back,
+                "parts": list(self.parts),
+                "since": self.counted.get(client, 0),
+            })  # fmt: skip
+            contents[client] = RecordDict({"arrays": shared or to_record(_lane(sent, place)), "config": words})
+        answers = self.nodes.exchange(kind, contents, asked.round, self.deployment.round_timeout)
+        return sorted(answers.items())
+
+    def _done(self, client: int, reply: Message) -> Done:
+        """A reply as what a cohort of this one client has done."""
+        [arrays], [metrics] = reply.content.array_records.values(), reply.content.metric_records.values()
+        if metrics["client"] != client:
+            raise UserError(f"it says that it is client {metrics['client']}")
+        if metrics["lost"]:
+            log.warning("Round %d: client %d had LOST its state and started over.", self._round, client)
+        notes = {n.removeprefix("note."): torch.tensor([float(v)]) for n, v in metrics.items() if n.startswith("note.")}  # type: ignore[arg-type]
+        return Done(
+            [(0, client)],
+            notes,
+            upload=to_params(arrays, self.task.device),
+            scores=self._scores(metrics, "scores"),
+            left=self._scores(metrics, "left"),
+        )
+
+    def _scores(self, metrics: MetricRecord, name: str) -> list[torch.Tensor]:
+        figures = torch.tensor(metrics[name], dtype=torch.float64)
+        if len(figures) and (figures.shape != (3 * len(self.parts),) or not figures.isfinite().all()):
+            raise UserError(f"its {name} make no sense")
+        return list(figures.view(-1, 1, 3))
+
+    def _aggregate(self, uploads: list[tuple[Sequence[Lane], Params]]) -> int:
+        needed = self.population if self.method.everyone else self.deployment.min_updates
+        if len(uploads) < needed:
+            log.warning(
+                "Round %d: %d good updates, and %d are needed: the global model stays.",
+                self._round,
+                len(uploads),
+                needed,
+            )
+            return 0
+        self.counted |= {client: self._round for lanes, _ in uploads for _, client in lanes}
+        return super()._aggregate(uploads)
+
+    def _score_sent(self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray) -> None:
+        asked = Asked(round, train=False, evaluates=True)
+        for client, reply in self._ask("evaluate.received", asked, sent[0] if round else {}, whom[0]):
+            done = self._done(client, reply)
+            self._note(done.lanes, done.scores, table)
+
+
+def _width(params: Params) -> int:
+    return len(next(iter(params.values()))) if params else 0
+
+
+def _lane(params: Params, place: int) -> Params:
+    """What goes to the client at this place: a lane of its own, or the one that all share."""
+    lane: Params = take(params, slice(place, place + 1)) if _width(params) > 1 else params
+    return lane
+
+
+def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> Result:
+    """The whole run, kept in a run folder like any other."""
+    config, deployment = read(run_config)
+    experiment = at_server(config, own)
+    method = experiment.method
+    if method.stacked and deployment.max_norm:
+        raise UserError(f"max_norm has no meaning for {method.title}, which sends several models.")
+    clients = len(experiment.task.parts["train"])
+    nodes = Nodes(grid, clients, clients if method.everyone else min(deployment.min_nodes, clients))
+    nodes.wait(deployment.start_timeout)
+
+    def note(_: str, row: Row) -> None:
+        log.info("Round %d of %d: accuracy %.4f, loss %.4f", row["round"], config.rounds, row["accuracy"], row["loss"])
+
+    return execute(
+        experiment.plan,
+        Path(deployment.out) / deployment.experiment,
+        on_row=note,
+        simulate=lambda *_: Federated(experiment, deployment, nodes),
+    )

@@ -1,0 +1,219 @@
+"""What goes wrong in a federation: lost replies, bad updates, clients that are not there, damaged files, a dead server."""
+
+import numpy as np
+import pytest
+
+flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
+
+from flower.inprocess import OWN, RUN, Here, in_process  # noqa: E402
+from flwr.app import Array  # noqa: E402
+
+from fedala import UserError, files  # noqa: E402
+from fedala.flower import client_app  # noqa: E402
+from fedala.flower.keeping import Kept  # noqa: E402
+from fedala.flower.server import serve  # noqa: E402
+
+
+def federate(tmp_path, meddle=None, asks=None, **options):
+    """A federation of three whose replies `meddle(round, client, sent, reply)` may change; who is not asked is not there."""
+    run_config = {"clients": 3, "min_nodes": 2, "out": str(tmp_path / "runs"), **RUN, **options}
+    grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
+    if meddle:
+        grid.meddle = lambda sent, reply: meddle(
+            int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100, sent, reply
+        )
+    if asks:
+        grid.asks = lambda sent: asks(int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100)
+    return serve(grid, run_config, OWN)
+
+
+def state_of(tmp_path, client, round):
+    tree, _ = files.load(tmp_path / "state" / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors")
+    return tree
+
+
+def assert_same_state(a, b):
+    assert files.pack(a) == files.pack(b)
+
+
+def figures(result):
+    return [(row["accuracy"], row["loss"], row["accuracy_joined"]) for row in result.history]
+
+
+@pytest.mark.parametrize("method", ["fedala", "ditto", "fedrep", "fedfomo"])
+def test_a_reply_that_is_lost_is_a_round_that_the_client_was_not_part_of(method, tmp_path):
+    """The client has trained and kept its new state when the reply gets lost; the server has not counted it, so neither does
+    the client: the next round goes on from the state before, and everything is as if it had not been asked at all."""
+
+    def lose(round, client, sent, reply):
+        return None if (round, client) == (2, 1) else reply
+
+    lost = federate(tmp_path / "lost", lose, method=method)
+    absent = federate(tmp_path / "absent", asks=lambda round, client: (round, client) != (2, 1), method=method)
+    assert figures(lost) == figures(absent)
+    for client in range(3):
+        assert_same_state(state_of(tmp_path / "lost", client, 3), state_of(tmp_path / "absent", client, 3))
+
+
+def poison(record, how):
+    """A copy of what a client uploads, with something wrong in it."""
+    arrays = {name: array.numpy().copy() for name, array in record.items()}
+    if how == "nan":
+        arrays["out.bias"][0] = np.nan
+    elif how == "infinite":
+        arrays["norm.running_var"][0] = np.inf
+    elif how == "shape":
+        arrays["out.bias"] = arrays["out.bias"][:2]
+    elif how == "type":
+        arrays["out.bias"] = arrays["out.bias"].astype(np.float64)
+    elif how == "missing":
+        del arrays["out.bias"]
+    elif how == "strange":
+        arrays["trojan"] = arrays["out.bias"]
+    elif how == "huge":
+        arrays["out.bias"] += 1e4
+    record.clear()
+    record.update({name: Array(value) for name, value in arrays.items()})
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("nan", "out.bias is not finite"),
+        ("infinite", "norm.running_var is not finite"),
+        ("shape", "out.bias is float32 [2], and should be float32 [3]"),
+        ("type", "out.bias is float64 [3], and should be float32 [3]"),
+        ("missing", "out.bias is missing"),
+        ("strange", "trojan is not a part of the model"),
+        ("huge", "away from what was sent, and max_norm is 100"),
+    ],
+)
+def test_a_bad_update_is_dropped_and_its_node_is_named(how, sentence, tmp_path, caplog):
+    """The round goes on, as it would have gone without that client."""
+
+    def meddle(round, client, sent, reply):
+        if (round, client) == (2, 1):
+            poison(reply.content["arrays"], how)
+        return reply
+
+    def lose(round, client, sent, reply):
+        return None if (round, client) == (2, 1) else reply
+
+    caplog.set_level("WARNING", "flwr")
+    poisoned = federate(tmp_path / "poisoned", meddle, method="fedala", max_norm=100)
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "Round 2: the update of client 1 (node 101) is dropped: " in warning
+    assert sentence in warning
+    assert figures(poisoned) == figures(federate(tmp_path / "lost", lose, method="fedala"))
+
+
+@pytest.mark.parametrize("figure", [[1.0], [float("nan")] * 3, "nothing"])
+def test_scores_that_make_no_sense_are_dropped(figure, tmp_path, caplog):
+    def meddle(round, client, sent, reply):
+        if (round, client) == (1, 0):
+            metrics = reply.content["metrics"]
+            metrics.pop("scores")
+            if figure != "nothing":
+                metrics["scores"] = figure
+        return reply
+
+    caplog.set_level("WARNING", "flwr")
+    federate(tmp_path, meddle, method="fedavg", rounds=1)
+    assert "the update of client 0 (node 100) is dropped" in caplog.text
+
+
+def test_with_too_few_good_updates_the_global_model_stays(tmp_path, caplog):
+    def meddle(round, client, sent, reply):
+        return None if round == 2 and client > 0 else reply
+
+    caplog.set_level("WARNING", "flwr")
+    run = {"method": "fedavg", "min_updates": 2}
+    result = federate(tmp_path, meddle, **run)
+    assert "1 good updates, and 2 are needed: the global model stays" in caplog.text
+    seen = []
+    federate(tmp_path / "again", lambda round, client, sent, reply: (
+        seen.append((round, client, sent.content["arrays"]["out.bias"].numpy())) if round else None,
+        meddle(round, client, sent, reply),
+    )[1], **run)  # fmt: skip
+    sent = {round: bias for round, client, bias in seen if client == 0}
+    assert np.array_equal(sent[2], sent[3])
+    assert not np.array_equal(sent[3], sent[4])
+    assert len(result.history) == 4
+
+
+def test_a_method_that_needs_everybody_waits_for_everybody(tmp_path, caplog):
+    caplog.set_level("WARNING", "flwr")
+    result = federate(
+        tmp_path, lambda round, client, sent, reply: None if (round, client) == (2, 1) else reply, method="apple"
+    )
+    assert "2 good updates, and 3 are needed" in caplog.text
+    assert len(result.history) == 4
+
+
+def test_too_few_nodes_end_the_run_with_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="there are 3 clients, and 4 are needed"):
+        federate(tmp_path, clients=4, min_nodes=4, start_timeout=0.1)
+
+
+def test_two_nodes_that_say_they_are_the_same_client(tmp_path, caplog):
+    caplog.set_level("WARNING", "flwr")
+    run_config = {"clients": 3, "min_nodes": 2, "out": str(tmp_path / "runs"), **RUN, "rounds": 1}
+    grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
+    grid.node_configs[102]["partition-id"] = 1
+    serve(grid, run_config, OWN)
+    assert "Node 102 is not taken in: it says that it is client 1, which is node 101." in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone", "another's"])
+def test_a_damaged_state_is_set_aside_and_survived_loudly(damage, tmp_path, caplog):
+    """The client falls back to the received model and says so, and so does the server."""
+    folder = tmp_path / "state" / "fedala" / "client-00001"
+
+    def meddle(round, client, sent, reply):
+        if (round, client) == (2, 2):  # the last of round 2: client 1 has its state of round 2 on the disk
+            path = folder / "round-000002.safetensors"
+            data = path.read_bytes()
+            if damage == "gone":
+                path.unlink()
+            elif damage == "another's":
+                path.write_bytes((folder.with_name("client-00000") / path.name).read_bytes())
+            else:
+                path.write_bytes(data[:-9] if damage == "truncated" else data[:-9] + bytes([data[-9] ^ 64]) + data[-8:])
+        return reply
+
+    caplog.set_level("WARNING", "flwr")
+    result = federate(tmp_path, meddle, method="fedala")
+    assert "This client has LOST its state of round 2 and starts over" in caplog.text
+    assert "Round 3: client 1 had LOST its state and started over." in caplog.text
+    aside = list(folder.glob("round-000002.safetensors.damaged-*"))
+    assert len(aside) == (0 if damage == "gone" else 1)
+    assert [row["round"] for row in result.history] == [0, 1, 2, 3]
+    assert_weights_are_ones_where_nothing_was_learned(tmp_path)
+
+
+def assert_weights_are_ones_where_nothing_was_learned(tmp_path):
+    """Received and local model were one and the same in round 3, so ALA had nothing to learn; in the others it had."""
+    means = [state_of(tmp_path, client, 3)["ala"]["weights"]["out.weight"].mean().item() for client in range(3)]
+    assert means[1] == 1
+    assert means[0] < 1
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", ".hidden", "x" * 200, "a\nb", "ü"])
+def test_an_experiments_name_cannot_lead_anywhere_else(name, tmp_path):
+    with pytest.raises(UserError, match="experiment's name"):
+        Kept(tmp_path, name, "client-00000")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"method": "fedavg,fedala"}, "one method at a time"),
+        ({"lanes": "3"}, "unknown option lanes"),
+        ({"min_nodes": 0}, "min_nodes must be at least 1"),
+        ({"experiment": "../up"}, "experiment's name"),
+        ({"method": "fedfomo", "max_norm": 3.0}, "max_norm has no meaning for FedFomo"),
+    ],
+)
+def test_mistakes_in_the_run_config_are_sentences(options, sentence, tmp_path):
+    with pytest.raises(UserError, match=sentence):
+        in_process(tmp_path, **options)
