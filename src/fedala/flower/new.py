@@ -9,7 +9,7 @@ from fedala.config import Config, toml
 from fedala.errors import UserError
 from fedala.flower.experiment import LOCAL, Deployment
 
-APP = '''"""The app that `flwr run` starts. Data and a model of your own: client_app(own), server_app(own) with a fedala.flower.Own."""
+APP = '''"""The app that `flwr run` starts. For data and a model of your own, give both functions a fedala.flower.Own."""
 
 from fedala.flower import client_app, server_app
 
