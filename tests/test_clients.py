@@ -28,8 +28,47 @@ def test_a_state_replaces_the_one_before_wherever_that_was():
     states = ClientStates(torch.device("cpu"), everybody=False, budget=20)
     for value in range(5):
         states.scatter([(0, 0), (0, 1), (0, 2)], state_of_lanes(float(value), 10.0 + value, 20.0 + value))
+        states.settle()
+        assert len(list(states.folder.iterdir())) == 3 - len(states._resident), "a file for each that is not in memory"
     assert [states[0, client]["local"]["w"].item() for client in range(3)] == [4.0, 14.0, 24.0]
-    assert states.bytes == sum(size(states[lane]) for lane in states._memory)
+    assert states.bytes == sum(size(states[lane]) for lane in states._resident)
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+@pytest.mark.parametrize("budget", [0, 10**9])
+def test_a_round_can_be_undone(everybody, budget):
+    states = ClientStates(torch.device("cpu"), everybody=everybody, budget=budget)
+    states.scatter([(0, 0), (0, 1)], state_of_lanes(1.0, 2.0))
+    states.settle()
+    states.scatter([(0, 0)], state_of_lanes(5.0))
+    states.scatter([(0, 1), (0, 2)], state_of_lanes(6.0, 7.0))
+    states.undo()
+    assert {lane: states[lane]["local"]["w"].item() for lane in states} == {(0, 0): 1.0, (0, 1): 2.0}
+    assert states.bytes == sum(states._resident.values())
+    states.scatter([(0, 1)], state_of_lanes(8.0))
+    states.settle()
+    states.undo()  # nothing has happened since
+    assert states.gather([(0, 0), (0, 1)], lambda lane: {})["local"]["w"].flatten().tolist() == [1.0, 8.0]
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_files_are_never_changed_and_stay_while_somebody_refers_to_them(everybody, tmp_path):
+    states = ClientStates(torch.device("cpu"), everybody=everybody, folder=tmp_path)
+    states.scatter([(0, 0), (0, 1)], state_of_lanes(1.0, 2.0))
+    states.settle()
+    first = states.write()
+    states.hold({file.name for file in first.values()})
+    states.scatter([(0, 1)], state_of_lanes(3.0))
+    states.settle()
+    second = states.write()
+    assert second[0, 0] == first[0, 0], "what has not changed is not written again"
+    assert second[0, 1].name != first[0, 1].name
+    for files, wanted in ((first, [1.0, 2.0]), (second, [1.0, 3.0])):
+        other = ClientStates(torch.device("cpu"), everybody=everybody, folder=tmp_path)
+        other.adopt(files)
+        assert other.gather([(0, 0), (0, 1)], lambda lane: {})["local"]["w"].flatten().tolist() == wanted
+    states.hold({file.name for file in second.values()})
+    assert {path.name for path in tmp_path.iterdir()} == {file.name for file in second.values()}
 
 
 @pytest.mark.parametrize("budget", [0, 10**9])
@@ -38,7 +77,7 @@ def test_a_run_does_not_depend_on_where_states_are(budget):
     options = {"rounds": 4, "join_ratio": 0.5}
     kept, _, models = simulate("ditto+ala", ragged_task(sizes), client_memory=budget, **options)
     _, _, reference = simulate("ditto+ala", ragged_task(sizes), **options)
-    assert bool(kept.clients._files) == (budget == 0)
+    assert bool(list(kept.clients.folder.iterdir())) == (budget == 0)
     for key in reference:
         assert_close(models[key], reference[key], 0)
 

@@ -55,6 +55,18 @@ def test_values_come_back_and_so_does_the_order_in_memory(tensor, tmp_path):
         assert [tree["t"].stride(d) for d in longer] == [tensor.stride(d) for d in longer]
 
 
+def test_what_is_one_tensor_is_kept_once_and_what_is_a_part_is_taken_out():
+    whole = torch.randn(100, 4)
+    small, shared = files.pack({"a": whole[:1]}), files.pack({"a": whole, "b": {"c": whole}})
+    assert len(small) < 500
+    assert len(shared) < len(files.pack({"a": whole})) + 100
+    tree, _ = files.unpack(shared)
+    assert torch.equal(tree["a"], whole)
+    assert torch.equal(tree["b"]["c"], whole)
+    overlapping, _ = files.unpack(files.pack({"a": whole[:3], "b": whole[2:5]}))
+    assert torch.equal(overlapping["b"], whole[2:5])
+
+
 def test_another_file_than_the_one_noted_is_refused(tmp_path):
     digest = files.save(tmp_path / "t", TREE)
     files.save(tmp_path / "t", {"other": torch.zeros(1)})

@@ -62,13 +62,32 @@ def test_a_method_that_cannot_take_the_model_refuses_before_anything_is_written(
 
 
 def test_more_models_than_there_is_room_for_are_refused_and_need_not_be_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr("fedala.running.free_memory", lambda: 1_000)
-    with pytest.raises(UserError, match="Keeping 3 models takes"):
-        run(method="fedala", dataset=small_dataset(), model=Net, **QUICK)
-    result = run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, **QUICK)
+    one = sum(value.numel() * value.element_size() for value in Net().state_dict().values())
+    monkeypatch.setattr("fedala.running.free_memory", lambda: 6 * one)
+    many = {**QUICK, "clients": 4}
+    with pytest.raises(UserError, match="Keeping 4 models takes"):
+        run(method="fedala", dataset=small_dataset(), model=Net, **many)
+    result = run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, **many)
     assert result.models == {}
-    run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, out=tmp_path / "run", **QUICK)
+    run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, out=tmp_path / "run", **many)
     assert not (tmp_path / "run" / "models").exists()
+
+
+def test_a_model_of_which_not_one_client_fits_is_refused_with_the_numbers(monkeypatch):
+    monkeypatch.setattr("fedala.running.free_memory", lambda: 1_000)
+    with pytest.raises(UserError, match=r"One client at a time takes about 0\.0 GiB"):
+        run(method="fedala", dataset=small_dataset(), model=Net, **QUICK)
+
+
+def test_more_state_than_there_is_disk_for_is_refused(monkeypatch, tmp_path):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_000))
+    arguments = {"dataset": small_dataset(), "model": Net, **QUICK, "out": tmp_path / "run", "save_models": False}
+    with pytest.raises(UserError, match=r"state of 3 clients takes 0\.0 GiB of disk.*--checkpoint-every 0"):
+        run(method="fedala", **arguments)
+    assert not list(tmp_path.iterdir())
+    run(method="fedala", checkpoint_every=0, **arguments)
 
 
 def test_every_method_compares():
@@ -110,13 +129,13 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
     """A slow disk: states are on their way to files while other threads come for theirs."""
     import time
 
-    from fedala import clients
+    from fedala import files
 
-    def slowly(*args, save=clients.save_file):
+    def slowly(*args, save=files.save, **options):
         time.sleep(0.003)
-        save(*args)
+        return save(*args, **options)
 
-    monkeypatch.setattr(clients, "save_file", slowly)
+    monkeypatch.setattr(files, "save", slowly)
     sizes = [9, 5, 7, 12, 3, 8, 6, 4, 10, 11]
     options = {"rounds": 5, "join_ratio": 0.5, "lanes": 1}
     _, rows, models = simulate("local", ragged_task(sizes), threads=3, client_memory=9000, **options)

@@ -16,7 +16,9 @@ from fedala.store import RunFolder
 
 @pytest.fixture
 def folder(tmp_path):
-    return RunFolder.create(tmp_path / "deep" / "run", Config(rounds=3), force=False)
+    with RunFolder.create(tmp_path / "deep" / "run", Config(rounds=3), force=False) as created:
+        pass
+    return created
 
 
 def row(**values):
@@ -74,7 +76,7 @@ def test_the_summary_is_replaced_in_one_step(folder):
     folder.write_summary({"a": 1})
     folder.write_summary({"β": 2})
     assert json.loads((folder.path / "summary.json").read_text(encoding="utf-8")) == {"β": 2}
-    assert sorted(entry.name for entry in folder.path.iterdir()) == ["config.toml", "summary.json"]
+    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == ["config.toml", "summary.json"]
 
 
 def test_nothing_is_pickled(folder):
@@ -85,16 +87,17 @@ def test_nothing_is_pickled(folder):
 
 
 def refused(path, says, *, force):
-    with pytest.raises(UserError, match=says):
-        RunFolder.create(path, Config(), force=force)
+    with pytest.raises(UserError, match=says), RunFolder.create(path, Config(), force=force):
+        pass
 
 
 def test_an_existing_folder_is_replaced_by_force_only(folder):
     folder.add_history("fedavg", [row()])
     refused(folder.path, "exists already", force=False)
     assert len(folder.history()) == 1
-    RunFolder.create(folder.path, Config(rounds=9), force=True)
-    assert [entry.name for entry in folder.path.iterdir()] == ["config.toml"]
+    with RunFolder.create(folder.path, Config(rounds=9), force=True):
+        refused(folder.path, "another process is working in it", force=True)
+    assert [entry.name for entry in folder.path.glob("[!.]*")] == ["config.toml"]
     assert Config.read(folder.path / "config.toml")["rounds"] == 9
 
 

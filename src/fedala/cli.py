@@ -4,9 +4,11 @@ import contextlib
 import ctypes
 import inspect
 import re
+import shlex
+import signal
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields
 from datetime import datetime
 from pathlib import Path
@@ -23,12 +25,12 @@ except ModuleNotFoundError:
 
 from fedala.config import Config
 from fedala.data import federate, known, load, write_partition
-from fedala.errors import UserError
+from fedala.errors import RunError, UserError
 from fedala.methods import catalogue
 from fedala.options import suggest
 from fedala.report import plots, tables
 from fedala.report.progress import Watch
-from fedala.running import Result, execute, plan, versions
+from fedala.running import Result, Stopped, Watcher, execute, plan, versions
 from fedala.store import RunFolder
 
 #: The panels of `fedala run --help`, each with the field of `Config` that it begins with.
@@ -51,6 +53,9 @@ class Commands(TyperGroup):
         except UserError as error:
             _say(f"Error: {error}")
             raise typer.Exit(2) from None
+        except RunError as error:
+            _say(f"Error: {error}")
+            raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
             _say(f"Interrupted{interrupt}.")
             raise typer.Exit(130) from None
@@ -162,6 +167,7 @@ def fedala(
   fedala run --method fedala --rounds 50 --seeds 5 --set fedala.layers=2
   fedala run --dataset cifar10 --data-dir data --partition pathological:2
   fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
+  fedala run --resume runs/mine               go on where it stopped; --rounds 500: with more rounds
 
 A config file is TOML and holds the same names, such as batch_size = 10. Options of the command line win over it."""
 )
@@ -182,13 +188,31 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", metavar="", help="replace the run folder if it exists", rich_help_panel="Files")
     ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="go on with the run of this folder, exactly as if it had never stopped; with --out, in a copy of it",
+            rich_help_panel="Files",
+            metavar="DIR",
+        ),
+    ] = None,
     **values: Any,
 ) -> None:
     """Run one or several methods: train, evaluate, compare. Everything is kept in a run folder."""
     given, file = _given(values), Config.read(config) if config else {}
-    asked = Config.of({**file, **given, "set": {**file.get("set", {}), **given["set"]}})
-    folder = out or Path("runs") / _name(asked)
-    RunFolder.check(folder, force=force)
+    if resume:
+        if config or force:
+            raise UserError("--resume takes everything from its folder: it cannot go with --config or --force.")
+        asked, folder = RunFolder.existing(resume).config().changed(given), out or resume
+        for name, what in (("model", asked.model), ("partition", asked.partition)):
+            if what == "own":
+                raise UserError(
+                    f"{resume} was made in Python with a {name} of its own: resume it there, by run(resume=…)."
+                )
+    else:
+        asked = Config.of({**file, **given, "set": {**file.get("set", {}), **given["set"]}})
+        folder = out or Path("runs") / _name(asked)
+        RunFolder.check(folder, force=force)
     checked = plan(asked)
     resolved, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
@@ -197,19 +221,45 @@ def run(
         f"{resolved.partition} over {resolved.clients} clients; {resolved.model}, "
         f"rounds: {resolved.rounds}, runs of each method: {resolved.seeds}, on {checked.device.type}"
     )
+    again = f"go on with: fedala run --resume {shlex.quote(str(folder))}"
     try:
-        with Watch(Console(stderr=True), checked) as watch:
-            result = execute(checked, folder, force=force, on_row=watch.row)
+        with Watch(Console(stderr=True), checked) as watch, _asked_to_stop(watch.say) as asked_to_stop:
+            watcher = Watcher(watch.row, watch.fault, watch.say, lambda: bool(asked_to_stop))
+            result = execute(checked, folder, force=force, resume=resume, watcher=watcher)
+    except Stopped as stopped:
+        _say(f"{stopped}; {again}")
+        raise typer.Exit(128 + asked_to_stop[0]) from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"; what was finished is in {folder}" if folder.exists() else "") from None
+        raise KeyboardInterrupt(f"; {again}" if folder.exists() else "") from None
     _show(result)
     print(f"Run folder: {folder}")
+
+
+@contextlib.contextmanager
+def _asked_to_stop(say: Callable[[str], None]) -> Iterator[list[int]]:
+    """Signals that ask to stop are noted, so that the round can be finished and kept; a second one is obeyed at once."""
+    asked: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        say("Finishing this round, then stopping; once more to stop at once.")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show(result: Result) -> None:
     console, config = _console(), result.config
     console.print(tables.results({name: method.summary() for name, method in result.methods.items()}))
     print("The best round is picked on test data, as in the paper.")
+    if any(row["diverged"] for method in result.methods.values() for row in method.history):
+        print(f"Clients diverged: their rounds do not count (--on-divergence {config.on_divergence}); see faults.csv.")
     if config.join_ratio < 1:
         whom = "all clients" if config.eval_clients == "all" else "the participants of a round"
         print(f"With ρ = {config.join_ratio:g}, accuracy is that of {whom}, where the heading does not say otherwise.")

@@ -3,6 +3,9 @@
 Where everybody takes part in every round, the same cohorts come again and again, and their state stays stacked on the
 device as it is. Where few of many take part, the state of those who do not is out of the way: in the host's memory
 and, beyond a budget, in files. A client's state exists once it has taken part.
+
+A file is never changed: a new state gets a new one. So a checkpoint is a list of files, and writing one costs what has
+changed since the last. What a round has replaced is kept until the round is settled, so that it can be undone.
 """
 
 import os
@@ -11,12 +14,14 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from fedala import files
 from fedala.methods import State
 from fedala.trees import join, leaves, take, tree_map
 
@@ -24,87 +29,181 @@ Lane = tuple[int, int]
 """A run's position among the seeds, and a client."""
 
 
-class ClientStates(Mapping[Lane, State]):
-    """The states of clients, by lane. `budget` bounds the bytes of host memory that they take."""
+class File(NamedTuple):
+    """A state's file in the folder, and its digest."""
 
-    def __init__(self, device: torch.device, *, everybody: bool, budget: int | None = None) -> None:
+    name: str
+    digest: str
+
+
+NOTHING = File("", "")
+"""The file of a state that holds nothing: there is none."""
+
+
+@dataclass
+class Kept:
+    """Where a client's state is: at some place of a stack in memory, in a file, or both."""
+
+    stack: State | None = None
+    place: int = 0
+    file: File | None = None
+
+
+class ClientStates(Mapping[Lane, State]):
+    """The states of clients, by lane."""
+
+    def __init__(
+        self, device: torch.device, *, everybody: bool, budget: int | None = None, folder: Path | None = None
+    ) -> None:
+        """With `everybody`, states stay on the device; otherwise `budget` bounds the bytes of host memory that they take, and
+        the rest is in files: those of `folder`, which outlive the process, or temporary ones."""
         self.device, self.everybody = device, everybody
         self.budget = free_memory() // 2 if budget is None else budget
-        self._cohorts: dict[tuple[Lane, ...], State] = {}
-        self._memory: OrderedDict[Lane, State] = OrderedDict()
-        self._files: dict[Lane, Path] = {}
-        self._folder: Path | None = None
-        self._shape: State = {}
         self.bytes = 0
-        self._places: dict[Lane, tuple[tuple[Lane, ...], int]] = {}
+        self._kept: dict[Lane, Kept] = {}
+        self._resident: OrderedDict[Lane, int] = OrderedDict()  # in host memory, by age, with their bytes
+        self._before: dict[Lane, Kept | None] = {}  # what this round has replaced
+        self._folder, self._lasting = folder, folder is not None
+        self._held: set[str] = set()  # files that checkpoints refer to
+        self._serial = 0
         self._lock = threading.RLock()  # cohorts in threads come for their states while others bring theirs back
 
     def gather(self, lanes: Sequence[Lane], fresh: Callable[[Lane], State]) -> State:
         """The states of a cohort's lanes, stacked on the device; `fresh` makes that of a client that is new."""
         with self._lock:
-            known = self._cohorts.get(tuple(lanes))
-            if known is not None:
-                return known
+            stack = self._stack_of(lanes) if self.everybody else None
+            if stack is not None:
+                return stack
             own = [self[lane] if lane in self else fresh(lane) for lane in lanes]
         stacked: State = join([tree_map(lambda t: t.to(self.device), state) for state in own])
         return stacked
+
+    def _stack_of(self, lanes: Sequence[Lane]) -> State | None:
+        """The stack that holds just these lanes, if there is one."""
+        kept = [self._kept.get(lane) for lane in lanes]
+        stack = kept[0].stack if kept[0] else None
+        whole = stack is not None and _length(stack) == len(lanes)
+        return stack if whole and all(k and k.stack is stack and k.place == i for i, k in enumerate(kept)) else None
 
     def scatter(self, lanes: Sequence[Lane], state: State) -> None:
         """Keeps the states of a cohort's lanes."""
         with self._lock:
             if self.everybody:
-                self._cohorts[tuple(lanes)] = state
-                self._places |= {lane: (tuple(lanes), i) for i, lane in enumerate(lanes)}
+                for place, lane in enumerate(lanes):
+                    self._keep(lane, Kept(state, place))
                 return
-            self._shape = tree_map(lambda t: None, state)
             host = tree_map(lambda t: t.cpu(), state)
-            for i, lane in enumerate(lanes):
+            for place, lane in enumerate(lanes):
                 # A copy: a view would keep the whole cohort's memory alive when its lanes go different ways.
-                self._remember(lane, tree_map(torch.clone, take(host, slice(i, i + 1))))
+                own = tree_map(torch.clone, take(host, slice(place, place + 1)))
+                self._keep(lane, Kept(own))
+                self._resident[lane] = size(own)
+                self.bytes += self._resident[lane]
+                while self.bytes > self.budget and len(self._resident) > 1:
+                    self._spill(next(iter(self._resident)))
 
-    def _remember(self, lane: Lane, state: State) -> None:
-        self._forget(lane)
-        self._memory[lane] = state
-        self.bytes += size(state)
-        while self.bytes > self.budget and len(self._memory) > 1:
-            self._spill(*self._memory.popitem(last=False))
+    def settle(self) -> None:
+        """The round is over: what it has replaced is not needed any more."""
+        before, self._before = self._before, {}
+        for kept in before.values():
+            if kept and kept.file:
+                self._drop(kept.file)
 
-    def _spill(self, lane: Lane, state: State) -> None:
+    def undo(self) -> None:
+        """The round begins anew: every client has the state that it had before."""
+        for lane, kept in self._before.items():
+            replaced = self._kept.pop(lane)
+            self.bytes -= self._resident.pop(lane, 0)
+            if replaced.file:
+                self._drop(replaced.file)
+            if kept:
+                self._kept[lane] = kept
+                if kept.stack is not None and not self.everybody:
+                    self._resident[lane] = size(kept.stack)
+                    self.bytes += self._resident[lane]
+        self._before = {}
+
+    def _keep(self, lane: Lane, kept: Kept) -> None:
+        before = self._kept.pop(lane, None)
+        self.bytes -= self._resident.pop(lane, 0)
+        if lane not in self._before:
+            self._before[lane] = before
+        elif before and before.file:
+            self._drop(before.file)
+        self._kept[lane] = kept
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    def write(self) -> dict[Lane, File]:
+        """Every client's state in a file: those that have none yet are written. Returns what there is."""
+        found: dict[Lane, File] = {}
+        on_host: dict[int, State] = {}
+        for lane, kept in self._kept.items():
+            if kept.file is None:
+                stack = kept.stack or {}
+                if id(stack) not in on_host:
+                    on_host[id(stack)] = tree_map(lambda t: t.cpu(), stack)
+                kept.file = self._save(lane, take(on_host[id(stack)], slice(kept.place, kept.place + 1)))
+            found[lane] = kept.file
+        return found
+
+    def hold(self, names: Collection[str]) -> None:
+        """Keeps these files, to which checkpoints refer, and drops those that nobody needs any more."""
+        released, self._held = self._held - set(names), set(names)
+        live = {kept.file.name for kept in self._kept.values() if kept.file}
+        for name in released - live:
+            self._drop(File(name, ""))
+
+    def adopt(self, found: Mapping[Lane, File]) -> None:
+        """Takes up states from their files, as `write` returned them."""
+        self._kept = {lane: Kept({} if file == NOTHING else None, file=file) for lane, file in found.items()}
+        serials = [int(file.name.split(".")[0].split("-")[2]) for file in found.values() if file != NOTHING]
+        self._serial = max(serials, default=0) + 1
+
+    @property
+    def folder(self) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fedala-clients-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        path = self._folder / f"{lane[0]}-{lane[1]}.safetensors"
-        save_file({name: value.contiguous() for name, value in leaves(state)}, path)
-        self._files[lane] = path
-        self.bytes -= size(state)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder
 
-    def _forget(self, lane: Lane) -> None:
-        if lane in self._memory:
-            self.bytes -= size(self._memory.pop(lane))
-        if lane in self._files:
-            self._files.pop(lane).unlink()
+    def _save(self, lane: Lane, state: State) -> File:
+        if _length(state) is None:
+            return NOTHING
+        name = f"{lane[0]}-{lane[1]}-{self._serial}.safetensors"
+        self._serial += 1
+        return File(name, files.save(self.folder / name, state, durable=self._lasting))
+
+    def _spill(self, lane: Lane) -> None:
+        kept = self._kept[lane]
+        if kept.file is None:
+            kept.file = self._save(lane, self[lane])
+        kept.stack = None
+        self.bytes -= self._resident.pop(lane)
+
+    def _drop(self, file: File) -> None:
+        if file != NOTHING and file.name not in self._held:
+            (self.folder / file.name).unlink(missing_ok=True)
 
     # --- as a mapping ----------------------------------------------------------------------------------------------
 
     def __getitem__(self, lane: Lane) -> State:
-        if lane in self._memory:
-            return self._memory[lane]
-        if lane in self._files:
-            flat = load_file(self._files[lane])
-            return _rebuild(self._shape, flat)
-        lanes, place = self._places[lane]
-        return dict(take(self._cohorts[lanes], slice(place, place + 1)))
+        kept = self._kept[lane]
+        if kept.stack is not None:
+            return dict(take(kept.stack, slice(kept.place, kept.place + 1)))
+        if kept.file is None:
+            raise KeyError(lane)
+        return files.load(self.folder / kept.file.name, kept.file.digest)[0]
 
     def __contains__(self, lane: object) -> bool:
-        return lane in self._memory or lane in self._files or lane in self._places
+        return lane in self._kept
 
     def __iter__(self) -> Iterator[Lane]:
-        yield from self._memory
-        yield from self._files
-        yield from self._places
+        yield from self._kept
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._kept)
 
 
 def size(state: State) -> int:
@@ -120,10 +219,6 @@ def free_memory() -> int:
         return 4 * 2**30
 
 
-def _rebuild(shape: State, flat: Mapping[str, torch.Tensor], prefix: str = "") -> State:
-    """The tree of the given shape with the leaves that `leaves` named."""
-    tree: State = {}
-    for key, value in shape.items():
-        path = f"{prefix}{key}"
-        tree[key] = _rebuild(value, flat, f"{path}/") if isinstance(value, dict) else flat[path]
-    return tree
+def _length(stack: State) -> int | None:
+    """The number of lanes; None for a state of nothing, which is as good for any number."""
+    return next((len(leaf) for _, leaf in leaves(stack)), None)

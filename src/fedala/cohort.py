@@ -300,6 +300,8 @@ class Cohort:
     source: Sequence[int] = ()
     #: What happened, by name, one number per lane; the simulation records it.
     notes: dict[str, Tensor] = field(default_factory=dict)
+    #: Sees the losses and the state after every step of a training, to find out where it went wrong.
+    watch: Callable[[Tensor, Any], None] | None = None
 
     def __post_init__(self) -> None:
         sizes = self.sizes()
@@ -371,7 +373,8 @@ class Cohort:
         lengths = [len(r) for r in own]
         epochs = task.epochs if epochs is None else epochs
         with task.mode(training=True, frozen=frozen), torch.no_grad():
-            captured = self._captured(turns, size, frozen, state, fixed) if task.device.type == "cuda" else None
+            replay = task.device.type == "cuda" and not self.watch
+            captured = self._captured(turns, size, frozen, state, fixed) if replay else None
             if captured:
                 state, fixed, total = captured.load(state, fixed, len(self))
             else:
@@ -388,7 +391,10 @@ class Cohort:
                         continue
                     place = table[lanes, columns]
                     x, y = task.inputs(place), task.targets(place)
-                    total[lanes] += turns[due](task, take(state, lanes), take(fixed, lanes), x, y)
+                    losses = turns[due](task, take(state, lanes), take(fixed, lanes), x, y)
+                    total[lanes] += losses
+                    if self.watch:
+                        self.watch(losses, state)
             if captured:
                 state, total = tree_map(torch.clone, (state, total))
         if note:

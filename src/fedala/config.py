@@ -13,6 +13,12 @@ from fedala.options import build, option, suggest
 
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
+#: What may be changed when a run is resumed. Device and lanes change results by rounding only; the rest decides what a run is.
+FREE = (
+    "rounds", "data_dir", "device", "lanes", "client_memory", "on_divergence",
+    "save_models", "checkpoint_every", "keep_checkpoint",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Config:
@@ -51,7 +57,17 @@ class Config:
     client_memory: float | None = option(
         None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
     )
+    on_divergence: str = option(
+        "skip",
+        "a client whose loss or model is no longer finite is left out of the round and keeps its last good model (skip), "
+        "or starts anew (reset); or the run ends (stop)",
+        choices=("skip", "reset", "stop"),
+    )
     save_models: bool = option(True, "keep the global and every client's personal model at the end")
+    checkpoint_every: int | None = option(
+        None, "rounds between checkpoints; without it, as often as takes less than 1 % of the time; 0: none", least=0
+    )
+    keep_checkpoint: bool = option(True, "keep the last checkpoint at the end, to resume with more rounds")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Config":
@@ -87,6 +103,26 @@ class Config:
     def methods(self) -> tuple[str, ...]:
         return tuple(name.strip().lower() for name in self.method.split(",") if name.strip())
 
+    def changed(self, changes: Mapping[str, Any]) -> "Config":
+        """The config of a run that is resumed; what a run is cannot change on the way."""
+        table = {**self.set, **_flat(changes.get("set", {}))}
+        asked = Config.of({**{f.name: getattr(self, f.name) for f in fields(self)}, **changes, "set": table})
+        differences = [
+            f"{f.name} ({_plainly(getattr(self, f.name))} → {_plainly(getattr(asked, f.name))})"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(asked, f.name) and f.name not in FREE
+        ]
+        if differences:
+            raise UserError(
+                f"A run that is resumed must stay what it is, and this would change {', '.join(differences)}. "
+                f"What may change is {', '.join(FREE)}."
+            )
+        return asked
+
+    def identity(self) -> dict[str, Any]:
+        """What a run is: the options that may not change when it is resumed."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
+
     def text(self) -> str:
         """The config as TOML, to be read again by `--config`."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "set"}
@@ -109,6 +145,10 @@ def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
         else:
             raise UserError(f"set {name} must be a number, text, true or false, not {value}.")
     return flat
+
+
+def _plainly(value: Any) -> str:
+    return ", ".join(f"{key} = {item}" for key, item in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def toml(value: str | float) -> str:

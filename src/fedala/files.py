@@ -29,10 +29,10 @@ class Damaged(UserError):
     """A file that is not what was once written."""
 
 
-def replace(path: Path, data: bytes, *, private: bool = False) -> None:
+def replace(path: Path, data: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Puts `data` at `path` in one step: whatever fails, and whoever looks, there is the old file or the new one.
 
-    With `private`, the file is for its owner's eyes only.
+    With `private`, the file is for its owner's eyes only; without `durable`, it need not outlive the machine.
     """
     temporary = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
@@ -41,13 +41,16 @@ def replace(path: Path, data: bytes, *, private: bool = False) -> None:
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
-            flush(file.fileno())
+            if durable:
+                file.flush()
+                flush(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    flush_folder(path.parent)
+    if durable:
+        flush_folder(path.parent)
 
 
 def flush(descriptor: int) -> None:
@@ -78,10 +81,10 @@ def lock(path: Path, busy: str) -> Iterator[None]:
 # --- trees of tensors ----------------------------------------------------------------------------------------------
 
 
-def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = None, *, private: bool = False) -> str:
-    """Writes nested dicts of tensors, and some words about them. Returns the file's digest."""
+def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = None, **options: bool) -> str:
+    """Writes nested dicts of tensors, and some words about them, as `replace` does. Returns the file's digest."""
     data = pack(tree, about)
-    replace(path, data, private=private)
+    replace(path, data, **options)
     return hashlib.sha256(data).hexdigest()
 
 

@@ -1,12 +1,15 @@
 """`fedala.run`: from a config to results."""
 
+import hashlib
+import json
 import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.clients import free_memory
+from fedala.checkpoint import Checkpoints
+from fedala.clients import NOTHING, free_memory, size
 from fedala.cohort import Params, Task, state_of
 from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
-from fedala.errors import UserError
+from fedala.errors import RunError, UserError
 from fedala.methods import Method, WithALA, catalogue, make
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.randomness import torch_seed
-from fedala.simulation import Personal, Row, Simulation
+from fedala.simulation import Fault, Personal, Row, Simulation
 from fedala.store import RunFolder
 
 
@@ -37,6 +41,7 @@ class MethodResult:
     history: list[Row] = field(default_factory=list)
     models: dict[tuple[int, int | None], dict[str, Tensor]] = field(default_factory=dict)
     """By seed and client (None: the global model), unless they went to a run folder."""
+    checkpoints: Checkpoints | None = None
 
     def _per_run(self, pick: Callable[[list[Row]], float]) -> np.ndarray:
         seeds = dict.fromkeys(row["seed"] for row in self.history)
@@ -86,12 +91,17 @@ class MethodResult:
         if any(row["accuracy"] != row["accuracy_joined"] for row in self.history):
             figures["best_joined"] = over_runs(self.best_joined)
         sent, uploaded = (max(row[key] for row in self.history) for key in ("sent", "uploaded"))
-        return {
+        told = {
             "title": self.title,
             "accuracy": figures,
             "seconds_per_round": self.seconds_per_round,
             "parameters_per_client_and_round": {"sent": sent, "uploaded": uploaded, "together": sent + uploaded},
+            "client_rounds_that_diverged": sum(row["diverged"] for row in self.history),
         }
+        if self.checkpoints and self.checkpoints.written:
+            kept = self.checkpoints
+            told["checkpoints"] = {"written": kept.written, "bytes": kept.bytes, "seconds": kept.seconds}
+        return told
 
 
 @dataclass
@@ -132,6 +142,8 @@ class Plan:
     model: Callable[[], nn.Module]
     methods: tuple[Method, ...]
     device: torch.device
+    state_bytes: Mapping[str, int]
+    """By method: how much a client keeps between rounds."""
 
 
 def plan(
@@ -172,8 +184,25 @@ def plan(
     for method in methods:
         if isinstance(method, WithALA):
             method.governed(skeleton, method.ala.layers)
-    _rehearse(methods, make_model(), federation)
-    return Plan(config, federation, make_model, methods, device)
+    state_bytes = _rehearse(methods, make_model(), federation)
+    checked = Plan(config, federation, make_model, methods, device, state_bytes)
+    _check_memory(checked)
+    return checked
+
+
+class Stopped(RunError):
+    """A run that was asked to stop, and did so between two rounds."""
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who follows a run: each function is called as things happen."""
+
+    row: Callable[[str, Row], None] = lambda method, row: None
+    fault: Callable[[str, Fault], None] = lambda method, fault: None
+    say: Callable[[str], None] = lambda sentence: None
+    stop: Callable[[], bool] = lambda: False
+    """Asked after every round whether to stop there."""
 
 
 def run(
@@ -183,15 +212,17 @@ def run(
     model: str | Callable[[], nn.Module] | None = None,
     out: Path | str | None = None,
     force: bool = False,
+    resume: Path | str | None = None,
     on_row: Callable[[str, Row], None] | None = None,
     **options: Any,
 ) -> Result:
     """Runs one or several methods: `run(method="fedala", dataset="digits", rounds=50)`.
 
     Options are those of `fedala run`. A `Dataset` or a `Federation` of your own may stand for the dataset's name, and a
-    function that builds an `nn.Module` for the model's. With `out`, everything is kept in that folder.
+    function that builds an `nn.Module` for the model's. With `out`, everything is kept in that folder. `resume` names the
+    folder of a run that was interrupted, or that shall have more rounds; data and model of your own are given again.
     """
-    if config is not None and (options or isinstance(dataset, str) or isinstance(model, str)):
+    if config is not None and (options or resume or isinstance(dataset, str) or isinstance(model, str)):
         raise UserError("Give run either a Config or options, not both: what it should do would not be clear.")
     if isinstance(dataset, Path):
         dataset = str(dataset)
@@ -201,14 +232,18 @@ def run(
                 raise UserError(f"A Federation is divided already: {name} has no meaning beside it.")
     if isinstance(dataset, str):
         options["dataset"] = dataset
-    elif dataset is not None:
+    elif dataset is not None and not resume:
         options["dataset"] = (dataset.dataset if isinstance(dataset, Federation) else dataset).name
     if isinstance(model, str):
         options["model"] = model
     own_data = None if isinstance(dataset, str) else dataset
     own_model = None if isinstance(model, str) else model
+    if resume:
+        config = RunFolder.existing(Path(resume)).config().changed(options)
     checked = plan(config or Config.of(options), own_data, own_model)
-    return execute(checked, Path(out) if out else None, force=force, on_row=on_row)
+    watcher = Watcher(row=on_row) if on_row else Watcher()
+    where = Path(out) if out else Path(resume) if resume else None
+    return execute(checked, where, force=force, resume=Path(resume) if resume else None, watcher=watcher)
 
 
 def execute(
@@ -216,43 +251,150 @@ def execute(
     out: Path | None,
     *,
     force: bool = False,
-    on_row: Callable[[str, Row], None] | None = None,
-    simulate: Callable[[Plan, Method], Simulation] | None = None,
+    resume: bool | Path | None = None,
+    watcher: Watcher | None = None,
+    simulate: Callable[..., Simulation] | None = None,
 ) -> Result:
-    """Carries out a plan; `simulate` makes the simulation of a method, where it is not the usual one."""
+    """Carries out a plan. With `resume`, it goes on where the run in `out` stopped, or in a copy of the folder that it names.
+
+    `simulate` makes a method's simulation where `prepare` does not.
+    """
+    watcher = watcher or Watcher()
     config = plan.config
-    if config.save_models:
-        _check_room(plan, out)
-    folder = RunFolder.create(out, config, force=force) if out else None
+    _check_room(plan, out)
     result = Result(config, {}, out)
     began = time.time()
+    opened = (
+        _reopened(plan, out, resume) if out and resume else RunFolder.create(out, config, force=force) if out else None
+    )
     devices = [plan.device] if plan.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        for method in plan.methods:
-            outcome = MethodResult(method.name, method.title)
-            result.methods[method.name] = outcome
-            simulation = (simulate or prepare)(plan, method)
-
-            def keep(personal: Personal, outcome: MethodResult = outcome) -> None:
+    with opened or nullcontext() as folder, torch.random.fork_rng(devices=devices):
+        identity = _identity(plan) if folder else ""
+        try:
+            for number, method in enumerate(plan.methods):
+                outcome = result.methods[method.name] = MethodResult(method.name, method.title)
                 if folder:
-                    folder.save_model(outcome.method, personal)
-                else:
-                    state = {name: value[0].to("cpu", copy=True) for name, value in personal.model.items()}
-                    outcome.models[personal.seed, personal.client] = state
-
-            for row in simulation.run(keep if config.save_models else None):
-                outcome.history.append(row)
+                    every = config.checkpoint_every
+                    place = folder.checkpoints(number)
+                    outcome.checkpoints = Checkpoints(place, identity, every=every, say=watcher.say)
+                _carry_out(plan, method, outcome, folder, bool(resume), watcher, simulate or prepare)
                 if folder:
-                    folder.add_history(method.name, [row])
-                if row["round"] < int(config.rounds or 0):
-                    row.pop("clients")  # every client's part is kept of the last evaluation only
-                elif folder:
-                    folder.add_clients(method.name, row)
-                if on_row:
-                    on_row(method.name, row)
-            if folder:
-                folder.write_summary(_summary(result, time.time() - began))
+                    folder.write_summary(_summary(result, time.time() - began))
+        except OSError as error:
+            if folder is None:
+                raise
+            raise RunError(
+                f"{folder.path} cannot be written to any more: {error.strerror or error}. What was finished is kept there; "
+                f"to go on, use fedala run --resume {folder.path}"
+            ) from error
     return result
+
+
+def _carry_out(
+    plan: Plan,
+    method: Method,
+    outcome: MethodResult,
+    folder: RunFolder | None,
+    resume: bool,
+    watcher: Watcher,
+    simulate: Callable[..., Simulation],
+) -> None:
+    """One method, from its start or from its last checkpoint."""
+    config, rounds, checkpoints = plan.config, int(plan.config.rounds or 1), outcome.checkpoints
+    found = checkpoints.newest() if checkpoints and resume else None
+    if folder and resume:
+        finished = found is not None and found.done and found.round == rounds
+        if not finished:
+            folder.cut(method.name, found.round if found else 0)
+        rows = folder.history() if (folder.path / "history.csv").is_file() else []
+        outcome.history = [
+            {key: value for key, value in row.items() if key != "method" and value is not None}
+            for row in rows
+            if row["method"] == method.name
+        ]
+        if finished:
+            return
+    if found and found.round > rounds:
+        raise UserError(
+            f"{method.title} has been trained for {found.round} rounds already, which is more than {rounds}."
+        )
+    if found and found.server == NOTHING:
+        raise UserError(f"{method.title} is finished and its checkpoint was not kept, so it cannot get more rounds.")
+
+    def note(fault: Fault) -> None:
+        if folder:
+            folder.add("faults.csv", method.name, fault.round, {**asdict(fault), "policy": config.on_divergence})
+        watcher.fault(method.name, fault)
+
+    simulation = simulate(
+        plan,
+        method,
+        client_files=checkpoints.folder if checkpoints and config.checkpoint_every != 0 else None,
+        on_fault=note,
+        say=watcher.say,
+    )
+    if found and checkpoints:
+        checkpoints.restore(found, simulation, anew=config.lanes != "auto")
+
+    def keep(personal: Personal) -> None:
+        if folder:
+            folder.save_model(outcome.method, personal)
+        else:
+            state = {name: value[0].to("cpu", copy=True) for name, value in personal.model.items()}
+            outcome.models[personal.seed, personal.client] = state
+
+    def after(round: int) -> None:
+        stop = watcher.stop()
+        wanted = config.checkpoint_every != 0 and (stop or round == rounds or (checkpoints and checkpoints.due(round)))
+        if folder and checkpoints and wanted:
+            folder.flush()
+            checkpoints.write(simulation)
+        if stop and round < rounds:
+            raise Stopped(f"Stopped after {round} rounds of {method.title}")
+
+    for row in simulation.run(keep if config.save_models else None, after):
+        outcome.history.append(row)
+        if folder:
+            folder.add_history(method.name, [row])
+        if row["round"] < rounds:
+            row.pop("clients")  # every client's part is kept of the last evaluation only
+        elif folder:
+            folder.add_clients(method.name, row)
+        watcher.row(method.name, row)
+    if folder and checkpoints:
+        folder.flush()
+        checkpoints.finish(keep=config.keep_checkpoint)
+
+
+@contextmanager
+def _reopened(plan: Plan, out: Path, source: bool | Path | None) -> Iterator[RunFolder]:
+    """The folder of a run that goes on, or a copy of it, with what has changed noted."""
+    folder = RunFolder.existing(source if isinstance(source, Path) else out)
+    before = folder.config()
+    after = before.changed({f.name: getattr(plan.config, f.name) for f in fields(plan.config)})
+    for method in plan.methods:
+        if method.schedule_depends_on_rounds and after.rounds != before.rounds:
+            raise UserError(
+                f"{method.title} plans its rounds ahead, so a run of {before.rounds} cannot be resumed with {after.rounds}."
+            )
+    elsewhere = out.absolute() != folder.path.absolute()
+    with folder.copied(out) if elsewhere else folder.held() as copy:
+        folder = copy or folder
+        changes = [
+            f"{f.name}: {getattr(before, f.name)} → {getattr(after, f.name)}"
+            for f in fields(after)
+            if getattr(before, f.name) != getattr(after, f.name)
+        ]
+        moved = [f"out: {source} → {out}"] if elsewhere else []
+        folder.add_resumption("; ".join([*changes, *moved]))
+        folder.write_config(after)
+        yield folder
+
+
+def _identity(plan: Plan) -> str:
+    """The digest of what a run is: its options, but for those that may change, and its data."""
+    what = {**plan.config.identity(), "set": dict(plan.config.set), "data": plan.federation.digest()}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
@@ -287,7 +429,7 @@ def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
     return task, start
 
 
-def prepare(plan: Plan, method: Method) -> Simulation:
+def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
     """One method's simulation, ready for its first round."""
     config = plan.config
     task, start = workplace(plan)
@@ -303,32 +445,69 @@ def prepare(plan: Plan, method: Method) -> Simulation:
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
         client_memory=None if config.client_memory is None else int(config.client_memory * 2**30),
+        on_divergence=config.on_divergence,
+        **options,
     )
 
 
-def _rehearse(methods: tuple[Method, ...], model: nn.Module, federation: Federation) -> None:
-    """Lets methods refuse the model before any work is done: server and client are made up once, with two samples."""
+def _rehearse(methods: tuple[Method, ...], model: nn.Module, federation: Federation) -> dict[str, int]:
+    """Lets methods refuse the model before any work is done: server and client are made up once, with two samples.
+
+    Returns the bytes of a client's state, by method.
+    """
     data, rows = federation.dataset, [np.arange(2)]
     start = state_of(model)
     task = Task(model, data.x[:2], data.y[:2], rows, rows)
+    found = {}
     for method in methods:
         method.serve(task, method.shared(task, start), [2])
-        method.fresh(task, start)
+        found[method.name] = size(method.fresh(task, start))
+    return found
+
+
+def _model_bytes(plan: Plan) -> int:
+    with torch.device("meta"):
+        return size(state_of(plan.model()))
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuses a run of which not even one client at a time fits into memory."""
+    data = plan.federation.dataset.x
+    # A client that trains: its model, what it received, what it keeps, gradients, and what a step needs besides.
+    need = 6 * _model_bytes(plan)
+    if plan.device.type == "cuda":
+        need += data.numel() * data.element_size()
+        room, where = torch.cuda.get_device_properties(plan.device).total_memory, "the GPU has"
+    else:
+        room, where = free_memory(), "there is free memory of"
+    if need > room:
+        raise UserError(
+            f"One client at a time takes about {need / 2**30:.1f} GiB with this model and data, and {where} "
+            f"{room / 2**30:.1f}: use a smaller model, or a larger machine."
+        )
 
 
 def _check_room(plan: Plan, out: Path | None) -> None:
-    """Refuses to keep more models than there is room for: every client's personal one, of every method and run."""
-    with torch.device("meta"):
-        one = sum(value.numel() * value.element_size() for value in state_of(plan.model()).values())
-    models = int(plan.config.clients or 0) * plan.config.seeds * sum(method.personal for method in plan.methods)
+    """Refuses to keep more than there is room for: every client's model and state, of every method and run."""
+    config = plan.config
+    lanes = int(config.clients or 0) * config.seeds
+    models = lanes * sum(method.personal for method in plan.methods) if config.save_models else 0
+    need, what = models * _model_bytes(plan), f"Keeping {models} models takes"
+    advice = "use --no-save-models, or save_models=False"
     if out is None:
         room, where = free_memory() // 2, "memory"
     else:
         room, where = shutil.disk_usage(next(p for p in out.absolute().parents if p.exists())).free, "disk"
-    if models * one > room:
+        if config.checkpoint_every != 0:
+            # Two checkpoints are kept and a third is written; they share the files of clients that took no part in between.
+            changed = min(1.0, config.join_ratio * (config.checkpoint_every or 10))
+            states = [lanes * plan.state_bytes[method.name] for method in plan.methods]
+            need += int(sum(states) + 2 * changed * max(states))
+            what = f"Keeping {models} models and the state of {lanes} clients takes"
+            advice += ", or --checkpoint-every 0 to do without checkpoints"
+    if need > room:
         raise UserError(
-            f"Keeping {models} models takes {models * one / 2**30:.1f} GiB of {where}, and there is room for "
-            f"{room / 2**30:.1f}: use --no-save-models, or save_models=False."
+            f"{what} {need / 2**30:.1f} GiB of {where}, and there is room for {room / 2**30:.1f}: {advice}."
         )
 
 

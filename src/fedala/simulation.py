@@ -1,24 +1,28 @@
 """The round loop on one machine: draw, send, initialise, evaluate, train, upload, aggregate, record.
 
 Several runs (seeds) of one method go side by side: a lane is a client of a run. Everything a simulation is between
-two rounds stands in `servers`, `clients` and `left`; every draw is keyed, so there is no random state.
+two rounds stands in `round`, `servers`, `clients` and `left`; every draw is keyed, so there is no random state. A round
+happens altogether or not at all: what goes wrong in its middle leaves these as they were.
 """
 
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedala.clients import ClientStates, Lane
-from fedala.cohort import Cohort, Params, Task, onto
+from fedala.cohort import Cohort, Params, Task, lanewise, onto
+from fedala.errors import RunError
 from fedala.methods import Method, State
 from fedala.randomness import draw, torch_seed
-from fedala.trees import count, join, take, tree_map
+from fedala.trees import count, join, leaves, take, tree_map
 
 Row = dict[str, Any]
 """One line of the history: one run's evaluation of one round."""
@@ -31,6 +35,30 @@ class Personal:
     seed: int
     client: int | None
     model: Params
+
+
+#: What becomes of a client whose loss or model is no longer finite. In all cases its round does not count.
+POLICIES = {
+    "skip": "the client keeps its last good model",
+    "reset": "the client starts anew, with the initial model",
+    "stop": "the run ends",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A client whose loss or model became infinite, or no number, in a round, which is counted as in the history."""
+
+    seed: int
+    client: int
+    round: int
+    lane: int
+    #: The first step of the round's training, counted from 1, whose loss or result is not finite, where it was looked for.
+    step: int | None
+
+    def __str__(self) -> str:
+        step = f", first in step {self.step}" if self.step else ""
+        return f"client {self.client} (seed {self.seed}, lane {self.lane}) diverged in round {self.round}{step}"
 
 
 @dataclass(frozen=True)
@@ -50,9 +78,11 @@ class Done:
 
     lanes: Sequence[Lane]
     notes: dict[str, torch.Tensor]
+    before: State = field(default_factory=dict)
     evaluated: Params = field(default_factory=dict)
     upload: Params = field(default_factory=dict)
     state: State = field(default_factory=dict)
+    finite: torch.Tensor | None = None
     #: For every part of the data that is tested, [lane, (correct, loss, samples)]: of `evaluated`, and of what is left.
     scores: list[torch.Tensor] = field(default_factory=list)
     left: list[torch.Tensor] = field(default_factory=list)
@@ -62,13 +92,15 @@ def take_part(
     method: Method, cohort: Cohort, lanes: Sequence[Lane], state: State, asked: Asked, parts: Sequence[str]
 ) -> Done:
     """A cohort's part of a round, on one machine or on its own."""
+    before = state
     initialized, state = method.initialize(cohort, cohort.received, state)
-    done = Done(lanes, cohort.notes)
+    done = Done(lanes, cohort.notes, {**state, **before})
     if asked.evaluates:
         done.evaluated = method.evaluated(cohort, initialized, cohort.received, state)
         done.scores = scores(cohort, done.evaluated, parts)
     if asked.train:
         done.upload, done.state = method.train(cohort, initialized, cohort.received, state)
+        done.finite = _finite(cohort, done.upload, done.state)
         if asked.looks_back:
             done.left = scores(cohort, method.left(done.upload, done.state), parts)
     return done
@@ -96,11 +128,16 @@ class Simulation:
         eval_every: int = 1,
         eval_clients: str = "all",
         client_memory: int | None = None,
+        client_files: Path | None = None,
+        on_divergence: str = "skip",
+        on_fault: Callable[[Fault], None] = lambda fault: None,
+        say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """`start(seed)` is the initial model Θ⁰ of a run, as one lane; `lanes` bounds how many clients are one tensor
         program, and `threads` of these programs run at a time.
 
-        `client_memory` bounds the bytes of host memory for the state of clients that are not taking part.
+        `client_memory` bounds the bytes of host memory for the state of clients that are not taking part; what is beyond it
+        goes to files, in the folder `client_files` if they are to outlive the process. `on_divergence` is one of `POLICIES`.
         """
         self.method, self.task = method, task
         self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
@@ -114,21 +151,77 @@ class Simulation:
         self.threads = 1 if threads > 1 and task.draws(self.start[0]) else threads
         sizes = [task.size(client) for client in range(self.population)]
         self.servers: list[State] = [method.serve(task, method.shared(task, model), sizes) for model in self.start]
-        self.clients = ClientStates(task.device, everybody=join_ratio == 1, budget=client_memory)
+        self.clients = ClientStates(task.device, everybody=join_ratio == 1, budget=client_memory, folder=client_files)
+        #: How many rounds have been trained.
+        self.round = 0
+        self.on_divergence, self.on_fault, self.say = on_divergence, on_fault, say
+        self._diverged: dict[Lane, int] = {}  # rounds that did not count since the last row, by lane
+        self._explained: set[Lane] = set()
         #: Per run, client and part: what the model that the client was left with scores (correct, loss, samples).
         self.left: np.ndarray | None = None
         self._unsettled: list[tuple[np.ndarray, int, Sequence[Lane], torch.Tensor]] = []
 
-    def run(self, on_model: Callable[[Personal], None] | None = None) -> Iterator[Row]:
-        """All rounds: T rounds give evaluations 0 to T. The models of the last one go to `on_model`."""
-        for round in range(1, self.rounds + 2):
-            last = round > self.rounds
-            yield from self.step(round, train=not last, on_model=on_model if last else None)
+    def run(
+        self,
+        on_model: Callable[[Personal], None] | None = None,
+        after: Callable[[int], None] = lambda round: None,
+    ) -> Iterator[Row]:
+        """All rounds that are left: T rounds give evaluations 0 to T. The models of the last one go to `on_model`.
+
+        `after` is called when a round has been trained and its rows have been taken.
+        """
+        while self.round < self.rounds:
+            yield from self.step(self.round + 1, train=True)
+            after(self.round)
+        yield from self.step(self.rounds + 1, train=False, on_model=on_model)
+
+    # --- what it is between two rounds -----------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """The servers, the scores of left models and who has diverged, as tensors; `clients` have a file each."""
+        servers = {str(run): server for run, server in enumerate(self.servers)}
+        diverged = torch.tensor([[*lane, n] for lane, n in self._diverged.items()], dtype=torch.int64)
+        explained = torch.tensor(sorted(self._explained), dtype=torch.int64)
+        left = {} if self.left is None else {"left": torch.from_numpy(self.left)}
+        return {"servers": servers, "diverged": diverged, "explained": explained, **left}
+
+    def restore(self, round: int, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave after so many rounds."""
+        self.round = round
+        servers = tree_map(lambda t: t.to(self.task.device), state["servers"])
+        self.servers = [servers[str(run)] for run in range(len(self.seeds))]
+        self.left = state["left"].numpy() if "left" in state else None
+        self._diverged = {(run, client): n for run, client, n in state["diverged"].tolist()}
+        self._explained = {(run, client) for run, client in state["explained"].tolist()}
 
     # --- one round -------------------------------------------------------------------------------------------------
 
     def step(self, round: int, *, train: bool, on_model: Callable[[Personal], None] | None = None) -> list[Row]:
-        """Round `round`, counted from 1: its evaluation is number `round − 1`, after that many aggregations."""
+        """Round `round`, counted from 1: its evaluation is number `round − 1`, after that many aggregations.
+
+        If the device's memory does not suffice, the round begins anew with half as many lanes.
+        """
+        while True:
+            try:
+                return self._step(round, train, on_model)
+            except torch.OutOfMemoryError as error:
+                shortage = str(error).split(". ")[0]
+            self._begin_anew(shortage)
+
+    def _begin_anew(self, shortage: str) -> None:
+        widest = min(self.lanes or len(self.seeds) * self.population, len(self.seeds) * self.population)
+        if widest == 1:
+            raise RunError(f"A single client does not fit into the device's memory: {shortage}.")
+        self.clients.undo()
+        self._unsettled = []
+        self.lanes = widest // 2
+        self.task.captured.clear()
+        gc.collect()
+        if self.task.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.say(f"The device's memory does not suffice for {widest} clients side by side: going on with {self.lanes}.")
+
+    def _step(self, round: int, train: bool, on_model: Callable[[Personal], None] | None) -> list[Row]:
         began = time.perf_counter()
         evaluates = not train or (round - 1) % self.eval_every == 0
         joined = [self.participants(seed, round) for seed in self.seeds]
@@ -137,31 +230,40 @@ class Simulation:
         left = self._scores_left() if self._looks_back and train else None
         uploads: list[tuple[Sequence[Lane], Params]] = []
         noted: list[tuple[Sequence[Lane], dict[str, torch.Tensor]]] = []
+        diverged: set[Lane] = set()
         for done in self._work(Asked(round, train, evaluates, left is not None), sent, joined):
             noted.append((done.lanes, done.notes))
             self._note(done.lanes, done.scores, table)
             if left is not None:
                 self._note(done.lanes, done.left, left)
             if train:
+                bad = self._heed(done, round, sent, joined)
+                diverged |= bad
                 self.clients.scatter(done.lanes, done.state)
-                uploads.append((done.lanes, done.upload))
+                good = [place for place, lane in enumerate(done.lanes) if lane not in bad]
+                uploads.append(([done.lanes[i] for i in good], take(done.upload, good) if bad else done.upload))
             elif on_model and self.method.personal:
                 for i, (run, client) in enumerate(done.lanes):
                     on_model(Personal(self.seeds[run], client, take(done.evaluated, slice(i, i + 1))))
         if evaluates and self.eval_clients == "all":
             self._score_others(round, sent, joined, table)
-        uploaded = self._aggregate(uploads) if train else 0
-        # Up to here nothing has waited for the device; now the figures come back, all at once.
-        self._settle()
+        servers, uploaded = self._aggregate(uploads) if train else (self.servers, 0)
+        self._settle(diverged)
         notes: dict[str, dict[Lane, float]] = {}
         for lanes, values in noted:
             for name, figures in values.items():
                 notes.setdefault(name, {}).update(zip(lanes, figures.tolist(), strict=True))
+        for lane in diverged:
+            self._diverged[lane] = self._diverged.get(lane, 0) + 1
         rows = [self._row(run, round, joined[run], table, notes, sent[run]) for run in range(len(self.seeds))]
         if train:
             rows = [{**row, "uploaded": uploaded} for row in rows]
+            self.servers, self.round = servers, round
+            self.clients.settle()
         elif on_model:
             self._last_models(joined, on_model)
+        if evaluates:
+            self._diverged = {}
         seconds = time.perf_counter() - began
         return [{**row, "seconds": seconds} for row in rows] if evaluates else []
 
@@ -235,18 +337,65 @@ class Simulation:
         clients, seeds = [client for _, client in lanes], [self.seeds[run] for run, _ in lanes]
         return Cohort(self._own_task(), clients, seeds, round, self.rounds, received, index)
 
-    def _aggregate(self, uploads: list[tuple[Sequence[Lane], Params]]) -> int:
-        """Every run's server takes in what its clients uploaded, in their order. Returns how much one of them uploaded."""
+    def _aggregate(self, uploads: list[tuple[Sequence[Lane], Params]]) -> tuple[list[State], int]:
+        """Every run's server after it has taken in what its clients uploaded, in their order; how much one of them uploaded."""
         place = {lane: i for i, lane in enumerate(lane for lanes, _ in uploads for lane in lanes)}
         everything = join([params for _, params in uploads])
+        servers = list(self.servers)
         for run in range(len(self.seeds)):
             clients = sorted(client for other, client in place if other == run)
             sizes = [self.task.size(client) for client in clients]
             if sum(sizes):
                 own = take(everything, onto(self.task.device, [place[run, client] for client in clients]))
                 weights = onto(self.task.device, sizes).double()
-                self.servers[run] = self.method.aggregate(self.servers[run], own, weights, clients)
-        return count(everything) // len(place)
+                servers[run] = self.method.aggregate(servers[run], own, weights, clients)
+        return servers, count(everything) // max(1, len(place))
+
+    # --- clients that diverge --------------------------------------------------------------------------------------
+
+    def _heed(self, done: Done, round: int, sent: list[Params], joined: list[list[int]]) -> set[Lane]:
+        """The cohort's lanes whose training came to nothing. Their new state is not kept, whatever the policy."""
+        finite = done.finite
+        bad = [] if finite is None else [place for place, good in enumerate(finite.tolist()) if not good]
+        if finite is None or not bad:
+            return set()
+        for place in bad:
+            run, client = lane = done.lanes[place]
+            step = None if lane in self._explained else self._first_fault(lane, round, sent, joined)
+            self._explained.add(lane)
+            fault = Fault(self.seeds[run], client, round - 1, place, step)
+            if self.on_divergence == "stop":
+                raise RunError(f"{str(fault).capitalize()}, and on_divergence is stop.")
+            self.on_fault(fault)
+
+        def fresh(lane: Lane) -> State:
+            return self.method.fresh(self._own_task(), self.start[lane[0]])
+
+        instead = done.before
+        if self.on_divergence == "reset":
+            instead = {**instead, **join([fresh(lane) for lane in done.lanes])}
+        done.state = tree_map(lambda new, old: torch.where(lanewise(finite, new), new, old), done.state, instead)
+        return {done.lanes[place] for place in bad}
+
+    def _first_fault(self, lane: Lane, round: int, sent: list[Params], joined: list[list[int]]) -> int | None:
+        """The client's training once more, alone, until a step's loss or result is not finite."""
+        cohort = self._cohort([lane], round, sent, joined)
+        taken = 0
+
+        def watch(losses: torch.Tensor, state: Any) -> None:
+            nonlocal taken
+            taken += 1
+            if not all(leaf.isfinite().all() for _, leaf in leaves((losses, state))):
+                raise FloatingPointError
+
+        cohort.watch = watch
+        state = self.clients.gather([lane], lambda lane: self.method.fresh(cohort.task, self.start[lane[0]]))
+        try:
+            initialized, state = self.method.initialize(cohort, cohort.received, state)
+            self.method.train(cohort, initialized, cohort.received, state)
+        except FloatingPointError:
+            return taken
+        return None
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -284,12 +433,15 @@ class Simulation:
         """Scores get into the table when all of them are settled."""
         self._unsettled += [(table, place, lanes, score) for place, score in enumerate(scores)]
 
-    def _settle(self) -> None:
+    def _settle(self, diverged: Collection[Lane] = ()) -> None:
+        """The figures come back, all at once. A client whose round did not count is left with what it had before."""
         if self._unsettled:
             figures = iter(torch.cat([score for *_, score in self._unsettled]).cpu().numpy())
             for table, place, lanes, _ in self._unsettled:
                 for run, client in lanes:
-                    table[run, client, place] = next(figures)
+                    figure = next(figures)
+                    if not (table is self.left and (run, client) in diverged):
+                        table[run, client, place] = figure
         self._unsettled = []
 
     def _row(
@@ -316,6 +468,7 @@ class Simulation:
             row[name] = float(np.mean(own)) if own else float("nan")
         row["sent"] = count(sent) // max(1, len(next(iter(sent.values())))) if sent else 0
         row["uploaded"] = 0
+        row["diverged"] = sum(rounds for lane, rounds in self._diverged.items() if lane[0] == run)
         row["clients"] = table[run, :, 0]
         return row
 
@@ -329,3 +482,18 @@ class Simulation:
                 known = self.start[run] if state is None else self.method.left(state.get("local", {}), state)
                 if known:
                     on_model(Personal(seed, client, known))
+
+
+def _finite(cohort: Cohort, upload: Params, state: State) -> torch.Tensor:
+    """Which lanes have trained to something: finite models and, where there was anything to train on, a finite loss."""
+    whole = [
+        leaf.reshape(len(cohort), -1).isfinite().all(1)
+        for _, leaf in leaves((upload, state))
+        if leaf.is_floating_point()
+    ]
+    loss = cohort.notes.get("train_loss")
+    if loss is not None:
+        whole.append(loss.isfinite() | (onto(cohort.task.device, cohort.sizes()) == 0))
+    if not whole:
+        return torch.ones(len(cohort), dtype=torch.bool)
+    return torch.stack(whole).all(0)

@@ -63,7 +63,10 @@ class Client:
         received = to_params(_arrays(message), task.device)
         state, lost = self._state(int(words["since"]), received)
         done = take_part(method, self._cohort(asked, received), [(0, self.number)], state, asked, _parts(words))
-        if asked.train:
+        if done.finite is not None and not done.finite:
+            log.error("This client's training diverged in round %d: nothing of it is kept or sent.", asked.round)
+            done.upload = {}
+        elif asked.train:
             # On the disk before the server hears of it; if it never does, the state before this round is there as well.
             self.kept.save(asked.round, done.state, before=int(words["since"]), method=method.name)
         elif method.personal:
@@ -102,6 +105,7 @@ class Client:
     def _reply(self, message: Message, done: Done, lost: bool = False) -> Message:
         size = self.experiment.task.size(self.number)
         metrics = MetricRecord({"client": self.number, "num-examples": size, "lost": int(lost)})
+        metrics["finite"] = int(done.finite is None or bool(done.finite))
         metrics["scores"] = [float(figure) for score in done.scores for figure in score[0]]
         metrics["left"] = [float(figure) for score in done.left for figure in score[0]]
         for name, values in done.notes.items():

@@ -50,7 +50,7 @@ class Own:
 PARTS = ("train", "test", "validation")
 
 #: Options of `fedala run` that have no meaning where every client is a machine of its own.
-LOCAL = ("seeds", "lanes", "client_memory")
+LOCAL = ("seeds", "lanes", "client_memory", "checkpoint_every", "keep_checkpoint")
 
 
 def read(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
@@ -68,7 +68,7 @@ def read(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
             values[key] = value
         else:
             raise UserError(f"The run config has an unknown option {key}{suggest(key, [*known, *own])}.")
-    config = Config.of({"method": "fedala", **values})
+    config = Config.of({"method": "fedala", "checkpoint_every": 1, **values})
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
     options = build(Deployment, deployment)

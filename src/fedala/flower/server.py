@@ -10,14 +10,15 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedala.clients import Lane
+from fedala.clients import ClientStates, Lane
 from fedala.cohort import Params
-from fedala.errors import UserError
+from fedala.errors import RunError, UserError
 from fedala.flower.experiment import PARTS, Deployment, Experiment, Own, at_server, read
 from fedala.flower.nodes import Nodes
 from fedala.flower.records import check, to_params, to_record
-from fedala.running import Result, execute
-from fedala.simulation import Asked, Done, Personal, Row, Simulation
+from fedala.methods import State
+from fedala.running import Result, Watcher, execute
+from fedala.simulation import Asked, Done, Fault, Personal, Row, Simulation
 from fedala.trees import take
 
 log = getLogger("flwr")
@@ -34,10 +35,17 @@ def server_app(own: Own | None = None) -> ServerApp:
     return app
 
 
+class Elsewhere(ClientStates):
+    """Clients that keep their states themselves."""
+
+    def scatter(self, lanes: Sequence[Lane], state: State) -> None:
+        pass
+
+
 class Federated(Simulation):
     """A simulation whose clients are nodes of a federation. Between rounds, `counted` belongs to what it is."""
 
-    def __init__(self, experiment: Experiment, deployment: Deployment, nodes: Nodes) -> None:
+    def __init__(self, experiment: Experiment, deployment: Deployment, nodes: Nodes, **options: Any) -> None:
         config = experiment.plan.config
         self.nodes, self.deployment = nodes, deployment
         #: The last round of each client whose update was taken in: the client goes on from what that round left.
@@ -56,7 +64,10 @@ class Federated(Simulation):
             join_ratio=config.join_ratio,
             eval_every=config.eval_every,
             eval_clients=config.eval_clients,
+            on_divergence=config.on_divergence,
+            **options,
         )
+        self.clients = Elsewhere(self.task.device, everybody=True)
         self.expected = self.method.shared(self.task, self.start[0])
 
     def _take_in(self) -> None:
@@ -65,9 +76,21 @@ class Federated(Simulation):
             for part, size in sizes.items():
                 self.task.parts[part][client] = range(size)  # type: ignore[index]
 
-    def run(self, on_model: Callable[[Personal], None] | None = None) -> Iterator[Row]:
+    def state(self) -> State:
+        counted = [[client, round] for client, round in sorted(self.counted.items())]
+        return {**super().state(), "counted": torch.tensor(counted, dtype=torch.int64).view(-1, 2)}
+
+    def restore(self, round: int, state: Mapping[str, Any]) -> None:
+        super().restore(round, state)
+        self.counted = dict(state["counted"].tolist())
+
+    def run(
+        self,
+        on_model: Callable[[Personal], None] | None = None,
+        after: Callable[[int], None] = lambda round: None,
+    ) -> Iterator[Row]:
         """All rounds. Of their models, the clients' own stay with them."""
-        return super().run(on_model and (lambda model: on_model(model) if model.client is None else None))
+        return super().run(on_model and (lambda model: on_model(model) if model.client is None else None), after)
 
     def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
         super()._last_models([list(range(self.population))], on_model)  # the global one alone
@@ -82,7 +105,9 @@ class Federated(Simulation):
         for client, reply in self._ask(kind, asked, sent[0], joined[0]):
             try:
                 done = self._done(client, reply)
-                if asked.train:
+                if done.finite is not None and not done.finite:
+                    done.upload = take(self.expected, slice(0))  # it has sent nothing, and says so
+                elif asked.train:
                     model = _lane(sent[0], lanes[client])
                     check(done.upload, self.expected, model, self.deployment.max_norm)
             except (UserError, KeyError, TypeError, ValueError) as error:
@@ -120,6 +145,7 @@ class Federated(Simulation):
             [(0, client)],
             notes,
             upload=to_params(arrays, self.task.device),
+            finite=torch.tensor([bool(metrics["finite"])]),
             scores=self._scores(metrics, "scores"),
             left=self._scores(metrics, "left"),
         )
@@ -130,8 +156,22 @@ class Federated(Simulation):
             raise UserError(f"its {name} make no sense")
         return list(figures.view(-1, 1, 3))
 
-    def _aggregate(self, uploads: list[tuple[Sequence[Lane], Params]]) -> int:
+    def _heed(self, done: Done, round: int, sent: list[Params], joined: list[list[int]]) -> set[Lane]:
+        """A client that has diverged: its node has kept nothing of the round."""
+        if done.finite is None or done.finite:
+            return set()
+        [(_, client)] = done.lanes
+        fault = Fault(self.seeds[0], client, round - 1, 0, None)
+        if self.on_divergence == "stop":
+            raise RunError(f"{str(fault).capitalize()}, and on_divergence is stop.")
+        self.on_fault(fault)
+        if self.on_divergence == "reset":
+            self.counted.pop(client, None)
+        return set(done.lanes)
+
+    def _aggregate(self, uploads: list[tuple[Sequence[Lane], Params]]) -> tuple[list[State], int]:
         needed = self.population if self.method.everyone else self.deployment.min_updates
+        uploads = [(lanes, upload) for lanes, upload in uploads if lanes]
         if len(uploads) < needed:
             log.warning(
                 "Round %d: %d good updates, and %d are needed: the global model stays.",
@@ -139,7 +179,7 @@ class Federated(Simulation):
                 len(uploads),
                 needed,
             )
-            return 0
+            return self.servers, 0
         self.counted |= {client: self._round for lanes, _ in uploads for _, client in lanes}
         return super()._aggregate(uploads)
 
@@ -171,12 +211,16 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
     nodes = Nodes(grid, clients, clients if method.everyone else min(deployment.min_nodes, clients))
     nodes.wait(deployment.start_timeout)
 
-    def note(_: str, row: Row) -> None:
+    def note(method: str, row: Row) -> None:
         log.info("Round %d of %d: accuracy %.4f, loss %.4f", row["round"], config.rounds, row["accuracy"], row["loss"])
 
+    out = Path(deployment.out).absolute() / deployment.experiment
+    resume = (out / "config.toml").is_file()
+    log.info("%s %s", "Going on with" if resume else "Everything is kept in", out)
     return execute(
         experiment.plan,
-        Path(deployment.out) / deployment.experiment,
-        on_row=note,
-        simulate=lambda *_: Federated(experiment, deployment, nodes),
+        out,
+        resume=resume,
+        watcher=Watcher(row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning),
+        simulate=lambda plan, method, **options: Federated(experiment, deployment, nodes, **options),
     )

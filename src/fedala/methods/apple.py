@@ -41,7 +41,9 @@ class APPLE(Method):
         return {**server["cores"], "p_0": server["p_0"]}
 
     def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
-        return {"cores": {name: value[None] for name, value in uploads.items()}, "p_0": server["p_0"]}
+        place = torch.tensor(clients, device=weights.device)
+        cores = {name: value.index_copy(1, place, uploads[name][None]) for name, value in server["cores"].items()}
+        return {"cores": cores, "p_0": server["p_0"]}
 
     # --- the client ------------------------------------------------------------------------------------------------
 

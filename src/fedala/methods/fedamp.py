@@ -9,6 +9,7 @@ from torch import Tensor
 from fedala.cohort import Cohort, Params, Task
 from fedala.methods.method import Method, State
 from fedala.options import option
+from fedala.trees import take
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,15 @@ class FedAMP(Method):
     lam: float = option(1.0, "λ: strength of the clients' pull, λ/(2α)·‖w − u‖²", least=0)
     sigma: float = option(0.1, "σ: squared distance over which the attention 1 − exp(−‖w_i − w_j‖²/σ) decays", above=0)
 
-    # The server's models stand in two parts, what learns and the rest (running statistics), because distance is one of what
-    # learns. They are one lane, Θ⁰ for everybody, before the first round, and one for each client after it.
+    # The server's models, one for each client, stand in two parts, what learns and the rest (running statistics), because
+    # distance is one of what learns.
 
     def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
-        return _split(start, task.trainable)
+        everybody = {name: value.expand(len(sizes), *value.shape[1:]) for name, value in start.items()}
+        return _split(everybody, task.trainable)
 
     def send(self, server: State, clients: list[int]) -> Params:
-        return {**server["learned"], **server["rest"]}
+        return take({**server["learned"], **server["rest"]}, clients)
 
     def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
         shares = self.shares(squared_distances({name: uploads[name] for name in server["learned"]}), weights)
@@ -39,7 +41,10 @@ class FedAMP(Method):
         def mix(value: Tensor) -> Tensor:  # counters are not mixed: a client's stay its own
             return torch.tensordot(shares.to(value.dtype), value, 1) if value.is_floating_point() else value
 
-        return _split({name: mix(value) for name, value in uploads.items()}, server["learned"])
+        before, place = {**server["learned"], **server["rest"]}, torch.tensor(clients, device=weights.device)
+        # Whoever has brought nothing keeps what it had.
+        mixed = {name: before[name].index_copy(0, place, mix(value)) for name, value in uploads.items()}
+        return _split(mixed, server["learned"])
 
     def shares(self, distances: Tensor, weights: Tensor) -> Tensor:
         """What part client j has in u_i, [i, j], by their squared distance; clients without samples are part of nobody else's."""

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from fedala.running import Plan
-from fedala.simulation import Row
+from fedala.simulation import Fault, Row
 
 
 class Watch(Progress):
@@ -24,6 +24,8 @@ class Watch(Progress):
         self.last_seed = plan.config.seed + plan.config.seeds - 1
         self.every = every
         self.method = ""
+        self.first = 0  # the round of a method with which this process began
+        self.named: set[tuple[int, int]] = set()
         self.now: dict[int, float] = {}
         self.best: dict[int, float] = {}
         self.began = self.seen = self.printed = time.monotonic()
@@ -33,6 +35,7 @@ class Watch(Progress):
         if method != self.method:
             # A method's first row comes at the end of its first round: it began when the method before it ended.
             self.method, self.began, self.now, self.best = method, self.seen, {}, {}
+            self.first, self.named = row["round"], set()
         seed, round, accuracy = row["seed"], row["round"], row["accuracy"]
         self.now[seed] = accuracy
         self.best[seed] = max(accuracy, self.best.get(seed, accuracy))
@@ -43,13 +46,22 @@ class Watch(Progress):
         self.update(self.bars[method], completed=round, text=text)
         if self.plain and (round == self.rounds or self.seen - self.printed >= self.every):
             self.printed = self.seen
-            self.console.print(f"{self.titles[method]}: {text}", soft_wrap=True, markup=False, highlight=False)
+            self.say(f"{self.titles[method]}: {text}")
+
+    def fault(self, method: str, fault: Fault) -> None:
+        """A client that diverged; each is named once, the table says how often it happened."""
+        if fault.step is not None or (fault.seed, fault.client) not in self.named:
+            self.say(f"{self.titles[method]}: {fault}")
+        self.named.add((fault.seed, fault.client))
+
+    def say(self, sentence: str) -> None:
+        self.console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     def _text(self, round: int) -> str:
         now, best = (100 * float(np.mean(list(values.values()))) for values in (self.now, self.best))
         # The row of round r comes when r + 1 rounds have been trained, but for the last one.
         trained = min(round + 1, self.rounds)
-        pace = (self.seen - self.began) / trained
+        pace = (self.seen - self.began) / max(1, trained - self.first)
         left = f"  {clock(pace * (self.rounds - trained))} left" if round < self.rounds else ""
         return f"round {round}/{self.rounds}  accuracy {now:.2f} %  best {best:.2f} %  {pace:.2g} s/round{left}"
 

@@ -29,10 +29,14 @@ def results(methods: Mapping[str, Any]) -> Table:
         table.add_column(ACCURACIES[key], justify="right", no_wrap=True)
     table.add_column("seconds\nper round", justify="right")
     table.add_column("parameters per client\nand round", justify="right")
+    diverged = any(method.get("client_rounds_that_diverged") for method in methods.values())
+    if diverged:
+        table.add_column("client rounds\nthat diverged", justify="right")
     for method in methods.values():
         accuracies = [percent(method["accuracy"].get(key)) for key in shown]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"
-        table.add_row(escape(method["title"]), *accuracies, f"{method['seconds_per_round']:.3g}", parameters)
+        faults = [f"{method.get('client_rounds_that_diverged', 0):,}"] if diverged else []
+        table.add_row(escape(method["title"]), *accuracies, f"{method['seconds_per_round']:.3g}", parameters, *faults)
     return table
 
 
