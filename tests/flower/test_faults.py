@@ -16,7 +16,7 @@ from fedala.flower.server import serve  # noqa: E402
 
 def federate(tmp_path, meddle=None, asks=None, **options):
     """A federation of three whose replies `meddle(round, client, sent, reply)` may change; who is not asked is not there."""
-    run_config = {"clients": 3, "min_nodes": 2, "out": str(tmp_path / "runs"), **RUN, **options}
+    run_config = {"clients": 3, "min_nodes": 2, "out": str(tmp_path / "runs"), "start_timeout": 9, **RUN, **options}
     grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
     if meddle:
         grid.meddle = lambda sent, reply: meddle(
@@ -217,3 +217,51 @@ def test_an_experiments_name_cannot_lead_anywhere_else(name, tmp_path):
 def test_mistakes_in_the_run_config_are_sentences(options, sentence, tmp_path):
     with pytest.raises(UserError, match=sentence):
         in_process(tmp_path, **options)
+
+
+class PowerCut(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("method", ["fedala", "fedfomo"])
+@pytest.mark.parametrize("where", [(1, 0), (2, 1), (3, 2), (4, 0)])
+def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path):
+    """Some clients have trained the round in which it died: they do it again, from the state before it."""
+    asked = []
+
+    def meddle(round, client, sent, reply):
+        asked.append((round, client))
+        if (round, client) == where and asked.count(where) == 1:
+            raise PowerCut
+        return reply
+
+    with pytest.raises(PowerCut):
+        federate(tmp_path / "cut", meddle, method=method)
+    asked.append("again")
+    resumed = federate(tmp_path / "cut", meddle, method=method)
+    again = asked[asked.index("again") + 1 :]
+    assert [round for round, _ in again] == [0] * 3 + [r for r in range(where[0], 5) for _ in range(3)]
+    undisturbed = federate(tmp_path / "whole", method=method)
+    assert figures(resumed) == figures(undisturbed)
+    for client in range(3):
+        assert_same_state(state_of(tmp_path / "cut", client, 3), state_of(tmp_path / "whole", client, 3))
+
+
+def test_an_experiment_that_is_finished_stays_so_and_another_one_needs_another_name(tmp_path):
+    first = federate(tmp_path, method="fedavg", rounds=1)
+    again = federate(tmp_path, asks=lambda round, client: pytest.fail("somebody is asked"), method="fedavg", rounds=1)
+    assert figures(first) == figures(again)
+    with pytest.raises(UserError, match=r"lr \(0\.1 → 0\.2\)"):
+        federate(tmp_path, method="fedavg", rounds=1, lr=0.2)
+    more = federate(tmp_path, method="fedavg", rounds=2)
+    assert figures(more) == figures(federate(tmp_path / "other", method="fedavg", rounds=2))
+
+
+def test_a_client_that_diverges_is_left_out_and_keeps_its_last_good_model(tmp_path, caplog):
+    """As in the simulation: the round does not count for it, and the server hears so from the client itself."""
+    caplog.set_level("WARNING", "flwr")
+    result = federate(tmp_path, method="fedala", lr=1e30, rounds=2)
+    assert "This client's training diverged in round 1: nothing of it is kept or sent." in caplog.text
+    assert "client 0 (seed 5, lane 0) diverged in round 0" in caplog.text
+    assert [row["diverged"] for row in result.history] == [3, 3, 0]
+    assert not list((tmp_path / "state").rglob("round-*"))

@@ -16,8 +16,8 @@ from fedala.errors import RunError, UserError
 from fedala.flower.experiment import PARTS, Deployment, Experiment, Own, at_server, read
 from fedala.flower.nodes import Nodes
 from fedala.flower.records import check, to_params, to_record
-from fedala.methods import State
-from fedala.running import Result, Watcher, execute
+from fedala.methods import Method, State
+from fedala.running import Plan, Result, Watcher, execute
 from fedala.simulation import Asked, Done, Fault, Personal, Row, Simulation
 from fedala.trees import take
 
@@ -209,7 +209,10 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
         raise UserError(f"max_norm has no meaning for {method.title}, which sends several models.")
     clients = len(experiment.task.parts["train"])
     nodes = Nodes(grid, clients, clients if method.everyone else min(deployment.min_nodes, clients))
-    nodes.wait(deployment.start_timeout)
+
+    def simulate(plan: Plan, method: Method, **options: Any) -> Federated:
+        nodes.wait(deployment.start_timeout)
+        return Federated(experiment, deployment, nodes, **options)
 
     def note(method: str, row: Row) -> None:
         log.info("Round %d of %d: accuracy %.4f, loss %.4f", row["round"], config.rounds, row["accuracy"], row["loss"])
@@ -222,5 +225,5 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
         out,
         resume=resume,
         watcher=Watcher(row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning),
-        simulate=lambda plan, method, **options: Federated(experiment, deployment, nodes, **options),
+        simulate=simulate,
     )
