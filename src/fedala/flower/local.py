@@ -121,6 +121,12 @@ class LocalFederation:
         [found] = self.flwr("list", "here", "--run-id", run)["runs"]
         return str(found["status"])
 
+    def run_log(self, run: str) -> str:
+        """What the server app has said."""
+        command = [program("flwr"), "log", run, "here", "--show"]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        return done.stdout + done.stderr
+
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Ends the SuperLink or a node, with everything that it has started: Flower's own processes leave its group."""
         for pid in family(f"{self.folder}/{name}"):
