@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-gpu lint clean
+.PHONY: run test test-gpu test-deployment lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
@@ -17,6 +17,11 @@ PYTEST ?= $(BIN)/pytest
 test-gpu:
 	$(PYTEST) -q -m gpu tests/cuda
 	$(PYTEST) -q tests/cuda/test_kernels.py
+
+# Real federations on this machine: killed nodes, a killed server, poisoned updates, and more. About a quarter of an hour.
+test-deployment: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[flower-simulation]'
+	$(BIN)/pytest -q -m deployment tests/flower
 
 lint: $(READY)
 	$(BIN)/ruff check .

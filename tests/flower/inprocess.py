@@ -16,13 +16,12 @@ from fedala.data import Dataset, Federation, federate
 from fedala.flower import Own, client_app
 from fedala.flower.server import serve
 
-TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # who is sending, which Flower sets elsewhere
-
 
 class Here(Grid):
     """Nodes 100, 101, … with partition-id 0, 1, …; what `meddle` makes of a reply is what the server gets (None: nothing)."""
 
     def __init__(self, app: ClientApp, nodes: int, state_dir: Any, run_config: dict[str, Any] | None = None) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # who sends: else, Flower says so
         self.app, self.run_config, self.state_dir = app, run_config or {}, state_dir
         self.node_configs = {
             100 + i: {"partition-id": i, "num-partitions": nodes, "state-dir": str(state_dir)} for i in range(nodes)
@@ -82,9 +81,9 @@ def samples(client):
     return Dataset("own", x, y, 3)
 
 
-def together():
+def together(clients=3):
     """The same clients as one federation on one machine."""
-    parts = [federate(samples(client), "iid", 1, 1) for client in range(len(SIZES))]
+    parts = [federate(samples(client), "iid", 1, 1) for client in range(clients)]
     offsets = np.cumsum([0, *SIZES])
     held = {
         part: tuple(getattr(alone, part)[0] + offset for alone, offset in zip(parts, offsets, strict=False))

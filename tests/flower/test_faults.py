@@ -6,7 +6,7 @@ import pytest
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from flower.inprocess import OWN, RUN, Here, in_process  # noqa: E402
-from flwr.app import Array  # noqa: E402
+from flower.poison import poison  # noqa: E402
 
 from fedala import UserError, files  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
@@ -53,27 +53,6 @@ def test_a_reply_that_is_lost_is_a_round_that_the_client_was_not_part_of(method,
     assert figures(lost) == figures(absent)
     for client in range(3):
         assert_same_state(state_of(tmp_path / "lost", client, 3), state_of(tmp_path / "absent", client, 3))
-
-
-def poison(record, how):
-    """A copy of what a client uploads, with something wrong in it."""
-    arrays = {name: array.numpy().copy() for name, array in record.items()}
-    if how == "nan":
-        arrays["out.bias"][0] = np.nan
-    elif how == "infinite":
-        arrays["norm.running_var"][0] = np.inf
-    elif how == "shape":
-        arrays["out.bias"] = arrays["out.bias"][:2]
-    elif how == "type":
-        arrays["out.bias"] = arrays["out.bias"].astype(np.float64)
-    elif how == "missing":
-        del arrays["out.bias"]
-    elif how == "strange":
-        arrays["trojan"] = arrays["out.bias"]
-    elif how == "huge":
-        arrays["out.bias"] += 1e4
-    record.clear()
-    record.update({name: Array(value) for name, value in arrays.items()})
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,11 @@ def test_a_client_does_what_it_would_do_in_its_own_loop(example, tmp_path):
             torch.testing.assert_close(uploads[100 + i][name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture(autouse=True)
+def _sender(tmp_path):
+    Here(ClientApp(), 0, tmp_path)
+
+
 def message_with(arrays, kind="train", **config):
     content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
     return Message(content, dst_node_id=7, message_type=kind)
