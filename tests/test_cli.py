@@ -69,7 +69,15 @@ def test_summary_agrees_with_the_history(finished):
     assert set(summary) == {"methods", "note", "rounds", "seeds", "seconds", "command", "versions"}
     assert list(summary["methods"]) == ["fedala", "fedavg"]
     for name, method in summary["methods"].items():
-        assert set(method) == {"title", "accuracy", "seconds_per_round", "parameters_per_client_and_round"}
+        assert set(method) == {
+            "title", "accuracy", "seconds_per_round", "parameters_per_client_and_round",
+            "client_rounds_that_diverged", "checkpoints",
+        }  # fmt: skip
+        assert method["client_rounds_that_diverged"] == 0
+        assert method["checkpoints"]["bytes"] == sum(
+            file.stat().st_size
+            for file in folder.checkpoints(list(summary["methods"]).index(name)).glob("*.safetensors")
+        )
         runs = [
             [row["accuracy"] for row in folder.history() if (row["method"], row["seed"]) == (name, seed)]
             for seed in (3, 4)
@@ -413,7 +421,8 @@ def test_version_and_a_mistake_in_a_real_process(here):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals differ there")
-def test_an_interrupt_is_one_sentence_and_keeps_what_is_there(here):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(number, here):
     command = [*PROGRAM, "run", "--method", "fedavg", "--rounds", "100000", "--clients", "2", "--out", "run"]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         history = here / "run" / "history.csv"
@@ -422,12 +431,29 @@ def test_an_interrupt_is_one_sentence_and_keeps_what_is_there(here):
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors.splitlines()[-1] == "Interrupted; what was finished is in run."
+    assert process.returncode == 128 + number
     assert "Traceback" not in errors
-    assert [row["round"] for row in RunFolder(here / "run").history()][:2] == [0, 1]
+    rounds = [row["round"] for row in RunFolder(here / "run").history()]
+    assert rounds == list(range(len(rounds)))
+    assert errors.splitlines()[-1] == (
+        f"Stopped after {len(rounds)} rounds of FedAvg; go on with: fedala run --resume run"
+    )
+    result = call("run", "--resume", "run", "--rounds", str(len(rounds) + 1))
+    assert result.exit_code == 0
+    assert [row["round"] for row in RunFolder(here / "run").history()] == list(range(len(rounds) + 2))
+
+
+def test_resuming_takes_everything_from_its_folder(here):
+    for arguments, sentence in (
+        (["--resume", "nowhere"], "nowhere is no run folder: there is no config.toml in it."),
+        (["--resume", "nowhere", "--force"], "--resume takes everything from its folder"),
+        (["--resume", "nowhere", "--config", "x.toml"], "The config file x.toml cannot be read"),
+    ):
+        result = call("run", *arguments)
+        assert result.exit_code == 2
+        assert sentence in result.stderr
 
 
 def test_the_core_needs_none_of_the_command_lines_packages():

@@ -11,6 +11,8 @@ from torch import nn
 from fedala.ala import Settings, fresh, initialize
 from fedala.cohort import Cohort, average, steps
 from fedala.layers import upper
+from fedala.methods import make
+from fedala.simulation import Simulation
 from fedala.trees import join, take
 
 #: Zero to nine batches of four, whole and partial, two of one size.
@@ -163,3 +165,29 @@ def test_average_is_weighted_and_leaves_counters_whole():
 def test_unsorted_lanes_are_refused(task):
     with pytest.raises(ValueError, match="sorted"):
         Cohort(task, [5, 0], [0, 0])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("model", ["cnn", "own"])
+def test_features_that_do_not_fit_are_computed_again_with_the_same_result(layers, model, monkeypatch):
+    """With no memory for features ALA learns on the samples themselves; it is the same function of them."""
+    from fedala.models.cnn import cnn
+
+    build = (lambda: cnn((1, 28, 28), 3)) if model == "cnn" else Net
+    found, cuts = [], []
+
+    def seen(self, cut, *args, features=Cohort.features):
+        cuts.append(cut.cuts)
+        return features(self, cut, *args)
+
+    monkeypatch.setattr(Cohort, "features", seen)
+    for memory in (None, 0):
+        task = ragged_task([9, 6, 5], model=build(), feature_memory=memory)
+        if model == "cnn":
+            task.x = torch.nn.functional.interpolate(task.x, (28, 28))
+        simulation = Simulation(make("fedala", {"ala.layers": layers}), task, start_of(task, build), rounds=2)
+        found.append([row["loss"] for row in simulation.run()])
+        if model == "cnn" or layers == 1:
+            assert any(cuts) == (memory is None)
+        cuts.clear()
+    assert found[0] == pytest.approx(found[1], rel=1e-9)

@@ -132,9 +132,9 @@ def test_stop_stops_and_names_the_client(poisoned):
 
 
 def test_if_everybody_diverges_the_global_model_stays():
-    task = ragged_task(SIZES, lr=1e39, dtype=torch.float32)
+    task = ragged_task([9, 17, 12], lr=1e38, dtype=torch.float32)
     simulation, rows, _ = simulate("fedavg", task, rounds=2)
-    assert [row["diverged"] for row in rows] == [len(SIZES), len(SIZES), 0]
+    assert [row["diverged"] for row in rows] == [3, 3, 0]
     assert_close(simulation.servers[0]["global"], simulation.start[0], 0)
 
 

@@ -165,7 +165,7 @@ def _learn(
         deepest = max(i for i, layer in enumerate(task.layers) if set(layer) & set(update)) + 1
         first = torch.as_tensor(rows[0][:2], device=task.device)
         probe = ({name: value[0] for name, value in start.items()}, task.inputs(first)) if len(first) == 2 else None
-        cut = Cut(task.model, deepest, probe)
+        cut = task.cut(deepest, start, sum(map(len, rows)), probe)
         rest = {name: start[name] for layer in task.layers[: cut.p] for name in layer if name not in update}
         old = {name: local[name] for name in update}
         if task.device.type == "cuda" and not rest and _is_plain_head(task, cut, tuple(update)):

@@ -62,10 +62,12 @@ class Task:
         device: torch.device | str = "cpu",
         precision: str = "float32",
         scale: bool = True,
+        feature_memory: int | None = None,
     ) -> None:
         """`train`, `test` and `validation` hold each client's positions in `x` and `y`, in the client's own order.
 
-        With `scale`, images of bytes come to the model as (x/255 − 0.5)/0.5.
+        With `scale`, images of bytes come to the model as (x/255 − 0.5)/0.5. `feature_memory` bounds the bytes of features
+        under the upper layers that are kept at a time; those that would not fit are computed whenever they are needed.
         """
         self.model = model
         self.device = torch.device(device)
@@ -78,11 +80,15 @@ class Task:
         self.loss = loss
         #: Samples that go through a model at once where no gradient is kept: for a CPU's caches, or a GPU's memory.
         self.chunk = 64
+        self.feature_memory = 2**30 if feature_memory is None else feature_memory
+        self._feature_bytes: dict[int, int] = {}
         if self.device.type == "cuda":
             sample = sum(leaf[:1].numel() for _, leaf in leaves(self.x))
             activations = 400 * sample  # bytes: the widest layers of image models are some hundred times their input
             memory = torch.cuda.get_device_properties(self.device).total_memory
             self.chunk = max(16, min(16384, memory // 8 // activations))
+            if feature_memory is None:
+                self.feature_memory = memory // 8
         self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
         self.layers = layers_of(model)
         self.trainable = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -126,6 +132,21 @@ class Task:
 
     def size(self, client: int, part: str = "train") -> int:
         return len(self.parts[part][client])
+
+    def cut(self, p: int, state: Params, samples: int, probe: Any = None) -> Cut:
+        """The cut under the upper p layers, or one below everything where the features of so many samples would not fit.
+
+        `state` is that of the lanes; `probe` is for modules that are not ours.
+        """
+        cut = Cut(self.model, p, probe)
+        if 0 < cut.p < cut.depth and samples:
+            if cut.p not in self._feature_bytes:
+                first = {name: value[0] for name, value in state.items()}
+                features = cut.lower(first, self.inputs(torch.zeros(1, dtype=torch.int64, device=self.device)))
+                self._feature_bytes[cut.p] = sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(features))
+            if samples * self._feature_bytes[cut.p] > self.feature_memory:
+                return Cut(self.model, cut.depth)
+        return cut
 
     def inputs(self, rows: Tensor) -> Any:
         """The samples at `rows`, ready for the model."""
@@ -427,7 +448,7 @@ class Cohort:
         order = sorted(range(len(self)), key=lambda lane: -len(rows[lane]))
         lengths = onto(task.device, [len(rows[lane]) for lane in order])
         with task.mode(training=False):
-            cut = Cut(task.model, self._own_layers(params))
+            cut = task.cut(self._own_layers(params), params, sum(map(len, rows)))
             table, places = self.features(cut, params, rows)
             needed = {name for layer in task.layers[: cut.p] for name in layer}
             state = {name: value for name, value in params.items() if name in needed}

@@ -15,7 +15,7 @@ PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
 #: What may be changed when a run is resumed. Device and lanes change results by rounding only; the rest decides what a run is.
 FREE = (
-    "rounds", "data_dir", "device", "lanes", "client_memory", "on_divergence",
+    "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
     "save_models", "checkpoint_every", "keep_checkpoint",
 )  # fmt: skip
 
@@ -39,7 +39,9 @@ class Config:
     join_ratio: float = option(1.0, "ρ: share of the clients that take part in a round", above=0, most=1)
     rounds: int | None = option(None, "T: number of rounds; without it, 30 for digits and the paper's 2000", least=1)
     batch_size: int = option(10, "B: samples per local step", least=1)
-    lr: float | None = option(None, "local learning rate; without it, the paper's for the dataset and model", above=0)
+    lr: float | None = option(
+        None, "local learning rate; without it, the paper's for the dataset and model", above=0, most=1e9
+    )
     local_epochs: int = option(1, "local epochs per round", least=1)
     shuffle: bool = option(True, "reshuffle the batches every epoch; the paper's presets keep the fixed order")
     seeds: int = option(1, "how many runs", least=1)
@@ -56,6 +58,12 @@ class Config:
     )
     client_memory: float | None = option(
         None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
+    )
+    feature_memory: float | None = option(
+        None,
+        "GiB for features under the upper layers, which ALA and evaluation keep where they fit and compute again where they do "
+        "not; without it, 1, or an eighth of a GPU's memory",
+        least=0,
     )
     on_divergence: str = option(
         "skip",

@@ -415,6 +415,7 @@ def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
         shuffle=config.shuffle,
         device=plan.device,
         precision=config.precision,
+        feature_memory=None if config.feature_memory is None else int(config.feature_memory * 2**30),
     )
 
     def start(seed: int) -> Params:

@@ -33,7 +33,8 @@ class FedAMP(Method):
         return _split(everybody, task.trainable)
 
     def send(self, server: State, clients: list[int]) -> Params:
-        return take({**server["learned"], **server["rest"]}, clients)
+        sent: Params = take({**server["learned"], **server["rest"]}, clients)
+        return sent
 
     def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
         shares = self.shares(squared_distances({name: uploads[name] for name in server["learned"]}), weights)

@@ -1,0 +1,17 @@
+"""On a GPU, too, a resumed run is the run that was never interrupted, to the bit."""
+
+import pytest
+from test_resume import interrupted, planned, same
+
+from fedala.methods import everything
+from fedala.running import execute
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("method", everything())
+def test_resumed_is_uninterrupted(method, tmp_path):
+    options = {"device": "cuda", "seeds": 2}
+    execute(planned(method, **options), tmp_path / "whole")
+    interrupted(tmp_path / "parts", 2, method, **options)
+    same(tmp_path / "whole", tmp_path / "parts")
