@@ -36,15 +36,7 @@ def federation(tmp_path):
     environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     with LocalFederation(tmp_path / "federation", environment=environment) as federation:
         yield federation
-    left = [pid for name in federation.processes for pid in family(f"{federation.folder}/{name}")]
-    assert not [pid for pid in left if _lives(pid)]
-
-
-def _lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not [pid for name in federation.processes for pid in family(f"{federation.folder}/{name}")]
 
 
 def submit(federation, tmp_path, **options):
@@ -268,7 +260,7 @@ def test_a_demo_that_is_interrupted_leaves_nothing_running(number, tmp_path):
                     found.append(int(path.parent.name))
             except OSError:
                 continue
-        return [pid for pid in found if _lives(pid)]
+        return found  # of one that has ended, nothing can be read
 
     wait_for(lambda: not running(), 10)
     assert not list(tmp_path.glob("fedala-demo-*"))

@@ -127,11 +127,14 @@ class LocalFederation:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         return done.stdout + done.stderr
 
-    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+    def kill(self, name: str) -> None:
         """Ends the SuperLink or a node, with everything that it has started: Flower's own processes leave its group."""
-        for pid in family(f"{self.folder}/{name}"):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        end = time.monotonic() + 10
+        while (left := family(f"{self.folder}/{name}")) and time.monotonic() < end:  # they may be starting others
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         with suppress(subprocess.TimeoutExpired):
             self.processes[name].wait(10)
 
