@@ -5,10 +5,13 @@ import pytest
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
-from flower.inprocess import OWN, RUN, Here, in_process  # noqa: E402
+from flower.inprocess import OWN, RUN, Here, in_process, together  # noqa: E402
 from flower.poison import poison  # noqa: E402
+from small import Net  # noqa: E402
 
+import fedala  # noqa: E402
 from fedala import UserError, files  # noqa: E402
+from fedala.errors import RunError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.keeping import Kept  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
@@ -25,6 +28,24 @@ def federate(tmp_path, meddle=None, asks=None, **options):
     if asks:
         grid.asks = lambda sent: asks(int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100)
     return serve(grid, run_config, OWN)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Federations to compare with, each run once."""
+    folders = {}
+
+    def of(name, *arguments, **options):
+        if name not in folders:
+            folder = tmp_path_factory.mktemp("known")
+            folders[name] = folder, federate(folder, *arguments, **options)
+        return folders[name]
+
+    return of
+
+
+def lose(round, client, sent, reply):
+    return None if (round, client) == (2, 1) else reply
 
 
 def state_of(tmp_path, client, round):
@@ -44,10 +65,6 @@ def figures(result):
 def test_a_reply_that_is_lost_is_a_round_that_the_client_was_not_part_of(method, tmp_path):
     """The client has trained and kept its new state when the reply gets lost; the server has not counted it, so neither does
     the client: the next round goes on from the state before, and everything is as if it had not been asked at all."""
-
-    def lose(round, client, sent, reply):
-        return None if (round, client) == (2, 1) else reply
-
     lost = federate(tmp_path / "lost", lose, method=method)
     absent = federate(tmp_path / "absent", asks=lambda round, client: (round, client) != (2, 1), method=method)
     assert figures(lost) == figures(absent)
@@ -67,7 +84,7 @@ def test_a_reply_that_is_lost_is_a_round_that_the_client_was_not_part_of(method,
         ("huge", "away from what was sent, and max_norm is 100"),
     ],
 )
-def test_a_bad_update_is_dropped_and_its_node_is_named(how, sentence, tmp_path, caplog):
+def test_a_bad_update_is_dropped_and_its_node_is_named(how, sentence, tmp_path, caplog, known):
     """The round goes on, as it would have gone without that client."""
 
     def meddle(round, client, sent, reply):
@@ -75,25 +92,36 @@ def test_a_bad_update_is_dropped_and_its_node_is_named(how, sentence, tmp_path, 
             poison(reply.content["arrays"], how)
         return reply
 
-    def lose(round, client, sent, reply):
-        return None if (round, client) == (2, 1) else reply
-
+    _, lost = known("lost", lose, method="fedala")
+    caplog.clear()
     caplog.set_level("WARNING", "flwr")
     poisoned = federate(tmp_path / "poisoned", meddle, method="fedala", max_norm=100)
     [warning] = [record.getMessage() for record in caplog.records]
     assert "Round 2: the update of client 1 (node 101) is dropped: " in warning
     assert sentence in warning
-    assert figures(poisoned) == figures(federate(tmp_path / "lost", lose, method="fedala"))
+    assert figures(poisoned) == figures(lost)
 
 
-@pytest.mark.parametrize("figure", [[1.0], [float("nan")] * 3, "nothing"])
-def test_scores_that_make_no_sense_are_dropped(figure, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"scores": [1.0]},
+        {"scores": [float("nan")] * 3},
+        {"scores": [9.0, 1.0, 8.0]},
+        {"scores": None},
+        {"note.accuracy": 1.0},
+        {"note.a\nb": 1.0},
+        {"client": 2},
+    ],
+)
+def test_figures_that_make_no_sense_are_dropped(figures, tmp_path, caplog):
     def meddle(round, client, sent, reply):
         if (round, client) == (1, 0):
             metrics = reply.content["metrics"]
-            metrics.pop("scores")
-            if figure != "nothing":
-                metrics["scores"] = figure
+            for name, value in figures.items():
+                metrics.pop(name, None)
+                if value is not None:
+                    metrics[name] = value
         return reply
 
     caplog.set_level("WARNING", "flwr")
@@ -202,9 +230,11 @@ class PowerCut(BaseException):
     pass
 
 
-@pytest.mark.parametrize("method", ["fedala", "fedfomo"])
-@pytest.mark.parametrize("where", [(1, 0), (2, 1), (3, 2), (4, 0)])
-def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [("fedala", (1, 0)), ("fedala", (2, 1)), ("fedala", (3, 2)), ("fedala", (4, 0)), ("fedfomo", (2, 1))],
+)
+def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path, known):
     """Some clients have trained the round in which it died: they do it again, from the state before it."""
     asked = []
 
@@ -220,10 +250,10 @@ def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path):
     resumed = federate(tmp_path / "cut", meddle, method=method)
     again = asked[asked.index("again") + 1 :]
     assert [round for round, _ in again] == [0] * 3 + [r for r in range(where[0], 5) for _ in range(3)]
-    undisturbed = federate(tmp_path / "whole", method=method)
+    folder, undisturbed = known(method, method=method)
     assert figures(resumed) == figures(undisturbed)
     for client in range(3):
-        assert_same_state(state_of(tmp_path / "cut", client, 3), state_of(tmp_path / "whole", client, 3))
+        assert_same_state(state_of(tmp_path / "cut", client, 3), state_of(folder, client, 3))
 
 
 def test_an_experiment_that_is_finished_stays_so_and_another_one_needs_another_name(tmp_path):
@@ -236,11 +266,21 @@ def test_an_experiment_that_is_finished_stays_so_and_another_one_needs_another_n
     assert figures(more) == figures(federate(tmp_path / "other", method="fedavg", rounds=2))
 
 
-def test_a_client_that_diverges_is_left_out_and_keeps_its_last_good_model(tmp_path, caplog):
-    """As in the simulation: the round does not count for it, and the server hears so from the client itself."""
+@pytest.mark.parametrize("on_divergence", ["skip", "reset"])
+def test_a_client_that_diverges_is_left_out_as_in_the_simulation(on_divergence, tmp_path, caplog):
+    """Its round does not count, and nothing of it is kept; the server hears so from the client itself."""
     caplog.set_level("WARNING", "flwr")
-    result = federate(tmp_path, method="fedala", lr=1e30, rounds=2)
+    options = {"method": "fedala", "lr": 1e9, "rounds": 2, "on_divergence": on_divergence}
+    federated = federate(tmp_path, **options)
+    simulated = fedala.run(dataset=together(), model=Net, lanes="1", **{**RUN, **options})
+    assert [row["diverged"] for row in federated.history] == [row["diverged"] for row in simulated.history]
+    assert sum(row["diverged"] for row in federated.history) > 0
+    assert [row["accuracy"] for row in federated.history] == [row["accuracy"] for row in simulated.history]
     assert "This client's training diverged in round 1: nothing of it is kept or sent." in caplog.text
-    assert "client 0 (seed 5, lane 0) diverged in round 0" in caplog.text
-    assert [row["diverged"] for row in result.history] == [3, 3, 0]
-    assert not list((tmp_path / "state").rglob("round-*"))
+    assert "client 2 (seed 5, lane 0) diverged in round 0" in caplog.text
+    assert not (tmp_path / "state" / "fedala" / "client-00002" / "round-000001.safetensors").exists()
+
+
+def test_or_the_run_ends_where_that_is_asked_for(tmp_path):
+    with pytest.raises(RunError, match=r"Client 2 .* diverged in round 0, and on_divergence is stop"):
+        federate(tmp_path, method="fedala", lr=1e9, rounds=2, on_divergence="stop")

@@ -51,6 +51,7 @@ class Nodes:
     def _meet(self, seconds: float) -> None:
         """Asks nodes that have not been seen yet who they are."""
         there = set(self.grid.get_node_ids())
+        self._refused &= there  # who goes and comes back may have been mended
         strangers = sorted(there - set(self.node.values()) - self._refused)
         messages = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in strangers]
         for reply in self.grid.send_and_receive(messages, timeout=seconds) if messages else ():
@@ -90,9 +91,13 @@ class Nodes:
             log.warning("Round %d: client %d is not there.", round, client)
         answers = {}
         for reply in self.grid.send_and_receive(messages, timeout=seconds) if messages else ():
-            client = asked.pop(reply.metadata.src_node_id)
+            node = reply.metadata.src_node_id
+            if node not in asked:
+                log.warning("Round %d: node %d has not been asked, and answers.", round, node)
+                continue
+            client = asked.pop(node)
             if reply.has_error():
-                log.warning("Round %d: client %d (node %d) failed: %s", round, client, there[client], reason(reply))
+                log.warning("Round %d: client %d (node %d) failed: %s", round, client, node, reason(reply))
             else:
                 answers[client] = reply
         for node, client in sorted(asked.items()):

@@ -1,9 +1,7 @@
 """Models and figures as Flower carries them."""
 
-from collections.abc import Mapping
-
 import torch
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from fedala.cohort import Params
@@ -42,15 +40,3 @@ def check(upload: Params, expected: Params, sent: Params, max_norm: float) -> No
 
 def _kind(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape[1:])}"
-
-
-def figures(metrics: MetricRecord, name: str) -> list[float]:
-    """A list of numbers, whatever has come."""
-    values = metrics.get(name, [])
-    return [float(value) for value in values] if isinstance(values, list) else [float(values)]
-
-
-def scalars(metrics: MetricRecord, prefix: str) -> Mapping[str, float]:
-    """The numbers whose names begin with `prefix`."""
-    found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    return {name: float(value) for name, value in found.items() if not isinstance(value, list)}

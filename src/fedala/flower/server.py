@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fedala.clients import ClientStates, Lane
@@ -22,6 +22,12 @@ from fedala.simulation import Asked, Done, Fault, Personal, Row, Simulation
 from fedala.trees import take
 
 log = getLogger("flwr")
+
+#: Columns of the history that are the server's: clients' notes go beside them.
+COLUMNS = {
+    "method", "seed", "round", "accuracy", "loss", "accuracy_joined", "accuracy_validation", "sent", "uploaded", "diverged",
+    "clients", "seconds",
+}  # fmt: skip
 
 
 def server_app(own: Own | None = None) -> ServerApp:
@@ -100,28 +106,18 @@ class Federated(Simulation):
         self._round = asked.round
         self.nodes.wait(self.deployment.start_timeout)
         self._take_in()
-        kind = MessageType.TRAIN if asked.train else MessageType.EVALUATE
-        lanes = {client: place for place, client in enumerate(joined[0])}
-        for client, reply in self._ask(kind, asked, sent[0], joined[0]):
-            try:
-                done = self._done(client, reply)
-                if done.finite is not None and not done.finite:
-                    done.upload = take(self.expected, slice(0))  # it has sent nothing, and says so
-                elif asked.train:
-                    model = _lane(sent[0], lanes[client])
-                    check(done.upload, self.expected, model, self.deployment.max_norm)
-            except (UserError, KeyError, TypeError, ValueError) as error:
-                node = reply.metadata.src_node_id
-                log.warning(
-                    "Round %d: the update of client %d (node %d) is dropped: %s.", asked.round, client, node, error
-                )
-                continue
-            yield done
+        return self._ask(MessageType.TRAIN if asked.train else MessageType.EVALUATE, asked, sent[0], joined[0])
 
-    def _ask(self, kind: str, asked: Asked, sent: Params, clients: Sequence[int]) -> list[tuple[int, Message]]:
+    def _score_sent(self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray) -> None:
+        asked = Asked(round, train=False, evaluates=True)
+        for done in self._ask("evaluate.received", asked, sent[0] if round else {}, whom[0]):
+            self._note(done.lanes, done.scores, table)
+
+    def _ask(self, kind: str, asked: Asked, sent: Params, clients: Sequence[int]) -> Iterator[Done]:
         shared = None if _width(sent) > 1 else to_record(sent)  # one and the same for everybody is packed once
+        models = {client: _lane(sent, place) for place, client in enumerate(clients)}
         contents = {}
-        for place, client in enumerate(clients):
+        for client, model in models.items():
             words = ConfigRecord({
                 "round": asked.round,
                 "evaluates": asked.evaluates,
@@ -129,32 +125,50 @@ class Federated(Simulation):
                 "parts": list(self.parts),
                 "since": self.counted.get(client, 0),
             })  # fmt: skip
-            contents[client] = RecordDict({"arrays": shared or to_record(_lane(sent, place)), "config": words})
+            arrays = to_record(model) if shared is None else shared
+            contents[client] = RecordDict({"arrays": arrays, "config": words})
         answers = self.nodes.exchange(kind, contents, asked.round, self.deployment.round_timeout)
-        return sorted(answers.items())
+        for client, reply in sorted(answers.items()):
+            try:
+                done = self._done(client, reply)
+                if done.finite is not None and not done.finite:
+                    done.upload = take(self.expected, slice(0))  # it has sent nothing, and says so
+                elif asked.train:
+                    check(done.upload, self.expected, models[client], self.deployment.max_norm)
+            except (UserError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                log.warning(
+                    "Round %d: the update of client %d (node %d) is dropped: %s.",
+                    asked.round, client, reply.metadata.src_node_id, error,
+                )  # fmt: skip
+                continue
+            yield done
 
     def _done(self, client: int, reply: Message) -> Done:
         """A reply as what a cohort of this one client has done."""
-        [arrays], [metrics] = reply.content.array_records.values(), reply.content.metric_records.values()
+        [arrays], [record] = reply.content.array_records.values(), reply.content.metric_records.values()
+        metrics: dict[str, Any] = dict(record)
         if metrics["client"] != client:
             raise UserError(f"it says that it is client {metrics['client']}")
         if metrics["lost"]:
             log.warning("Round %d: client %d had LOST its state and started over.", self._round, client)
-        notes = {n.removeprefix("note."): torch.tensor([float(v)]) for n, v in metrics.items() if n.startswith("note.")}  # type: ignore[arg-type]
+        notes = {n.removeprefix("note."): float(value) for n, value in metrics.items() if n.startswith("note.")}
+        if strange := [name for name in notes if name in COLUMNS or not name.isidentifier()]:
+            raise UserError(f"it has no business to note {strange[0]!r}")
         return Done(
             [(0, client)],
-            notes,
+            {name: torch.tensor([value]) for name, value in notes.items()},
             upload=to_params(arrays, self.task.device),
             finite=torch.tensor([bool(metrics["finite"])]),
             scores=self._scores(metrics, "scores"),
             left=self._scores(metrics, "left"),
         )
 
-    def _scores(self, metrics: MetricRecord, name: str) -> list[torch.Tensor]:
-        figures = torch.tensor(metrics[name], dtype=torch.float64)
-        if len(figures) and (figures.shape != (3 * len(self.parts),) or not figures.isfinite().all()):
+    def _scores(self, metrics: Mapping[str, Any], name: str) -> list[torch.Tensor]:
+        figures = torch.tensor(metrics[name], dtype=torch.float64).view(-1, 1, 3)
+        correct, _, samples = figures.unbind(2)
+        if len(figures) not in (0, len(self.parts)) or not ((correct >= 0) & (correct <= samples)).all():
             raise UserError(f"its {name} make no sense")
-        return list(figures.view(-1, 1, 3))
+        return list(figures)
 
     def _heed(self, done: Done, round: int, sent: list[Params], joined: list[list[int]]) -> set[Lane]:
         """A client that has diverged: its node has kept nothing of the round."""
@@ -182,12 +196,6 @@ class Federated(Simulation):
             return self.servers, 0
         self.counted |= {client: self._round for lanes, _ in uploads for _, client in lanes}
         return super()._aggregate(uploads)
-
-    def _score_sent(self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray) -> None:
-        asked = Asked(round, train=False, evaluates=True)
-        for client, reply in self._ask("evaluate.received", asked, sent[0] if round else {}, whom[0]):
-            done = self._done(client, reply)
-            self._note(done.lanes, done.scores, table)
 
 
 def _width(params: Params) -> int:
@@ -220,10 +228,16 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
     out = Path(deployment.out).absolute() / deployment.experiment
     resume = (out / "config.toml").is_file()
     log.info("%s %s", "Going on with" if resume else "Everything is kept in", out)
-    return execute(
+    result = execute(
         experiment.plan,
         out,
         resume=resume,
         watcher=Watcher(row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning),
         simulate=simulate,
     )
+    log.info(
+        "Finished: accuracy %.4f after the last round, %.4f in the best.",
+        result.history[-1]["accuracy"],
+        result.best_accuracy,
+    )
+    return result
