@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from fedala.cohort import Cohort, Loss, Params, Task, lanewise, onto, pad, state_of, steps
+from fedala.cohort import Cohort, Loss, Params, Samples, Task, lanewise, onto, state_of, steps
 from fedala.cuda import has_kernels
 from fedala.errors import UserError
-from fedala.layers import Cut, upper
+from fedala.layers import Cut, Layered, upper
 from fedala.options import build, option
 from fedala.randomness import draw
 from fedala.trees import leaves, take, tree_map
@@ -159,30 +159,32 @@ def _learn(
 ) -> tuple[Tensor, Tensor]:
     """Learns W in place in the lanes that are `learning`. Returns each lane's epoch losses and number of epochs."""
     task = cohort.task
-    rows = [_sample(cohort, lane, settings.sample) for lane in range(len(cohort))]
+    samples = cohort.drawn("ala sample", lambda cohort: _samples(cohort, settings.sample))
     with task.mode(training=False):
         # Everything below the governed layers is constant while W is learned: its features are computed once.
         deepest = max(i for i, layer in enumerate(task.layers) if set(layer) & set(update)) + 1
-        first = torch.as_tensor(rows[0][:2], device=task.device)
-        probe = ({name: value[0] for name, value in start.items()}, task.inputs(first)) if len(first) == 2 else None
-        cut = task.cut(deepest, start, sum(map(len, rows)), probe)
+        probe = None
+        if not isinstance(task.model, Layered) and samples.lengths[0] > 1:
+            first = {name: value[0] for name, value in start.items()}
+            probe = first, task.inputs(torch.as_tensor(samples.rows[0][:2], device=task.device))
+        cut = task.cut(deepest, start, sum(samples.lengths), probe)
         rest = {name: start[name] for layer in task.layers[: cut.p] for name in layer if name not in update}
         old = {name: local[name] for name in update}
         if task.device.type == "cuda" and not rest and _is_plain_head(task, cut, tuple(update)):
-            done = _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, rows)
+            done = _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, samples)
             if done is not None:
                 return done
 
         losses: list[list[float]] = [[] for _ in cohort.clients]
         past_initial = trained.tolist()
         active = [lane for lane, learns in enumerate(learning.tolist()) if learns]
-        rows = [row if lane in active else row[:0] for lane, row in enumerate(rows)]
-        table, places = cohort.features(cut, start, rows) if active else (None, rows)
+        if len(active) < len(cohort):
+            samples = Samples((r if i in active else r[:0] for i, r in enumerate(samples.rows)), task.device)
+        table, places = cohort.features(cut, start, samples)
         while active:
             w, d, others, learned = (take(tree, active) for tree in (old, update, rest, weights))
-            where = pad([places[lane] for lane in active], task.device)
-            which = pad([rows[lane] for lane in active], task.device)
-            lengths = [len(rows[lane]) for lane in active]
+            where, which = places[active], samples.matrix[active]
+            lengths = [samples.lengths[lane] for lane in active]
             batches = torch.tensor([-(-n // task.batch_size) for n in lengths], device=task.device)
             goes_on = active
             while goes_on == active:  # until some lane is done: then the others are put together anew
@@ -206,7 +208,7 @@ def _learn(
             active = goes_on
     epochs = [len(own) for own in losses]
     padded = [own + [float("nan")] * (max(epochs) - len(own)) for own in losses]
-    return torch.tensor(padded, dtype=torch.float64), torch.tensor(epochs)
+    return torch.tensor(padded, dtype=torch.float64), torch.tensor(epochs, device=trained.device)
 
 
 def _is_plain_head(task: Task, cut: Cut, governed: tuple[str, ...]) -> bool:
@@ -229,7 +231,7 @@ def _learn_head(
     update: Params,
     start: Params,
     cut: Cut,
-    rows: list[np.ndarray],
+    samples: Samples,
 ) -> tuple[Tensor, Tensor] | None:
     """The same on the GPU, all batches and epochs of all lanes in one kernel; None where the kernel has no room for it."""
     from triton.runtime.errors import OutOfResources
@@ -237,18 +239,18 @@ def _learn_head(
     from fedala.cuda.weights import Head, learn
 
     task = cohort.task
-    table, places = cohort.features(cut, start, rows)
+    table, places = cohort.features(cut, start, samples)
     if table is None:  # nobody has a sample
         return torch.empty(len(cohort), 0), torch.zeros_like(trained, dtype=torch.int64)
     if table.dim() != 2:
         return None
-    lengths = onto(task.device, [len(row) for row in rows])
+    lengths = samples.counts
     least = torch.full_like(lengths, settings.min_epochs)
     try:
         return learn(
             table.float(),
-            pad(places, task.device),
-            task.targets(pad(rows, task.device)),
+            places,
+            task.targets(samples.matrix),
             torch.where(learning, lengths, 0),
             least,
             torch.where(trained, least, max(settings.max_epochs, settings.min_epochs)),
@@ -276,11 +278,15 @@ def _has_settled(losses: Sequence[float], settings: Settings) -> bool:
     return len(losses) > WINDOW and float(np.std(losses[-WINDOW:])) < settings.threshold
 
 
-def _sample(cohort: Cohort, lane: int, share: float) -> np.ndarray:
-    """s% of the lane's training samples, drawn anew each round and visited in the client's own order."""
-    rows: np.ndarray = cohort.task.parts["train"][cohort.clients[lane]]
-    chosen: np.ndarray = rows[_positions(cohort.draw(lane, "ala sample"), len(rows), share)]
-    return chosen
+def _samples(cohort: Cohort, share: float) -> Samples:
+    """s% of each lane's training samples, drawn anew each round and visited in the client's own order."""
+
+    def sample(lane: int) -> np.ndarray:
+        rows: np.ndarray = cohort.task.parts["train"][cohort.clients[lane]]
+        chosen: np.ndarray = rows[_positions(cohort.draw(lane, "ala sample"), len(rows), share)]
+        return chosen
+
+    return cohort.samples(sample(lane) for lane in range(len(cohort)))
 
 
 def _positions(draw: np.random.Generator, size: int, share: float) -> np.ndarray:

@@ -11,12 +11,12 @@ are neighbours and a step is a slice. Nothing is padded in training: no result d
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from fedala.layers import Cut, call, layers_of
 from fedala.randomness import draw
 from fedala.trees import leaves, take, tree_map
 
+T = TypeVar("T")
 Params = dict[str, Tensor]
 Loss = Callable[[Any, Any], Tensor]
 Gradients = dict[str, Tensor | RowGradient]
@@ -92,8 +93,10 @@ class Task:
         self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
         self.layers = layers_of(model)
         self.trainable = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-        #: On a GPU: the steps that have been captured, by what they do.
+        #: On a GPU: the steps that have been captured, by what they do; what rounds to come have drawn; whom evaluations test.
         self.captured: dict[Any, Any] = {}
+        self.ahead: dict[Any, Any] = {}
+        self.tested: dict[Any, tuple[list[int], Samples]] = {}
         # Torch honours `padding_idx` in lane 0 only when a gradient is taken from outside vmap, so it is done here.
         self.padding = tuple(
             (f"{name}.weight" if name else "weight", module.padding_idx)
@@ -259,6 +262,40 @@ class Task:
         return losses.detach(), gradients
 
 
+Groups = tuple[tuple[int, ...], ...]
+"""Lanes that have the same lower layers, together."""
+
+
+class Samples:
+    """Each lane's samples, as positions in the dataset; on the device once somebody needs them there."""
+
+    def __init__(self, rows: Iterable[np.ndarray], device: torch.device) -> None:
+        self.rows, self.device = list(rows), device
+        self.lengths = [len(row) for row in self.rows]
+        self._grouped: dict[Groups, tuple[list[Tensor], Tensor]] = {}
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """A row for each lane, padded with zeros."""
+        return pad(self.rows, self.device)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Each lane's number of samples."""
+        return onto(self.device, self.lengths)
+
+    def grouped(self, groups: Groups) -> tuple[list[Tensor], Tensor]:
+        """The samples of each group, one lane after the other; and if these stand in one table, each lane's places in it."""
+        if groups not in self._grouped:
+            places, filled = [np.empty(0, np.int64)] * len(self.rows), 0
+            for lane in (lane for group in groups for lane in group):
+                places[lane] = np.arange(filled, filled := filled + self.lengths[lane])
+            joined = [np.concatenate([self.rows[lane] for lane in group]) for group in groups]
+            on_device = [onto(self.device, torch.from_numpy(rows)) for rows in joined]
+            self._grouped[groups] = on_device, pad(places, self.device)
+        return self._grouped[groups]
+
+
 class Score(NamedTuple):
     """Per lane: correct answers, summed loss, samples."""
 
@@ -323,6 +360,7 @@ class Cohort:
     notes: dict[str, Tensor] = field(default_factory=dict)
     #: Sees the losses and the state after every step of a training, to find out where it went wrong.
     watch: Callable[[Tensor, Any], None] | None = None
+    _draws: dict[Any, Callable[["Cohort"], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = self.sizes()
@@ -402,7 +440,11 @@ class Cohort:
                 state = tree_map(task.laid_out, state)
                 total = torch.zeros(len(self), device=task.device, dtype=task.dtype)
             for epoch in range(epochs):
-                table = pad([self.shuffled(lane, own[lane], purpose, epoch) for lane in range(len(self))], task.device)
+
+                def order(cohort: "Cohort", epoch: int = epoch) -> Tensor:
+                    return pad([cohort.shuffled(i, own[i], purpose, epoch) for i in range(len(own))], task.device)
+
+                table = order(self) if rows is not None else self.drawn((purpose, epoch), order)
                 if captured:
                     captured.order(table)
                 for lanes, columns in steps(lengths, size, drop_last=True):
@@ -434,6 +476,24 @@ class Cohort:
             known = self.task.captured[key] = Captured(self.task, turns, size, len(self), state, fixed)
         return known
 
+    def drawn(self, key: Any, make: Callable[["Cohort"], T]) -> T:
+        """What `make` draws for this round, and nothing else: on a GPU, it may have done so while the device was busy."""
+        if self.task.device.type != "cuda":
+            return make(self)
+        self._draws[key] = make
+        found: T | None = self.task.ahead.pop((key, *self._who()), None)
+        return make(self) if found is None else found
+
+    def look_ahead(self) -> None:
+        """Draws for the same clients' next round what they have drawn in this one. There is time now: the device works."""
+        following = replace(self, round=self.round + 1, _draws={})
+        self.task.ahead = {key: value for key, value in self.task.ahead.items() if key[1] > self.round}
+        for key, make in self._draws.items():
+            self.task.ahead[key, *following._who()] = make(following)
+
+    def _who(self) -> tuple[Any, ...]:
+        return self.round, tuple(self.clients), tuple(self.seeds)
+
     def shuffled(self, lane: int, rows: np.ndarray, purpose: str, epoch: int) -> np.ndarray:
         """A lane's samples in the order of one epoch."""
         return rows[self.draw(lane, purpose, epoch).permutation(len(rows))] if self.task.shuffle else rows
@@ -444,32 +504,50 @@ class Cohort:
     def evaluate(self, params: Params, part: str | Sequence[np.ndarray] = "test") -> Score:
         """Each lane's model on its own samples. The lower layers that are the received ones run once for all lanes."""
         task = self.task
-        rows = [task.parts[part][client] for client in self.clients] if isinstance(part, str) else part
-        order = sorted(range(len(self)), key=lambda lane: -len(rows[lane]))
-        lengths = onto(task.device, [len(rows[lane]) for lane in order])
+        order, samples = self._tested(part)
         with task.mode(training=False):
-            cut = task.cut(self._own_layers(params), params, sum(map(len, rows)))
-            table, places = self.features(cut, params, rows)
+            cut = task.cut(self._own_layers(params), params, sum(samples.lengths))
+            table, where = self.features(cut, params, samples, order)
             needed = {name for layer in task.layers[: cut.p] for name in layer}
             state = {name: value for name, value in params.items() if name in needed}
-            if order != list(range(len(self))):
+            sorted_already = order == list(range(len(self)))
+            if not sorted_already:
                 state = take(state, order)
             if len(self) == 1:
                 state = tree_map(task.laid_out, state)
-            where, which = (pad([own[lane] for lane in order], task.device) for own in (places, rows))
             correct, loss = torch.zeros(2, len(self), device=task.device, dtype=task.dtype)
             for start in range(0, where.shape[1], self._width()):
                 columns = slice(start, min(start + self._width(), where.shape[1]))
-                lanes = slice(0, sum(len(rows[lane]) > start for lane in order))
-                x, y = self.rows(table, where[lanes, columns]), task.targets(which[lanes, columns])
+                lanes = slice(0, sum(length > start for length in samples.lengths))
+                x, y = self.rows(table, where[lanes, columns]), task.targets(samples.matrix[lanes, columns])
                 output = task.per_lane(cut.upper, take(state, lanes), x) if cut.p else x
                 # No sample's output depends on its neighbours here: shorter lanes are padded, the padding is not counted.
-                real = torch.arange(columns.start, columns.stop, device=task.device) < lengths[lanes, None]
+                real = torch.arange(columns.start, columns.stop, device=task.device) < samples.counts[lanes, None]
                 correct[lanes] += ((output.argmax(-1) == y) & real).sum(1)
-                ends = [min(len(rows[lane]) - start, y.shape[1]) for lane in order[lanes]]
+                ends = [min(length - start, y.shape[1]) for length in samples.lengths[lanes]]
                 loss[lanes] += task.summed_losses(output, y, real, ends)
-        back = sorted(range(len(self)), key=order.__getitem__)
-        return Score(correct[back], loss[back], lengths[back])
+        score = Score(correct, loss, samples.counts)
+        if sorted_already:
+            return score
+        back = onto(task.device, sorted(range(len(self)), key=order.__getitem__))
+        return Score(*(figures[back] for figures in score))
+
+    def _tested(self, part: str | Sequence[np.ndarray]) -> tuple[list[int], Samples]:
+        """Lanes by their number of samples to be tested with, and these samples in that order."""
+
+        def gather(rows: Sequence[np.ndarray]) -> tuple[list[int], Samples]:
+            order = sorted(range(len(self)), key=lambda lane: -len(rows[lane]))
+            return order, Samples((rows[lane] for lane in order), self.task.device)
+
+        if not isinstance(part, str):
+            return gather(part)
+        key = part, tuple(self.clients)
+        found = self.task.tested.get(key)
+        if found is None:
+            if len(self.task.tested) > 16:  # other clients every round
+                self.task.tested.clear()
+            found = self.task.tested[key] = gather([self.task.parts[part][client] for client in self.clients])
+        return found
 
     def _width(self) -> int:
         """Samples per lane and step of an evaluation."""
@@ -485,32 +563,41 @@ class Cohort:
     # --- features under the upper layers ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def features(self, cut: Cut, params: Params, rows: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
-        """What enters the upper layers, for each lane's `rows`: a table, and each lane's places in it.
+    def features(self, cut: Cut, params: Params, samples: Samples, lanes: Sequence[int] = ()) -> tuple[Any, Tensor]:
+        """What enters the upper layers, for each lane's samples: a table, and each lane's places in it.
 
         Lanes whose lower layers are one and the same received model go through it together, in large batches. Where the
         model cannot be cut there is nothing to compute: the table is None, and stands for the samples themselves.
+        `lanes` says whose the samples are, where they do not stand in the lanes' own order.
         """
-        task = self.task
+        task, lanes = self.task, lanes or range(len(self))
         if not cut.cuts:
-            return None, list(rows)
+            return None, samples.matrix
         shared = self._own_layers(params) <= cut.p and len(self.source) == len(self)
+        groups = self._groups(lanes, shared)
+        joined, places = samples.grouped(groups)
+        table = []
+        for group, rows in zip(groups, joined, strict=True):
+            lane = lanes[group[0]]
+            state = {name: task.laid_out(value[lane].unsqueeze(0)).squeeze(0) for name, value in params.items()}
+            table += [cut.lower(state, task.inputs(chunk)) for chunk in torch.split(rows, task.chunk) if len(chunk)]
+        return tree_map(lambda *parts: torch.cat(parts), *table) if table else None, places
+
+    def _groups(self, lanes: Sequence[int], shared: bool = True) -> Groups:
+        """The lanes that received the same model, together."""
         groups: dict[int, list[int]] = {}
-        for lane in range(len(self)):
-            groups.setdefault(self.source[lane] if shared else lane, []).append(lane)
-        places: dict[int, np.ndarray] = {}
-        table, filled = [], 0
-        for group in groups.values():
-            state = {name: task.laid_out(value[group[0]].unsqueeze(0)).squeeze(0) for name, value in params.items()}
-            together = onto(task.device, torch.from_numpy(np.concatenate([rows[lane] for lane in group])))
-            for chunk in torch.split(together, task.chunk):
-                if len(chunk):
-                    table.append(cut.lower(state, task.inputs(chunk)))
-            for lane in group:
-                places[lane] = np.arange(filled, filled + len(rows[lane]))
-                filled += len(rows[lane])
-        joint = tree_map(lambda *parts: torch.cat(parts), *table) if table else None
-        return joint, [places[lane] for lane in range(len(self))]
+        for place, lane in enumerate(lanes):
+            groups.setdefault(self.source[lane] if shared else lane, []).append(place)
+        return tuple(map(tuple, groups.values()))
+
+    def samples(self, rows: Iterable[np.ndarray]) -> Samples:
+        """Each lane's samples, brought to the device now, as features of a shared body need them."""
+        samples = Samples(rows, self.task.device)
+        if self.task.device.type == "cuda":
+            _ = samples.matrix, samples.counts
+            if len(self.source) == len(self):
+                samples.grouped(self._groups(range(len(self))))
+        return samples
 
     def rows(self, table: Any, places: Tensor) -> Any:
         """Rows of a table that `features` made."""

@@ -273,7 +273,10 @@ class Simulation:
         def work(lanes: list[Lane]) -> Done:
             cohort = self._cohort(lanes, asked.round, sent, joined)
             state = self.clients.gather(lanes, lambda lane: self.method.fresh(cohort.task, self.start[lane[0]]))
-            return take_part(self.method, cohort, lanes, state, asked, self.parts)
+            done = take_part(self.method, cohort, lanes, state, asked, self.parts)
+            if asked.train and self.join_ratio == 1:
+                cohort.look_ahead()
+            return done
 
         everybody = [(run, client) for run, clients in enumerate(joined) for client in clients]
         return self._side_by_side(work, self._cohorts(everybody), asked.round)
