@@ -4,6 +4,7 @@ What runs in them is tests/flower/deployed/app.py. The first test is for everybo
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,7 +145,7 @@ def test_a_node_that_was_killed_has_what_it_had(federation, tmp_path):
     federation.node(1)
     history = finish(federation, run, tmp_path)
     said = federation.run_log(run)
-    assert "Round 2: client 1 (node" in said
+    assert re.search(r"Round 2: client 1 \(node \d+\) failed", said)
     result = undisturbed(tmp_path, absent={(2, 1)}, method="fedala", rounds=4)
     assert_same_rows(history, result.history)
     for client in range(2):
@@ -157,18 +158,15 @@ def test_a_server_that_was_killed_goes_on_at_the_next_round(federation, tmp_path
     for client in range(2):
         federation.node(client)
     submit(federation, tmp_path, method="fedala", rounds=4)
-    history = tmp_path / "runs" / "fedala" / "history.csv"
-    wait_for(lambda: history.exists() and len(history.read_text().splitlines()) == 3)  # the heading, and two rounds
+    wait_for(lambda: list((tmp_path / "runs" / "fedala" / "checkpoint").rglob("0000002.json")))
     federation.kill("superlink")
-    asked = federation.log("node-0").count("Receiving: train message")
     federation.start()
     run = submit(federation, tmp_path, method="fedala", rounds=4)
     rows = finish(federation, run, tmp_path)
     result = simulated(method="fedala", rounds=4)
     assert_same_rows(rows, result.history)
     assert_same_models(federation, tmp_path, result)
-    # Rounds 1 and 2 are not done again; the third may have been under way when the server died.
-    assert federation.log("node-0").count("Receiving: train message") - asked == 2
+    assert set(re.findall(rf"RUN {run}, ROUND (\d)", federation.log("node-0"))) == {"3", "4", "5"}
 
 
 @pytest.mark.deployment

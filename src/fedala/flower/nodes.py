@@ -60,8 +60,8 @@ class Nodes:
                 log.warning("Node %d is not taken in: %s", node, reason(reply))
                 self._refused.add(node)
                 continue
-            [said] = reply.content.metric_records.values()
             try:
+                [said] = reply.content.metric_records.values()
                 client = whole(said["client"], self.clients)
                 sizes = {part: whole(said[part], 2**53) for part in PARTS}
             except (KeyError, TypeError, ValueError) as error:
@@ -81,26 +81,30 @@ class Nodes:
     def exchange(self, kind: str, contents: Mapping[int, RecordDict], round: int, seconds: float) -> dict[int, Message]:
         """What the clients that are there answer, by client, within so many seconds. Who does not answer is named."""
         there = self.online()
-        messages = [
-            Message(content, dst_node_id=there[client], message_type=kind, group_id=str(round), ttl=seconds + 60)
-            for client, content in contents.items()
-            if client in there
-        ]
-        asked = {there[client]: client for client in contents if client in there}
         for client in sorted(contents.keys() - there.keys()):
             log.warning("Round %d: client %d is not there.", round, client)
+        messages = {
+            client: Message(
+                content, dst_node_id=there[client], message_type=kind, group_id=str(round), ttl=seconds + 60
+            )
+            for client, content in contents.items()
+            if client in there
+        }
+        replies = list(self.grid.send_and_receive(messages.values(), timeout=seconds)) if messages else []
+        # Of a node that is gone, it is the SuperLink that answers: what tells is which message is answered.
+        waiting = {message.metadata.message_id: client for client, message in messages.items()}
         answers = {}
-        for reply in self.grid.send_and_receive(messages, timeout=seconds) if messages else ():
-            node = reply.metadata.src_node_id
-            if node not in asked:
-                log.warning("Round %d: node %d has not been asked, and answers.", round, node)
-                continue
-            client = asked.pop(node)
+        for reply in replies:
+            client = waiting.pop(reply.metadata.reply_to_message_id, -1)
             if reply.has_error():
+                node = there.get(client, -1)
                 log.warning("Round %d: client %d (node %d) failed: %s", round, client, node, reason(reply))
+            elif client < 0 or reply.metadata.src_node_id != there[client]:
+                log.warning("Round %d: node %d answers what it was not asked.", round, reply.metadata.src_node_id)
             else:
                 answers[client] = reply
-        for node, client in sorted(asked.items()):
+        for client in sorted(waiting.values()):
+            node = there[client]
             log.warning("Round %d: client %d (node %d) has not answered within %g s.", round, client, node, seconds)
         return answers
 
