@@ -240,15 +240,12 @@ def test_the_simulation_engine_is_the_simulation(tmp_path):
 def test_a_demo_that_is_interrupted_leaves_nothing_running(number, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1] / "src")}
     environment["FEDALA_DEMO_MARK"] = mark = str(tmp_path)
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "fedala.cli", "flower", "demo"], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    for line in demo.stderr:
-        if "is submitted" in line:
-            break
-    time.sleep(5)
-    demo.send_signal(number)
-    assert demo.wait(60) == 130
+    command = [sys.executable, "-m", "fedala.cli", "flower", "demo"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as demo:
+        assert any("is submitted" in line for line in demo.stderr)
+        time.sleep(5)
+        demo.send_signal(number)
+        assert demo.wait(60) == 130
 
     def running():
         found = []
