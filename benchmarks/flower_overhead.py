@@ -44,7 +44,8 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch.nn.functional import cross_entropy
 
-client, server = ClientApp(), ServerApp()
+client = ClientApp()
+server = ServerApp()
 
 @client.train()
 def train(message, context):
@@ -85,7 +86,8 @@ def data(context):
     return Dataset("noise", *samples(int(context.node_config["partition-id"])), classes=10)
 
 own = Own(make_model, data, (1, 28, 28), 10)
-client, server = client_app(own), server_app(own)
+client = client_app(own)
+server = server_app(own)
 """
 
 PROJECT = """

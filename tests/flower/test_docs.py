@@ -12,6 +12,7 @@ import pytest
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from flower.inprocess import Here, samples  # noqa: E402
+from flwr.supercore import object_ref  # noqa: E402
 from small import Net  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -53,9 +54,16 @@ def test_the_units_restart_nodes_after_the_minute_in_which_they_are_refused():
     assert "flower-supernode" in node
 
 
+def finds_its_parts(folder):
+    """Flower reads the app's text before it runs it, and has to find the names there."""
+    return all(object_ref.validate(f"app:{name}", project_dir=folder)[0] for name in ("client", "server"))
+
+
 def test_the_python_of_the_page_runs(tmp_path):
     """The app with data and a model of one's own, for a round in this process; the mod's lines are those of the example."""
     mod, own = blocks("python")
+    (tmp_path / "app.py").write_text(own, encoding="utf-8")
+    assert finds_its_parts(tmp_path)
     scope = {
         "make_model": Net,
         "read": lambda data: (samples(data).x, samples(data).y),
@@ -98,6 +106,7 @@ def test_a_new_app_holds_every_option_and_runs(tmp_path):
     assert deployment.min_nodes == 2
     for name in re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE):
         assert name in table
+    assert finds_its_parts(folder)
     scope = {}
     exec((folder / "app.py").read_text(encoding="utf-8"), scope)
     assert {"client", "server"} <= scope.keys()
