@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-gpu test-kill fuzz audit lint clean
+.PHONY: run test test-gpu test-kill test-deployment fuzz audit lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
@@ -37,6 +37,11 @@ audit:
 	elif grep -q '^Found ' $$folder/log; then cat $$folder/log; exit 1; \
 	else tail -n 1 $$folder/log; \
 	echo "The audit could not be done: no vulnerability database was reached, so nothing is known about these versions."; exit 2; fi
+
+# Real federations on this machine: killed nodes, a killed server, poisoned updates, and more. About a quarter of an hour.
+test-deployment: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[flower-simulation]'
+	$(BIN)/pytest -q -m deployment tests/flower
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -149,3 +149,14 @@ with files.lock(pathlib.Path({str(tmp_path / "lock")!r}), "busy"):
         process.stdout.close()
     with files.lock(tmp_path / "lock", "taken"):
         pass
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path):
+    path = tmp_path / "t"
+    files.save(path, {"w": torch.ones(1, 4)}, {"round": 3})
+    whole = path.read_bytes()
+    places = [len(whole) - 1, len(whole) - 13, whole.index(b"round") + 9]
+    for place in places:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(files.Damaged):
+            files.load(path)

@@ -3,11 +3,13 @@
 import contextlib
 import ctypes
 import inspect
+import json
 import os
 import re
 import shlex
 import signal
 import sys
+import tempfile
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields
@@ -447,6 +449,64 @@ def bench(
         plots.save(plots.bench(figures), plot)
     for path in filter(None, (out, plot)):
         print(f"Written: {path}")
+
+
+flower = typer.Typer(no_args_is_help=True, help="The same methods on Flower: real clients, on machines of their own.")
+app.add_typer(flower, name="flower")
+
+
+@flower.command(
+    epilog="""Examples:
+  fedala flower new my-app --method fedala --dataset mnist --data-dir data --clients 10
+  flwr run my-app                             simulated by Flower, with fedala[flower-simulation]
+  flwr run my-app my-superlink                on the nodes of a SuperLink: see docs/deployment.md"""
+)
+@options()
+def new(*, folder: Annotated[Path, typer.Argument(help="the folder to write", metavar="DIR")], **values: Any) -> None:
+    """Write a folder for flwr run: an app that runs a method, with every option in its pyproject.toml."""
+    from fedala.flower.experiment import LOCAL, Deployment
+    from fedala.flower.new import write
+
+    given = _given(values)
+    for name in LOCAL:
+        if name in given:
+            raise UserError(f"--{name.replace('_', '-')} has no meaning where every client has its own machine.")
+    config = Config.of({"method": "fedala", **given})
+    write(folder, plan(config).config, Deployment())
+    print(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
+
+
+@flower.command(
+    epilog="""Examples:
+  fedala flower demo
+  fedala flower demo --method ditto+ala --clients 4 --rounds 5 --out runs/demo"""
+)
+@options("method", "set", "dataset", "data_dir", "model", "partition", "clients", "rounds", "batch_size", "lr", "seed")
+def demo(
+    *,
+    out: Annotated[Path | None, typer.Option(help="keep the server's run folder here", metavar="DIR")] = None,
+    **values: Any,
+) -> None:
+    """Run a federation with TLS and node authentication on this machine: a SuperLink, SuperNodes, one run."""
+    from fedala.flower.demo import demo as show
+
+    given = _given(values)
+    checked = plan(Config.of({"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5", **given}))
+    if len(checked.methods) > 1:
+        raise UserError(f"A federation runs one method at a time, not {checked.config.method}.")
+    if out:
+        RunFolder.check(out, force=False)
+    with tempfile.TemporaryDirectory(prefix="fedala-demo-") as folder, Watch(Console(stderr=True), checked) as watch:
+        # Asked to end in any way, it ends what it has started.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            where = (out or Path(folder) / "demo").absolute()
+            found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
+            summary = json.loads((found.path / "summary.json").read_text(encoding="utf-8"))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    _console().print(tables.results(summary["methods"]))
+    print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 
 
 def _keep_memory() -> None:

@@ -143,8 +143,8 @@ class Config:
     def text(self) -> str:
         """The config as TOML, to be read again by `--config`."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "set"}
-        lines = [f"{name} = {_toml(value)}" for name, value in plain.items() if value is not None]
-        lines += ["", "[set]", *(f"{_toml(key)} = {_toml(value)}" for key, value in self.set.items())]
+        lines = [f"{name} = {toml(value)}" for name, value in plain.items() if value is not None]
+        lines += ["", "[set]", *(f"{toml(key)} = {toml(value)}" for key, value in self.set.items())]
         return "\n".join(lines) + "\n"
 
 
@@ -168,6 +168,6 @@ def _plainly(value: Any) -> str:
     return ", ".join(f"{key} = {item}" for key, item in value.items()) if isinstance(value, Mapping) else str(value)
 
 
-def _toml(value: str | float) -> str:
+def toml(value: str | float) -> str:
     """A JSON scalar is a TOML scalar, but for one character that JSON leaves as it is."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

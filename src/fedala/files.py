@@ -116,7 +116,8 @@ def pack(tree: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> byt
         tensor = tensor.detach().cpu().contiguous()
         # A part of something larger is taken out of it: the format has no views.
         tensors[name] = tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
-    words = {"version": VERSION, "about": dict(about or {}), "tree": shape, "orders": orders}
+    words: dict[str, Any] = {"version": VERSION, "about": dict(about or {}), "tree": shape, "orders": orders}
+    words["digest"] = _digest(words, tensors)
     data: bytes = serialize(tensors, {"fedala": json.dumps(words)})
     return data
 
@@ -128,11 +129,21 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     if words["version"] != VERSION:
         raise ValueError(f"it is of version {words['version']}, and this program reads version {VERSION}")
     tensors = deserialize(data)
+    if words.pop("digest") != _digest(words, tensors):
+        raise ValueError("its content does not have the checksum that it was written with")
     for name, order in words["orders"].items():
         tensor = tensors[name]
         back = sorted(range(tensor.dim()), key=order.__getitem__)
         tensors[name] = tensor.permute(back)
     return _rebuild(words["tree"], tensors), words["about"]
+
+
+def _digest(words: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of everything that a file says: a flipped bit would still be a number."""
+    digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _dimensions(tensor: Tensor) -> Iterator[tuple[int, int]]:

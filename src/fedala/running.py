@@ -256,8 +256,12 @@ def execute(
     force: bool = False,
     resume: bool | Path | None = None,
     watcher: Watcher | None = None,
+    simulate: Callable[..., Simulation] | None = None,
 ) -> Result:
-    """Carries out a plan. With `resume`, it goes on where the run in `out` stopped, or in a copy of the folder that it names."""
+    """Carries out a plan. With `resume`, it goes on where the run in `out` stopped, or in a copy of the folder that it names.
+
+    `simulate` makes a method's simulation where `prepare` does not.
+    """
     watcher = watcher or Watcher()
     config = plan.config
     _check_room(plan, out)
@@ -278,7 +282,7 @@ def execute(
                     every = config.checkpoint_every
                     place = folder.checkpoints(number)
                     outcome.checkpoints = Checkpoints(place, identity, every=every, say=watcher.say)
-                _carry_out(plan, method, outcome, folder, bool(resume), watcher)
+                _carry_out(plan, method, outcome, folder, bool(resume), watcher, simulate or prepare)
                 if folder:
                     folder.write_summary(_summary(plan, result, time.time() - began))
         except OSError as error:
@@ -292,7 +296,13 @@ def execute(
 
 
 def _carry_out(
-    plan: Plan, method: Method, outcome: MethodResult, folder: RunFolder | None, resume: bool, watcher: Watcher
+    plan: Plan,
+    method: Method,
+    outcome: MethodResult,
+    folder: RunFolder | None,
+    resume: bool,
+    watcher: Watcher,
+    simulate: Callable[..., Simulation],
 ) -> None:
     """One method, from its start or from its last checkpoint."""
     config, rounds, checkpoints = plan.config, int(plan.config.rounds or 1), outcome.checkpoints
@@ -321,7 +331,7 @@ def _carry_out(
             folder.add("faults.csv", method.name, fault.round, {**asdict(fault), "policy": config.on_divergence})
         watcher.fault(method.name, fault)
 
-    simulation = prepare(
+    simulation = simulate(
         plan,
         method,
         client_files=checkpoints.folder if checkpoints and config.checkpoint_every != 0 else None,
@@ -394,8 +404,8 @@ def _identity(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
-    """One method's simulation, ready for its first round."""
+def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
+    """The task, and the initial model Θ⁰ of every seed."""
     config, federation = plan.config, plan.federation
     with torch.device("meta"):
         skeleton = plan.model()
@@ -424,6 +434,13 @@ def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
             for name, value in state.items()
         }
 
+    return task, start
+
+
+def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
+    """One method's simulation, ready for its first round."""
+    config = plan.config
+    task, start = workplace(plan)
     return Simulation(
         method,
         task,

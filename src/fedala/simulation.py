@@ -62,11 +62,24 @@ class Fault:
         return f"client {self.client} (seed {self.seed}, lane {self.lane}) diverged in round {self.round}{step}"
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a round asks of its participants."""
+
+    round: int
+    train: bool
+    #: Whether the initialised model is tested, and whether the one that training leaves is, too.
+    evaluates: bool
+    looks_back: bool = False
+    #: Whether W is looked at.
+    records: bool = False
+
+
 @dataclass
 class Done:
     """What a cohort has done in a round."""
 
-    lanes: list[Lane]
+    lanes: Sequence[Lane]
     notes: dict[str, torch.Tensor]
     before: State = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -74,6 +87,34 @@ class Done:
     upload: Params = field(default_factory=dict)
     state: State = field(default_factory=dict)
     finite: torch.Tensor | None = None
+    #: For every part of the data that is tested, [lane, (correct, loss, samples)]: of `evaluated`, and of what is left.
+    scores: list[torch.Tensor] = field(default_factory=list)
+    left: list[torch.Tensor] = field(default_factory=list)
+
+
+def take_part(
+    method: Method, cohort: Cohort, lanes: Sequence[Lane], state: State, asked: Asked, parts: Sequence[str]
+) -> Done:
+    """A cohort's part of a round, on one machine or on its own."""
+    before = state
+    initialized, state = method.initialize(cohort, cohort.received, state)
+    done = Done(lanes, cohort.notes, {**state, **before})
+    if asked.records:
+        done.weights = method.ala_weights(state)
+    if asked.evaluates:
+        done.evaluated = method.evaluated(cohort, initialized, cohort.received, state)
+        done.scores = scores(cohort, done.evaluated, parts)
+    if asked.train:
+        done.upload, done.state = method.train(cohort, initialized, cohort.received, state)
+        done.finite = _finite(cohort, done.upload, done.state)
+        if asked.looks_back:
+            done.left = scores(cohort, method.left(done.upload, done.state), parts)
+    return done
+
+
+def scores(cohort: Cohort, model: Params, parts: Sequence[str]) -> list[torch.Tensor]:
+    """Each lane's model on each part of its data: [lane, (correct, loss, samples)]."""
+    return [torch.stack([t.double() for t in cohort.evaluate(model, part)], 1) for part in parts]
 
 
 class Simulation:
@@ -203,37 +244,18 @@ class Simulation:
         sent = [self.method.send(server, clients) for server, clients in zip(self.servers, joined, strict=True)]
         table = self._scores_left().copy() if self._looks_back else np.zeros(self._shape)
         left = self._scores_left() if self._looks_back and train else None
-
-        def work(lanes: list[Lane]) -> Done:
-            """A cohort's part of the round."""
-            cohort = self._cohort(lanes, round, sent, joined)
-            state = self.clients.gather(lanes, lambda lane: self.method.fresh(cohort.task, self.start[lane[0]]))
-            before = state
-            initialized, state = self.method.initialize(cohort, cohort.received, state)
-            done = Done(lanes, cohort.notes, {**state, **before})
-            if records:
-                done.weights = self.method.ala_weights(state)
-            if evaluates or on_model:
-                done.evaluated = self.method.evaluated(cohort, initialized, cohort.received, state)
-                self._score(cohort, lanes, done.evaluated, table)
-            if train:
-                done.upload, done.state = self.method.train(cohort, initialized, cohort.received, state)
-                done.finite = _finite(cohort, done.upload, done.state)
-                if self.join_ratio == 1:
-                    cohort.look_ahead()
-                if left is not None:
-                    self._score(cohort, lanes, self.method.left(done.upload, done.state), left)
-            return done
-
-        everybody = [(run, client) for run, clients in enumerate(joined) for client in clients]
-        uploads: list[tuple[list[Lane], Params]] = []
-        noted: list[tuple[list[Lane], dict[str, torch.Tensor]]] = []
-        learned: list[tuple[list[Lane], list[str], torch.Tensor]] = []
+        uploads: list[tuple[Sequence[Lane], Params]] = []
+        noted: list[tuple[Sequence[Lane], dict[str, torch.Tensor]]] = []
+        learned: list[tuple[Sequence[Lane], list[str], torch.Tensor]] = []
         diverged: set[Lane] = set()
-        for done in self._side_by_side(work, self._cohorts(everybody), round):
+        asked = Asked(round, train, evaluates, left is not None, records)
+        for done in self._work(asked, sent, joined):
             noted.append((done.lanes, done.notes))
             if done.weights:
                 learned.append((done.lanes, list(done.weights), spread(done.weights)))
+            self._note(done.lanes, done.scores, table)
+            if left is not None:
+                self._note(done.lanes, done.left, left)
             if train:
                 bad = self._heed(done, round, sent, joined)
                 diverged |= bad
@@ -266,6 +288,20 @@ class Simulation:
             self._diverged = {}
         seconds = time.perf_counter() - began
         return [{**row, "seconds": seconds} for row in rows] if evaluates else []
+
+    def _work(self, asked: Asked, sent: list[Params], joined: list[list[int]]) -> Iterator[Done]:
+        """What the round's participants have done: here, cohort by cohort."""
+
+        def work(lanes: list[Lane]) -> Done:
+            cohort = self._cohort(lanes, asked.round, sent, joined)
+            state = self.clients.gather(lanes, lambda lane: self.method.fresh(cohort.task, self.start[lane[0]]))
+            done = take_part(self.method, cohort, lanes, state, asked, self.parts)
+            if asked.train and self.join_ratio == 1:
+                cohort.look_ahead()
+            return done
+
+        everybody = [(run, client) for run, clients in enumerate(joined) for client in clients]
+        return self._side_by_side(work, self._cohorts(everybody), asked.round)
 
     def _side_by_side(
         self, work: Callable[[list[Lane]], "Done"], cohorts: Iterator[list[Lane]], round: int
@@ -326,7 +362,7 @@ class Simulation:
         clients, seeds = [client for _, client in lanes], [self.seeds[run] for run, _ in lanes]
         return Cohort(self._own_task(), clients, seeds, round, self.rounds, received, index)
 
-    def _aggregate(self, uploads: list[tuple[list[Lane], Params]]) -> tuple[list[State], int]:
+    def _aggregate(self, uploads: list[tuple[Sequence[Lane], Params]]) -> tuple[list[State], int]:
         """Every run's server after it has taken in what its clients uploaded, in their order; how much one of them uploaded."""
         place = {lane: i for i, lane in enumerate(lane for lanes, _ in uploads for lane in lanes)}
         everything = join([params for _, params in uploads])
@@ -401,10 +437,7 @@ class Simulation:
         """What every client's left model scores; before its first participation that is Θ⁰."""
         if self.left is None:
             self.left = np.zeros(self._shape)
-            everybody = list(range(self.population))
-            for lanes in self._cohorts([(run, client) for run in range(len(self.seeds)) for client in everybody]):
-                cohort = self._cohort(lanes, 0, self.start, [everybody] * len(self.seeds))
-                self._score(cohort, lanes, cohort.received, self.left)
+            self._score_sent(0, self.start, [list(range(self.population))] * len(self.seeds), self.left)
             self._settle()
         return self.left
 
@@ -413,15 +446,17 @@ class Simulation:
         if self.method.personal or self.join_ratio == 1:
             return
         others = [sorted(set(range(self.population)) - set(clients)) for clients in joined]
-        for lanes in self._cohorts([(run, client) for run, clients in enumerate(others) for client in clients]):
-            cohort = self._cohort(lanes, round, sent, others)
-            self._score(cohort, lanes, cohort.received, table)
+        self._score_sent(round, sent, others, table)
 
-    def _score(self, cohort: Cohort, lanes: Sequence[Lane], model: Params, table: np.ndarray) -> None:
-        """Tests each lane's model; the figures get into the table when all of them are settled."""
-        for place, part in enumerate(self.parts):
-            score = cohort.evaluate(model, part)
-            self._unsettled.append((table, place, lanes, torch.stack([t.double() for t in score], 1)))
+    def _score_sent(self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray) -> None:
+        """Clients that are tested with what is sent to them, as it is."""
+        for lanes in self._cohorts([(run, client) for run, clients in enumerate(whom) for client in clients]):
+            cohort = self._cohort(lanes, round, sent, whom)
+            self._note(lanes, scores(cohort, cohort.received, self.parts), table)
+
+    def _note(self, lanes: Sequence[Lane], scores: list[torch.Tensor], table: np.ndarray) -> None:
+        """Scores get into the table when all of them are settled."""
+        self._unsettled += [(table, place, lanes, score) for place, score in enumerate(scores)]
 
     def _settle(self, diverged: Collection[Lane] = ()) -> None:
         """The figures come back, all at once. A client whose round did not count is left with what it had before."""

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedala.cohort import Cohort, Params, Task
 from fedala.methods.method import Method, State
 
@@ -17,11 +15,8 @@ class Local(Method):
     summary = "every client alone, nothing is sent"
     refuses_ala = "nothing is received that could be blended"
 
-    def send(self, server: State, clients: list[int]) -> Params:
+    def shared(self, task: Task, model: Params) -> Params:
         return {}
-
-    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
-        return server
 
     def fresh(self, task: Task, start: Params) -> State:
         return {"local": start}

@@ -1,0 +1,129 @@
+"""A client of a real federation: a cohort of one lane, which runs the methods' own code on its own samples."""
+
+from logging import getLogger
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+
+from fedala.cohort import Cohort, Params
+from fedala.flower.experiment import PARTS, Own, at_client, read
+from fedala.flower.keeping import Kept, directory, name_of
+from fedala.flower.records import to_params, to_record
+from fedala.methods import State
+from fedala.randomness import torch_seed
+from fedala.simulation import Asked, Done, scores, take_part
+from fedala.trees import take
+
+log = getLogger("flwr")
+
+
+def client_app(own: Own | None = None, mods: list[Mod] | None = None) -> ClientApp:
+    """A Flower client app that takes part in any method's rounds; the run config says which.
+
+    Train messages initialise, test the initialised model, train and upload; evaluate messages train nothing.
+    """
+    app = ClientApp(mods=mods)
+    known: dict[tuple[Any, ...], Client] = {}  # a process may get several messages
+
+    def client_of(context: Context) -> "Client":
+        key = tuple(sorted((*context.run_config.items(), *context.node_config.items())))
+        if key not in known:
+            known.clear()
+            known[key] = Client(context, own)
+        return known[key]
+
+    app.train()(lambda message, context: client_of(context).take_part(message))
+    app.evaluate()(lambda message, context: client_of(context).take_part(message))
+    app.evaluate("received")(lambda message, context: client_of(context).score(message))
+    app.query()(lambda message, context: client_of(context).introduce(message))
+    return app
+
+
+class Client:
+    """One client of one experiment, on its own machine."""
+
+    def __init__(self, context: Context, own: Own | None) -> None:
+        self.experiment, self.number = at_client(context, own)
+        _, deployment = read(context.run_config)
+        self.kept = Kept(directory(context.node_config), deployment.experiment, name_of(context))
+
+    def introduce(self, message: Message) -> Message:
+        """Who this is, and how many samples it has: the only thing that the server hears of them."""
+        task = self.experiment.task
+        sizes = {part: task.size(self.number, part) if task.parts[part] else 0 for part in PARTS}
+        return Message(RecordDict({"metrics": MetricRecord({"client": self.number, **sizes})}), reply_to=message)
+
+    def take_part(self, message: Message) -> Message:
+        """A round, from the state that the last participation that the server has counted (`since`) left."""
+        asked, words = _asked(message)
+        method, task = self.experiment.method, self.experiment.task
+        received = to_params(_arrays(message), task.device)
+        state, lost = self._state(int(words["since"]), received)
+        done = take_part(method, self._cohort(asked, received), [(0, self.number)], state, asked, _parts(words))
+        if done.finite is not None and not done.finite:
+            log.error("This client's training diverged in round %d: nothing of it is kept or sent.", asked.round)
+            done.upload = {}
+        elif asked.train:
+            # On the disk before the server hears of it; if it never does, the state before this round is there as well.
+            self.kept.save(asked.round, done.state, before=int(words["since"]), method=method.name)
+        elif method.personal:
+            self.kept.save_model(take(done.evaluated, 0))
+        return self._reply(message, done, lost)
+
+    def score(self, message: Message) -> Message:
+        """What the received model scores as it is; before the first round, Θ⁰."""
+        asked, words = _asked(message)
+        received = to_params(_arrays(message), self.experiment.task.device)
+        cohort = self._cohort(asked, received if asked.round else self._start())
+        done = Done([(0, self.number)], {}, scores=scores(cohort, cohort.received, _parts(words)))
+        return self._reply(message, done)
+
+    def _start(self) -> Params:
+        """Θ⁰ follows from the seed: it need not be sent."""
+        return self.experiment.start(self.experiment.plan.config.seed)
+
+    def _state(self, since: int, received: Params) -> tuple[State, bool]:
+        """What this client has kept, and whether it should have kept something that is gone."""
+        method, task, start = self.experiment.method, self.experiment.task, self._start()
+        state = self.kept.load(since) if since else None
+        if state is not None:
+            return state, False
+        if since:  # the received model in the place of its own, wherever it is one
+            start |= {n: v for n, v in received.items() if n in start and v.shape == start[n].shape}
+        return method.fresh(task, start), bool(since)
+
+    def _cohort(self, asked: Asked, received: Params) -> Cohort:
+        config = self.experiment.plan.config
+        # Layers that draw random numbers themselves (dropout) draw what they would draw in a simulation of single lanes.
+        torch.manual_seed(torch_seed(config.seed, "torch", client=self.number, round=asked.round))
+        rounds = int(config.rounds or 1)
+        return Cohort(self.experiment.task, [self.number], [config.seed], asked.round, rounds, received, [0])
+
+    def _reply(self, message: Message, done: Done, lost: bool = False) -> Message:
+        size = self.experiment.task.size(self.number)
+        metrics = MetricRecord({"client": self.number, "num-examples": size, "lost": int(lost)})
+        metrics["finite"] = int(done.finite is None or bool(done.finite))
+        metrics["scores"] = [float(figure) for score in done.scores for figure in score[0]]
+        metrics["left"] = [float(figure) for score in done.left for figure in score[0]]
+        for name, values in done.notes.items():
+            metrics[f"note.{name}"] = float(values[0])
+        return Message(RecordDict({"arrays": to_record(done.upload), "metrics": metrics}), reply_to=message)
+
+
+def _asked(message: Message) -> tuple[Asked, dict[str, Any]]:
+    [record] = message.content.config_records.values()
+    words: dict[str, Any] = dict(record)
+    trains = message.metadata.message_type == MessageType.TRAIN  # whatever the words say, nothing else does
+    return Asked(int(words["round"]), trains, bool(words["evaluates"]), bool(words["looks-back"])), words
+
+
+def _parts(words: dict[str, Any]) -> list[str]:
+    return [part for part in PARTS if part in words["parts"]]
+
+
+def _arrays(message: Message) -> ArrayRecord:
+    [arrays] = message.content.array_records.values()
+    return arrays

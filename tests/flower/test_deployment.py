@@ -1,0 +1,261 @@
+"""Flower for real: a SuperLink and SuperNodes on loopback, with TLS and node authentication, in processes of their own.
+
+What runs in them is tests/flower/deployed/app.py. The first test is for everybody; the others last minutes.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
+
+from flower.inprocess import OWN, RUN, Here, together  # noqa: E402
+from small import Net, assert_close  # noqa: E402
+
+import fedala  # noqa: E402
+from fedala import files  # noqa: E402
+from fedala.flower import client_app  # noqa: E402
+from fedala.flower.demo import follow  # noqa: E402
+from fedala.flower.local import LocalFederation, family, make_certificates, make_key  # noqa: E402
+from fedala.flower.server import serve  # noqa: E402
+from fedala.store import RunFolder  # noqa: E402
+
+HERE = Path(__file__).parent
+APP = HERE / "deployed"
+
+
+@pytest.fixture
+def federation(tmp_path):
+    paths = [HERE.parents[1] / "src", HERE.parent]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    with LocalFederation(tmp_path / "federation", environment=environment) as federation:
+        yield federation
+    assert not [pid for name in federation.processes for pid in family(f"{federation.folder}/{name}")]
+
+
+def submit(federation, tmp_path, **options):
+    return federation.run(APP, **{"out": str(tmp_path / "runs"), "clients": 2, "min_nodes": 2, **RUN, **options})
+
+
+def finish(federation, run, tmp_path, seconds=600):
+    return follow(federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds).history()
+
+
+def simulated(clients=2, **options):
+    return fedala.run(dataset=together(clients), model=Net, lanes="1", **{**RUN, **options})
+
+
+def assert_same_rows(there, here):
+    assert [row["round"] for row in there] == [row["round"] for row in here]
+    for a, b in zip(there, here, strict=True):
+        for key in ("accuracy", "loss", "accuracy_joined", "sent", "uploaded"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5), f"{key} of round {b['round']}"
+
+
+def assert_same_models(federation, tmp_path, result):
+    folder = RunFolder(tmp_path / "runs" / "fedala")
+    method, seed = next(iter(result.methods)), RUN["seed"]
+    for (_, client), model in result.models.items():
+        if client is None:
+            assert_close(folder.model(method, seed), model, 1e-5)
+        else:
+            path = federation.folder / f"node-{client}" / "fedala" / f"client-{client:05d}" / "model.safetensors"
+            assert_close(fedala_load(path), model, 1e-5)
+
+
+def fedala_load(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_a_federation_with_tls_and_authentication_is_the_simulation_and_takes_nobody_else_in(federation, tmp_path):
+    """Two registered nodes run FedALA. A third has no registered key; a fourth does not know the certificate authority."""
+    (tmp_path / "other").mkdir()
+    make_certificates(tmp_path / "other")
+    for client in range(2):
+        federation.node(client)
+    federation.node(7, key=make_key(tmp_path / "unregistered"))
+    federation.node(8, key=make_key(tmp_path / "ignorant"), ca=tmp_path / "other" / "ca.crt")
+    run = submit(federation, tmp_path, method="fedala", rounds=2)
+    history = finish(federation, run, tmp_path, 240)
+    result = simulated(method="fedala", rounds=2)
+    assert_same_rows(history, result.history)
+    assert_same_models(federation, tmp_path, result)
+    superlink = federation.log("superlink")
+    assert superlink.count("[Fleet.ActivateNode] Activated") == 2
+    for stranger in (7, 8):
+        assert "Receiving: train message" not in federation.log(f"node-{stranger}")
+    assert "Receiving: train message" in federation.log("node-0")
+
+
+@pytest.mark.deployment
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "fedrep", "fedfomo"])
+def test_a_deployment_is_the_simulation(method, federation, tmp_path):
+    for client in range(2):
+        federation.node(client)
+    history = finish(federation, submit(federation, tmp_path, method=method), tmp_path)
+    result = simulated(method=method)
+    assert_same_rows(history, result.history)
+    assert_same_models(federation, tmp_path, result)
+
+
+def state_of(folder, client, round):
+    tree, _ = files.load(folder / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors")
+    return tree
+
+
+def assert_same_states(a, b):
+    for name in a["ala"]["weights"]:
+        torch.testing.assert_close(a["ala"]["weights"][name], b["ala"]["weights"][name], rtol=0, atol=1e-5)
+    assert_close(a["local"], b["local"], 1e-5)
+
+
+def wait_for(what, seconds=300):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.2)
+
+
+def undisturbed(tmp_path, absent=(), **options):
+    """The same federation in this process, where some clients are not asked in some rounds."""
+    run_config = {"clients": 2, "min_nodes": 2, "out": str(tmp_path / "here" / "runs"), **RUN, **options}
+    grid = Here(client_app(OWN), 2, tmp_path / "here" / "state", run_config)
+    grid.asks = lambda sent: (int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100) not in absent
+    return serve(grid, run_config, OWN)
+
+
+@pytest.mark.deployment
+def test_a_node_that_was_killed_has_what_it_had(federation, tmp_path):
+    """`kill -9` in the middle of round 2, and a restart after the minute in which the SuperLink still believes in the node."""
+    for client in range(2):
+        federation.node(client)
+    run = submit(federation, tmp_path, method="fedala", rounds=4)
+    wait_for(lambda: federation.log("node-1").count("Receiving: train message") == 2)
+    federation.kill("node-1")
+    time.sleep(75)
+    federation.node(1)
+    history = finish(federation, run, tmp_path)
+    said = federation.run_log(run)
+    assert re.search(r"Round 2: client 1 \(node \d+\) failed", said)
+    result = undisturbed(tmp_path, absent={(2, 1)}, method="fedala", rounds=4)
+    assert_same_rows(history, result.history)
+    for client in range(2):
+        there = state_of(federation.folder / f"node-{client}", client, 4)
+        assert_same_states(there, state_of(tmp_path / "here" / "state", client, 4))
+
+
+@pytest.mark.deployment
+def test_a_server_that_was_killed_goes_on_at_the_next_round(federation, tmp_path):
+    for client in range(2):
+        federation.node(client)
+    submit(federation, tmp_path, method="fedala", rounds=4)
+    wait_for(lambda: list((tmp_path / "runs" / "fedala" / "checkpoint").rglob("0000002.json")))
+    federation.kill("superlink")
+    federation.start()
+    run = submit(federation, tmp_path, method="fedala", rounds=4)
+    rows = finish(federation, run, tmp_path)
+    result = simulated(method="fedala", rounds=4)
+    assert_same_rows(rows, result.history)
+    assert_same_models(federation, tmp_path, result)
+    assert set(re.findall(rf"RUN {run}, ROUND (\d)", federation.log("node-0"))) == {"3", "4", "5"}
+
+
+@pytest.mark.deployment
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [("nan", "is not finite"), ("shape", "and should be float32"), ("huge", "away from what was sent")],
+)
+def test_a_poisoned_update_is_dropped_and_named(how, sentence, federation, tmp_path):
+    federation.node(0)
+    federation.node(1, poison=how)
+    run = submit(federation, tmp_path, method="fedala", rounds=1, max_norm=100.0)
+    finish(federation, run, tmp_path)
+    said = federation.run_log(run)
+    [line] = [line for line in said.splitlines() if "is dropped" in line]
+    assert "Round 1: the update of client 1 (node" in line
+    assert sentence in line
+
+
+@pytest.mark.deployment
+def test_a_damaged_state_file_is_survived(federation, tmp_path):
+    for client in range(2):
+        federation.node(client)
+    run = submit(federation, tmp_path, method="fedala", rounds=3)
+    first = federation.folder / "node-1" / "fedala" / "client-00001" / "round-000001.safetensors"
+    wait_for(first.exists)
+    data = bytearray(first.read_bytes())
+    data[-7] ^= 64
+    first.write_bytes(data)
+    assert len(finish(federation, run, tmp_path)) == 4
+    assert "Round 2: client 1 had LOST its state and started over." in federation.run_log(run)
+    assert "The damaged file is now" in federation.log("node-1")
+
+
+@pytest.mark.deployment
+def test_the_simulation_engine_is_the_simulation(tmp_path):
+    """`flwr run` with Ray in the place of SuperNodes."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedala[flower-simulation]'")
+    from fedala.flower.local import OFFLINE, program
+
+    home = tmp_path / "flwr"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "local"\n\n[superlink.local]\noptions.num-supernodes = 2\n'
+        "options.backend.client-resources.num-cpus = 1\n"
+    )
+    paths = os.pathsep.join(map(str, [HERE.parents[1] / "src", HERE.parent]))
+    environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(home), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), "FEDALA_FEDERATION": f"{tmp_path}/engine"}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    try:
+        for method in ("fedavg", "fedala", "ditto", "fedrep", "fedfomo"):
+            values = {
+                **RUN,
+                "clients": 2,
+                "method": f"'{method}'",
+                "experiment": f"'{method}'",
+                "out": f"'{tmp_path}/runs'",
+            }
+            overrides = " ".join(f"{key}={value}" for key, value in values.items())
+            command = [program("flwr"), "run", str(APP), "local", "--stream", "--run-config", overrides]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            assert (tmp_path / "runs" / method / "summary.json").exists(), done.stdout + done.stderr
+            assert_same_rows(RunFolder(tmp_path / "runs" / method).history(), simulated(method=method).history)
+    finally:
+        for pid in family(f"{tmp_path}/engine"):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.deployment
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_demo_that_is_interrupted_leaves_nothing_running(number, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1] / "src")}
+    environment["FEDALA_DEMO_MARK"] = mark = str(tmp_path)
+    command = [sys.executable, "-m", "fedala.cli", "flower", "demo"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as demo:
+        assert any("is submitted" in line for line in demo.stderr)
+        time.sleep(5)
+        demo.send_signal(number)
+        assert demo.wait(60) == 130
+
+    def running():
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"FEDALA_DEMO_MARK={mark}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found  # of one that has ended, nothing can be read
+
+    wait_for(lambda: not running(), 10)
+    assert not list(tmp_path.glob("fedala-demo-*"))

@@ -1,0 +1,131 @@
+"""What docs/deployment.md tells people to type works."""
+
+import re
+import shutil
+import ssl
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
+
+from flower.inprocess import Here, samples  # noqa: E402
+from flwr.supercore import object_ref  # noqa: E402
+from small import Net  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from fedala.cli import app  # noqa: E402
+from fedala.flower.experiment import read  # noqa: E402
+from fedala.flower.server import serve  # noqa: E402
+
+PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.skipif(not (shutil.which("openssl") and shutil.which("ssh-keygen")), reason="needs openssl and ssh-keygen")
+def test_the_certificates_are_good(tmp_path):
+    certificates, keys = blocks("sh")
+    for script in (certificates, keys):
+        subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, capture_output=True)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    a, b = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one = client.wrap_bio(a, b, server_hostname="superlink.example")
+    other = server.wrap_bio(b, a, server_side=True)
+    for _ in range(4):
+        for side in (one, other):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    assert one.getpeercert()["subject"] == ((("commonName", "superlink.example"),),)
+    assert (tmp_path / "node.key.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+
+
+def test_the_units_restart_nodes_after_the_minute_in_which_they_are_refused():
+    server, node = blocks("ini")
+    assert int(re.search(r"RestartSec=(\d+)", node)[1]) > 60
+    assert "--enable-supernode-auth" in server
+    assert "flower-supernode" in node
+
+
+def finds_its_parts(folder):
+    """Flower reads the app's text before it runs it, and has to find the names there."""
+    return all(object_ref.validate(f"app:{name}", project_dir=folder)[0] for name in ("client", "server"))
+
+
+def test_the_python_of_the_page_runs(tmp_path):
+    """The app with data and a model of one's own, for a round in this process; the mod's lines are those of the example."""
+    mod, own = blocks("python")
+    (tmp_path / "app.py").write_text(own, encoding="utf-8")
+    assert finds_its_parts(tmp_path)
+    scope = {
+        "make_model": Net,
+        "read": lambda data: (samples(data).x, samples(data).y),
+    }
+    exec(own.replace("(3, 32, 32)", "(1, 6, 6)").replace("classes=10", "classes=3"), scope)
+    run_config = {"clients": 2, "rounds": 1, "method": "fedala", "out": str(tmp_path / "runs"), "lr": 0.1}
+    grid = Here(scope["client"], 2, tmp_path, run_config)
+    for node, config in grid.node_configs.items():
+        config["data"] = node - 100
+    assert len(serve(grid, run_config, scope["own"]).history) == 2
+
+    from flwr.clientapp import ClientApp
+
+    scope = {"ClientApp": ClientApp, "make_model": Net, "load_data": lambda context: None}
+    exec(mod, scope)
+    assert scope["app"]._mods
+
+
+def test_a_new_app_holds_every_option_and_runs(tmp_path):
+    folder = tmp_path / "my-app"
+    arguments = [
+        "--method",
+        "fedala",
+        "--dataset",
+        "digits",
+        "--clients",
+        "2",
+        "--rounds",
+        "1",
+        "--set",
+        "fedala.eta=0.5",
+    ]
+    done = CliRunner().invoke(app, ["flower", "new", str(folder), *arguments])
+    assert done.exit_code == 0, done.output
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    table = project["tool"]["flwr"]["app"]["config"]
+    flat = {**{k: v for k, v in table.items() if k != "set"}, **{f"set.{k}": v for k, v in table["set"].items()}}
+    config, deployment = read(flat)
+    assert (config.methods, config.clients, config.rounds, config.set) == (("fedala",), 2, 1, {"fedala.eta": "0.5"})
+    assert deployment.min_nodes == 2
+    for name in re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE):
+        assert name in table
+    assert finds_its_parts(folder)
+    scope = {}
+    exec((folder / "app.py").read_text(encoding="utf-8"), scope)
+    assert {"client", "server"} <= scope.keys()
+    again = CliRunner().invoke(app, ["flower", "new", str(folder)])
+    assert again.exit_code == 2
+    assert "not empty" in again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["new", "X", "--lanes", "3"], "--lanes has no meaning"),
+        (["demo", "--method", "fedavg,fedala"], "one method at a time"),
+        (["demo", "--method", "nonsense"], "no method"),
+    ],
+)
+def test_mistakes_are_sentences(arguments, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["flower", *arguments])
+    assert done.exit_code == 2
+    assert sentence in done.output
+    assert not list(tmp_path.iterdir())
