@@ -498,7 +498,7 @@ class Simulation:
         return row
 
     @staticmethod
-    def _record(learned: list[tuple[list[Lane], list[str], torch.Tensor]], rows: list[Row]) -> None:
+    def _record(learned: list[tuple[Sequence[Lane], list[str], torch.Tensor]], rows: list[Row]) -> None:
         """Puts how W is spread, by client and parameter, into the rows of its runs."""
         figures = iter(torch.cat([figures for *_, figures in learned]).tolist())
         found: dict[Lane, list[tuple[int, str, list[float]]]] = {}
