@@ -497,14 +497,9 @@ def demo(
     if out:
         RunFolder.check(out, force=False)
     with tempfile.TemporaryDirectory(prefix="fedala-demo-") as folder, Watch(Console(stderr=True), checked) as watch:
-        # Asked to end in any way, it ends what it has started.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            where = (out or Path(folder) / "demo").absolute()
-            found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
-            summary = json.loads((found.path / "summary.json").read_text(encoding="utf-8"))
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        where = (out or Path(folder) / "demo").absolute()
+        found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
+        summary = json.loads((found.path / "summary.json").read_text(encoding="utf-8"))
     _console().print(tables.results(summary["methods"]))
     print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -56,6 +57,8 @@ class LocalFederation:
         (self.folder / "flwr" / "config.toml").write_text("\n".join(lines) + "\n")
         with ExitStack() as stack:
             stack.callback(self.stop)
+            if threading.current_thread() is threading.main_thread():  # who is asked to end ends what it has started
+                stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
             self.start()
             self._stack = stack.pop_all()
         return self
