@@ -1,6 +1,7 @@
 """A run that was interrupted and resumed is the run that never was: its history and its models, to the bit."""
 
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -294,3 +295,26 @@ def test_without_checkpoints_a_run_starts_over(tmp_path):
     assert not (tmp_path / "run" / "checkpoint").exists()
     execute(planned(checkpoint_every=0), tmp_path / "run", resume=True)
     same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_by_default_checkpoints_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    """A clock that a round moves by 3 s and writing a checkpoint by 1: due after 10 s, then after 100 times what one took."""
+    from fedala import checkpoint
+
+    now = 0.0
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    kept = checkpoint.Checkpoints(tmp_path, "x")
+    written = []
+    for round in range(1, 200):
+        now += 3
+        if kept.due(round):
+            written.append(now)
+            kept._ended, kept._took = now + 1, 1.0
+            now += 1
+    assert written[0] == 12
+    assert [b - a for a, b in pairwise(written[1:])] == [103.0] * (len(written) - 2)
+    large = checkpoint.Checkpoints(tmp_path, "x", size=2**30)  # eight seconds, by a guess
+    now += 799
+    assert not large.due(1)
+    now += 2
+    assert large.due(1)

@@ -94,14 +94,18 @@ class Checkpoints:
         config: str,
         *,
         every: int | None = None,
+        size: int = 0,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """`config` is the digest of what the run is; a checkpoint is due `every` so many rounds, never if that is 0."""
+        """`config` is the digest of what the run is; a checkpoint is due `every` so many rounds, never if that is 0.
+
+        `size` is how many bytes one will have, about.
+        """
         self.folder, self.config, self.every, self.say = folder, config, every, say
         self.bytes = self.written = 0
         self.seconds = 0.0
         self._last: Checkpoint | None = None
-        self._ended, self._took = time.monotonic(), 0.0
+        self._ended, self._took = time.monotonic(), size / 2**27  # a guess for the first, at 128 MiB a second
 
     def due(self, round: int) -> bool:
         """By default, so seldom that checkpoints take less than 1 % of the time, and not within ten seconds."""

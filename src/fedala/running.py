@@ -279,9 +279,14 @@ def execute(
             for number, method in enumerate(plan.methods):
                 outcome = result.methods[method.name] = MethodResult(method.name, method.title)
                 if folder:
-                    every = config.checkpoint_every
-                    place = folder.checkpoints(number)
-                    outcome.checkpoints = Checkpoints(place, identity, every=every, say=watcher.say)
+                    expected = int(config.clients or 0) * config.seeds * plan.state_bytes[method.name]
+                    outcome.checkpoints = Checkpoints(
+                        folder.checkpoints(number),
+                        identity,
+                        every=config.checkpoint_every,
+                        size=expected,
+                        say=watcher.say,
+                    )
                 _carry_out(plan, method, outcome, folder, bool(resume), watcher, simulate or prepare)
                 if folder:
                     folder.write_summary(_summary(plan, result, time.time() - began))
