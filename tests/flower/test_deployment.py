@@ -241,7 +241,11 @@ def test_a_demo_that_is_interrupted_leaves_nothing_running(number, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1] / "src")}
     environment["FEDALA_DEMO_MARK"] = mark = str(tmp_path)
     command = [sys.executable, "-m", "fedala.cli", "flower", "demo"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as demo:
+
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs, and what they start, do not
+
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as demo:
         assert any("is submitted" in line for line in demo.stderr)
         time.sleep(5)
         demo.send_signal(number)
