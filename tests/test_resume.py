@@ -249,6 +249,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, tmp_path):
         assert "Looking for an earlier checkpoint" in said[0]
 
 
+def test_a_damaged_manifest_before_the_last_harms_nothing(tmp_path):
+    options = {"checkpoint_every": 1}
+    execute(planned(**options), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        execute(planned(**options), tmp_path / "run", watcher=stop_after(3))
+    _, older = sorted((tmp_path / "run" / "checkpoint" / "0").glob("*.json"), reverse=True)
+    damaged(older, "shorter")
+    said = []
+    execute(planned(**options), tmp_path / "run", resume=True, watcher=Watcher(say=said.append))
+    same(tmp_path / "whole", tmp_path / "run")
+    assert said == []
+
+
 def test_no_checkpoint_left(tmp_path):
     options = {"checkpoint_every": 1}
     with pytest.raises(Stopped):

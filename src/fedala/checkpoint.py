@@ -104,7 +104,7 @@ class Checkpoints:
         self.folder, self.config, self.every, self.say = folder, config, every, say
         self.bytes = self.written = 0
         self.seconds = 0.0
-        self._last: Checkpoint | None = None
+        self._kept: list[Checkpoint] = []  # the newest first
         self._ended, self._took = time.monotonic(), size / 2**27  # a guess for the first, at 128 MiB a second
 
     def due(self, round: int) -> bool:
@@ -115,35 +115,31 @@ class Checkpoints:
 
     def write(self, simulation: Simulation) -> None:
         """Keeps what the simulation is now. If anything fails, what was kept before is still good."""
-        if self._last and self._last.round == simulation.round:
+        if self._kept and self._kept[0].round == simulation.round:
             return
         began = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         clients = simulation.clients.write()
         server = f"server-{simulation.round}.safetensors"
         digest = files.save(self.folder / server, simulation.state())
-        self._note(
-            Checkpoint(
-                config=self.config,
-                round=simulation.round,
-                done=False,
-                device=simulation.task.device.type,
-                lanes=simulation.lanes,
-                threads=simulation.threads,
-                server=File(server, digest),
-                clients=clients,
-            )
+        new = Checkpoint(
+            config=self.config,
+            round=simulation.round,
+            done=False,
+            device=simulation.task.device.type,
+            lanes=simulation.lanes,
+            threads=simulation.threads,
+            server=File(server, digest),
+            clients=clients,
         )
-        older = self._manifests()
-        kept = [Checkpoint.unpack(path) for path in older[:KEPT]]
-        for path in older[KEPT:]:
-            path.unlink()
-        names = set[str]().union(*(checkpoint.names for checkpoint in kept))
+        self._note(new)
+        self._keep([new, *self._kept][:KEPT])
+        needed = self._needed
         for path in self.folder.glob("server-*.safetensors"):
-            if path.name not in names:
+            if path.name not in needed:
                 path.unlink()
-        simulation.clients.hold(names)
-        self.bytes = sum((self.folder / name).stat().st_size for name in kept[0].names)
+        simulation.clients.hold(needed)
+        self.bytes = sum((self.folder / name).stat().st_size for name in new.names)
         self._ended = time.monotonic()
         self._took = self._ended - began
         self.seconds += self._took
@@ -151,17 +147,29 @@ class Checkpoints:
 
     def finish(self, *, keep: bool) -> None:
         """Notes that the method is done; without `keep`, its files are not needed any more."""
-        if self._last is None:
+        if not self._kept:
             return
-        last = replace(self._last, done=True)
-        self._note(last if keep else replace(last, server=NOTHING, clients={}))
-        for path in self._manifests()[1:]:
-            path.unlink()
-        self._sweep(self._last.names)
+        last = replace(self._kept[0], done=True)
+        last = last if keep else replace(last, server=NOTHING, clients={})
+        self._note(last)
+        self._keep([last])
+        self._sweep()
 
     def _note(self, checkpoint: Checkpoint) -> None:
-        files.replace(self.folder / f"{checkpoint.round:07d}.json", checkpoint.pack())
-        self._last = checkpoint
+        files.replace(self._manifest(checkpoint), checkpoint.pack())
+
+    def _keep(self, kept: list[Checkpoint]) -> None:
+        """Forgets the others: their manifests go first, so that none is there whose files are not."""
+        paths = {self._manifest(checkpoint) for checkpoint in kept}
+        for path in self._manifests():
+            if path not in paths:
+                path.unlink()
+        self._kept = kept
+
+    @property
+    def _needed(self) -> set[str]:
+        """The files that a checkpoint refers to."""
+        return set[str]().union(*(checkpoint.names for checkpoint in self._kept))
 
     def newest(self) -> Checkpoint | None:
         """The last checkpoint that is whole, or None where there has never been one. Damaged ones are set aside."""
@@ -171,17 +179,20 @@ class Checkpoints:
                 found = Checkpoint.unpack(path)
                 if found.config != self.config:
                     raise files.Damaged(f"{path} belongs to a run with another configuration.")
-                for file in (found.server, *found.clients.values()):
+                # Of those before the one that serves, it is enough that they say which files are theirs.
+                for file in (found.server, *found.clients.values()) if not self._kept else ():
                     if file != NOTHING:
                         _check(self.folder / file.name, file.digest)
             except files.Damaged as error:
                 damage = str(error)
-                self.say(f"{damage} Looking for an earlier checkpoint.")
+                if not self._kept:
+                    self.say(f"{damage} Looking for an earlier checkpoint.")
                 path.rename(path.with_suffix(".damaged"))
                 continue
-            self._last = found
-            self._sweep(set[str]().union(*(Checkpoint.unpack(p).names for p in self._manifests())))
-            return found
+            self._kept.append(found)
+        if self._kept:
+            self._sweep()
+            return self._kept[0]
         if damage:
             raise files.Damaged(f"No checkpoint in {self.folder} is whole, so nothing can be resumed. {damage}")
         return None
@@ -195,16 +206,20 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise files.Damaged(f"{path} does not fit this run: it is a checkpoint of something else.") from None
         simulation.clients.adopt(checkpoint.clients)
-        simulation.clients.hold(set[str]().union(*(Checkpoint.unpack(path).names for path in self._manifests())))
+        simulation.clients.hold(self._needed)
         if simulation.task.device.type == checkpoint.device and not anew:
             simulation.lanes, simulation.threads = checkpoint.lanes, checkpoint.threads
+
+    def _manifest(self, checkpoint: Checkpoint) -> Path:
+        return self.folder / f"{checkpoint.round:07d}.json"
 
     def _manifests(self) -> list[Path]:
         """The newest first."""
         return sorted(self.folder.glob("[0-9]*.json"), reverse=True)
 
-    def _sweep(self, needed: set[str]) -> None:
+    def _sweep(self) -> None:
         """Removes what a fault has left: files that no manifest refers to, and those that were never finished."""
+        needed = self._needed
         for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.new")]:
             if path.name not in needed:
                 path.unlink()
