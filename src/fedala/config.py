@@ -124,17 +124,18 @@ class Config:
         """The config of a run that is resumed; what a run is cannot change on the way."""
         table = {**self.set, **_flat(changes.get("set", {}))}
         asked = Config.of({**{f.name: getattr(self, f.name) for f in fields(self)}, **changes, "set": table})
-        differences = [
-            f"{f.name} ({_plainly(getattr(self, f.name))} → {_plainly(getattr(asked, f.name))})"
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(asked, f.name) and f.name not in FREE
-        ]
+        differences = [f"{name} ({change})" for name, change in self.differences(asked).items() if name not in FREE]
         if differences:
             raise UserError(
                 f"A run that is resumed must stay what it is, and this would change {', '.join(differences)}. "
                 f"What may change is {', '.join(FREE)}."
             )
         return asked
+
+    def differences(self, other: "Config") -> dict[str, str]:
+        """What the other says otherwise, by option: `0.1 → 0.2`."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return {name: f"{_plainly(a)} → {_plainly(b)}" for name, (a, b) in pairs.items() if a != b}
 
     def identity(self) -> dict[str, Any]:
         """What a run is: the options that may not change when it is resumed."""

@@ -30,7 +30,7 @@ from fedala.models import build_model
 from fedala.options import suggest
 from fedala.randomness import torch_seed
 from fedala.simulation import Fault, Personal, Row, Simulation
-from fedala.store import RunFolder
+from fedala.store import RunFolder, standing
 
 
 @dataclass
@@ -392,11 +392,7 @@ def _reopened(plan: Plan, out: Path, source: bool | Path | None) -> Iterator[Run
     elsewhere = out.absolute() != folder.path.absolute()
     with folder.copied(out) if elsewhere else folder.held() as copy:
         folder = copy or folder
-        changes = [
-            f"{f.name}: {getattr(before, f.name)} → {getattr(after, f.name)}"
-            for f in fields(after)
-            if getattr(before, f.name) != getattr(after, f.name)
-        ]
+        changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
         moved = [f"out: {source} → {out}"] if elsewhere else []
         folder.add_resumption("; ".join([*changes, *moved]))
         folder.write_config(after)
@@ -511,7 +507,7 @@ def _check_room(plan: Plan, out: Path | None) -> None:
     if out is None:
         room, where = free_memory() // 2, "memory"
     else:
-        room, where = shutil.disk_usage(next(p for p in out.absolute().parents if p.exists())).free, "disk"
+        room, where = shutil.disk_usage(standing(out)).free, "disk"
         if config.checkpoint_every != 0:
             # Two checkpoints are kept and a third is written; they share the files of clients that took no part in between.
             changed = min(1.0, config.join_ratio * (config.checkpoint_every or 10))

@@ -52,7 +52,7 @@ class RunFolder:
         """Refuses a folder that exists, and a place where none can be made, before any work is done."""
         try:
             if not os.path.lexists(path):
-                parent = next(p for p in path.absolute().parents if p.exists())
+                parent = standing(path)
                 if not parent.is_dir() or not os.access(parent, os.W_OK):
                     raise UserError(f"The output folder {path} cannot be made: {parent} cannot be written to.")
             elif not force:
@@ -261,6 +261,11 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+
+def standing(path: Path) -> Path:
+    """The nearest folder above a path that is there already."""
+    return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def _walk(path: Path) -> tuple[list[Path], list[Path]]:
