@@ -50,7 +50,10 @@ class Case:
         random = np.random.default_rng(0)
         y = torch.from_numpy(np.resize(np.arange(self.classes), self.samples))
         if self.vocabulary:
-            x = torch.from_numpy(random.integers(1, self.vocabulary, (self.samples, *self.shape), dtype=np.int32))
+            # As news are: 20 to 66 words, the n-th most frequent one with probability about 1/n, and padding.
+            words = self.vocabulary ** random.random((self.samples, *self.shape), dtype=np.float32)
+            lengths = random.integers(20, 67, (self.samples, 1))
+            x = torch.from_numpy(np.where(np.arange(self.shape[0]) < lengths, words, 0).astype(np.int32))
         else:
             x = torch.from_numpy(random.integers(0, 256, (self.samples, *self.shape), dtype=np.uint8))
         return Dataset(f"random {self.dataset}", x, y, self.classes, vocabulary=self.vocabulary)

@@ -80,7 +80,10 @@ class RowGradients(TorchFunctionMode):
         """What was left of a parameter: the rows of all its look-ups."""
         indices, values = (torch.cat(parts, 1) for parts in zip(*self.found[name], strict=True))
         if padding is not None:
-            values = values.masked_fill((indices == padding).unsqueeze(-1), 0)
+            nothing = indices == padding
+            values = values.masked_fill(nothing.unsqueeze(-1), 0)
+            # These zeros may go anywhere. A GPU adds what goes to one row one after the other, so they get a row each.
+            indices = torch.where(nothing, torch.arange(indices.shape[1], device=indices.device) % shape[1], indices)
         return RowGradient(indices, values, shape)
 
 

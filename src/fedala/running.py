@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from fedala.options import suggest
 from fedala.randomness import torch_seed
 from fedala.simulation import Fault, Personal, Row, Simulation
 from fedala.store import RunFolder, standing
+from fedala.version import __version__
 
 
 @dataclass
@@ -570,12 +570,12 @@ def _device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    try:
-        found["fedala"] = version("fedala")
-    except PackageNotFoundError:  # run from a source tree
-        found["fedala"] = "unknown"
-    return found
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "fedala": __version__,
+    }
 
 
 def _commit() -> str | None:
