@@ -307,7 +307,7 @@ def _report(folder: Path) -> None:
     try:
         print(f"Report: {page.write([folder])}")
     except Exception as error:
-        _say(f"The report could not be written ({error}); try again with: fedala report {folder}")
+        _say(f"The report could not be written ({error}); try again with: fedala report {shlex.quote(str(folder))}")
 
 
 def _name(config: Config) -> str:

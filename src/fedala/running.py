@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -295,7 +296,7 @@ def execute(
                 raise
             raise RunError(
                 f"{folder.path} cannot be written to any more: {error.strerror or error}. What was finished is kept there; "
-                f"to go on, use fedala run --resume {folder.path}"
+                f"to go on, use fedala run --resume {shlex.quote(str(folder.path))}"
             ) from error
     return result
 
@@ -556,7 +557,7 @@ def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
         "rounds": result.config.rounds,
         "seeds": result.config.seeds,
         "seconds": seconds,
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "data": plan.federation.dataset.note,
         "versions": {**versions(), "commit": _commit(), "device": _device_name(plan.device)},
     }

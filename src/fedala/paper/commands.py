@@ -1,6 +1,7 @@
 """`fedala paper list | run | report`: the paper's tables and figures as commands."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -148,7 +149,7 @@ def run(
         raise typer.Exit(1)
     if states == {"skipped"}:
         raise UserError("Nothing was run.")
-    print(f"Results: {out / CSV}; fedala paper report {out} puts them beside the paper's.")
+    print(f"Results: {out / CSV}; fedala paper report {shlex.quote(str(out))} puts them beside the paper's.")
 
 
 def _draw(chosen: Mapping[str, Drawing], out: Path, data_dir: Path | None, rounds: int | None, device: str) -> None:
