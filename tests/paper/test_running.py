@@ -230,6 +230,32 @@ def test_what_does_not_fit_waits_for_what_does(tmp_path, monkeypatch):
     assert attempts == ["fedprox", "fedavg"]
 
 
+def test_a_figure_is_bound_to_the_time_as_well(data, tmp_path, monkeypatch):
+    """It is up while the first of two figures is drawn, before its third round begins."""
+    moments = iter([1.0, 1.0, 1.0])
+    monkeypatch.setattr(running.Order, "left", property(lambda self: next(moments, 0.0)))
+    result = call("run", "figure-con", "figure-splits", "--rounds", 5, "--minutes", 1, "--data-dir", data,
+                  "--out", tmp_path, "--device", "cpu")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "Out of time: figure-con is not drawn; it got to 2 of 5 rounds of FedALA.",
+        "Left out, for want of time: figure-splits.",
+    ]
+    assert list((tmp_path / "figures").iterdir()) == []
+
+
+def test_processes_get_the_cells_alone_and_the_time_that_is_left(data, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(running, "side_by_side", lambda arguments, *_: given.extend(arguments))
+    monkeypatch.setattr(running.Order, "left", property(lambda self: 90.0))
+    result = run(data, tmp_path, "figure-splits", "--jobs", 2, "--minutes", 5)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "figures" / "figure-splits-mnist-dir.png").is_file()
+    assert given[0] == "table2"
+    assert "figure-splits" not in given
+    assert "--minutes=1.5" in given
+
+
 # --- what cannot be run --------------------------------------------------------------------------------------------
 
 
