@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -196,6 +198,26 @@ def plan(
 
 class Stopped(RunError):
     """A run that was asked to stop, and did so between two rounds."""
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[list[int]]:
+    """Signals that ask to stop are noted, so that the round can be finished and kept; a second one is obeyed at once."""
+    asked: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        # Past Python's buffers, which the program may be writing to at this very moment.
+        os.write(2, b"Finishing this round, then stopping; once more to stop at once.\n")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,11 @@
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -121,6 +126,47 @@ def test_an_interrupted_cell_goes_on_and_gives_what_an_uninterrupted_one_gives(d
     part = f"{PLACE}/ditto/seeds-0-0"
     assert again.ends == [(f"{PLACE}/ditto", "done")]
     assert untimed(tmp_path / "a" / part) == untimed(tmp_path / "b" / part)
+
+
+def in_checkpoint(folder):
+    """How many rounds the last checkpoint of a run has."""
+    return max((int(path.stem) for path in folder.rglob("checkpoint/**/[0-9]*.json")), default=0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals differ there")
+@pytest.mark.parametrize(("jobs", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, number, data, tmp_path):
+    command = [
+        sys.executable, "-m", "fedala.cli", "paper", "run", "table2", "--columns", PLACE, "--method", "fedavg,fedprox",
+        "--rounds", "100000", "--seeds", "1", "--data-dir", str(data), "--out", str(tmp_path), "--jobs", str(jobs),
+    ]  # fmt: skip
+    folders = [tmp_path / PLACE / method / "seeds-0-0" for method in ("fedavg", "fedprox")[:jobs]]
+    pipes = {"stderr": subprocess.PIPE, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while any(max(map(len, histories(folder).values()), default=0) < 3 for folder in folders):
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert errors.endswith(f"Stopped; what was done is in {tmp_path}, and the same command goes on.\n")
+    for folder in folders:
+        [rows] = histories(folder).values()
+        assert in_checkpoint(folder) == len(rows) >= 3
+    if jobs == 1:
+        assert not (tmp_path / PLACE / "fedprox").exists()
+        seen = Seen()
+        running.carry_out([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=len(rows) + 1), seen)
+        assert seen.ends == [(f"{PLACE}/fedavg", "done")]
+        [again] = histories(folders[0]).values()
+        assert [row["round"] for row in again] == list(range(len(rows) + 2))
+        assert again[: len(rows)] == rows
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from fedala.paper.board import Board
 from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, tables
 from fedala.paper.results import CSV, Results
 from fedala.report.tables import console
-from fedala.running import Stopped
+from fedala.running import Stopped, asked_to_stop
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="The paper's tables and figures: list, run, report."
@@ -123,13 +124,14 @@ def run(
     if not cells:
         return
     if relay:
-        running.carry_out(cells, order, running.Relay())
+        parent = running.Relay()
+        running.carry_out(cells, replace(order, asked=parent.asked), parent)
         return
     board = Board(Console(stderr=True), {str(cell): accuracy for cell, accuracy in cells.items()}, rounds, deadline)
     try:
-        with board:
+        with board, asked_to_stop() as asked:
             if jobs == 1:
-                running.carry_out(cells, order, board)
+                running.carry_out(cells, replace(order, asked=asked), board)
             else:
                 arguments = [
                     *names, f"--columns={columns}", f"--method={method}", f"--rounds={rounds}", f"--seeds={seeds}",
@@ -139,12 +141,15 @@ def run(
                     *([f"--minutes={max(0.01, order.left / 60)}"] if minutes else []),
                 ]  # fmt: skip
                 threads = str(max(1, (os.cpu_count() or 1) // jobs))
-                running.side_by_side(arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ})
+                running.side_by_side(arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ}, asked)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; what was done is in {out}, and the same command goes on") from None
     finally:
         if out.is_dir():
             Results.read(out).write(out / CSV)
+    if asked:
+        print(f"Stopped; what was done is in {out}, and the same command goes on.", file=sys.stderr)
+        raise typer.Exit(128 + asked[0])
     for sentence in board.summary():
         print(sentence)
     states = {line.how for line in board.lines.values()}
