@@ -148,6 +148,13 @@ class Plan:
     device: torch.device
     state_bytes: Mapping[str, int]
     """By method: how much a client keeps between rounds."""
+    here: bool = True
+    """Whether the clients are on this machine, and what they keep is kept here."""
+
+    @property
+    def lanes(self) -> int:
+        """The clients of all runs that keep something here."""
+        return int(self.config.clients or 0) * self.config.seeds * self.here
 
 
 def plan(
@@ -302,12 +309,11 @@ def execute(
             for number, method in enumerate(plan.methods):
                 outcome = result.methods[method.name] = MethodResult(method.name, method.title)
                 if folder:
-                    expected = int(config.clients or 0) * config.seeds * plan.state_bytes[method.name]
                     outcome.checkpoints = Checkpoints(
                         folder.checkpoints(number),
                         identity,
                         every=config.checkpoint_every,
-                        size=expected,
+                        size=plan.lanes * plan.state_bytes[method.name],
                         say=watcher.say,
                     )
                 _carry_out(plan, method, outcome, folder, bool(resume), watcher, simulate or prepare)
@@ -522,8 +528,7 @@ def _check_memory(plan: Plan) -> None:
 
 def _check_room(plan: Plan, out: Path | None) -> None:
     """Refuses to keep more than there is room for: every client's model and state, of every method and run."""
-    config = plan.config
-    lanes = int(config.clients or 0) * config.seeds
+    config, lanes = plan.config, plan.lanes
     models = lanes * sum(method.personal for method in plan.methods) if config.save_models else 0
     need, what = models * _model_bytes(plan), f"Keeping {models} models takes"
     advice = "use --no-save-models, or save_models=False"
