@@ -4,7 +4,8 @@ Nothing here knows of lanes or stacked parameters. `fedala.randomness.draw` is s
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -60,21 +61,42 @@ def descend(model: nn.Module, loss: Loss, rounds: Iterator[np.ndarray], lr: floa
     return model
 
 
-def mean(models: Sequence[nn.Module], sizes: Sequence[int]) -> nn.Module:
-    """The models' average by size; of a counter, the first one's."""
+def changed(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the model with other values of some parameters."""
+    model = copy.deepcopy(model)
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def combine(models: Sequence[nn.Module], weights: Sequence[float]) -> nn.Module:
+    """Σ weight·model; of a counter, the first one's."""
     result = copy.deepcopy(models[0])
     states = [model.state_dict() for model in models]
     for name, value in result.state_dict().items():
         if value.is_floating_point():
-            value.copy_(sum(state[name] * size for state, size in zip(states, sizes, strict=True)) / sum(sizes))
+            value.copy_(sum(state[name] * weight for state, weight in zip(states, weights, strict=True)))
     return result
+
+
+def mean(models: Sequence[nn.Module], sizes: Sequence[int]) -> nn.Module:
+    return combine(models, [size / sum(sizes) for size in sizes])
+
+
+def mean_loss(task: Task, models: Sequence[nn.Module]) -> float:
+    """Over all test samples, each client's model on its own."""
+    loss, parts = cross_entropy(task), task.parts["test"]
+    tested = zip((copy.deepcopy(model).eval() for model in models), parts, strict=True)
+    return sum(len(rows) * loss(model, rows).item() for model, rows in tested) / sum(map(len, parts))
 
 
 class PlainALA:
     """One client's ALA on the named parameters, by the book: a whole model is built and run for every mini-batch."""
 
-    def __init__(self, task: Task, client: int, names: Sequence[str], *, cap: int) -> None:
-        self.task, self.client, self.names, self.cap = task, client, names, cap
+    EPOCHS, ETA = 12, 2.0
+    SETTINGS: ClassVar = {"ala.max_epochs": EPOCHS, "ala.eta": ETA}
+
+    def __init__(self, task: Task, client: int, names: Sequence[str] = ("out.weight", "out.bias")) -> None:
+        self.task, self.client, self.names = task, client, names
         self.weights: dict[str, Tensor] = {}
 
     def __call__(self, start: nn.Module, local: nn.Module, received: nn.Module, *, round: int) -> nn.Module:
@@ -82,26 +104,26 @@ class PlainALA:
         task, rows = self.task, self.task.parts["train"][self.client]
         old, new = (dict(model.state_dict()) for model in (local, received))
         if len(rows) == 0 or all(torch.equal(old[name], new[name]) for name in self.names):
-            return self.blend(start, {name: new[name] for name in self.names})
+            return changed(start, {name: new[name] for name in self.names})
         initial = not self.weights
         if initial:
             self.weights = {name: torch.ones_like(old[name]) for name in self.names}
         chosen = draw(0, "ala sample", client=self.client, round=round).permutation(len(rows))
         rows = rows[np.sort(chosen[: max(1, int(0.8 * len(rows) + 1e-9))])]
         losses: list[float] = []
-        while not losses or (initial and len(losses) < self.cap and not self.settled(losses)):
+        while not losses or (initial and len(losses) < self.EPOCHS and not self.settled(losses)):
             epoch = []
             for batch in np.split(rows, range(task.batch_size, len(rows), task.batch_size)):
-                hat = self.blend(start, self.hat(old, new)).eval()
+                hat = changed(start, self.hat(old, new)).eval()
                 loss = cross_entropy(task)(hat, batch)
                 loss.backward()
                 for name, parameter in hat.named_parameters():
                     if name in self.names:
                         step = parameter.grad * (new[name] - old[name])
-                        self.weights[name] = (self.weights[name] - step).clamp(0, 1)
+                        self.weights[name] = (self.weights[name] - self.ETA * step).clamp(0, 1)
                 epoch.append(loss.item())
             losses.append(float(np.mean(epoch)))
-        return self.blend(start, self.hat(old, new))
+        return changed(start, self.hat(old, new))
 
     def hat(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: old[name] + (new[name] - old[name]) * self.weights[name] for name in self.names}
@@ -109,9 +131,3 @@ class PlainALA:
     @staticmethod
     def settled(losses: list[float]) -> bool:
         return len(losses) > 10 and float(np.std(losses[-10:])) < 0.01
-
-    @staticmethod
-    def blend(start: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-        model = copy.deepcopy(start)
-        model.load_state_dict(values, strict=False)
-        return model

@@ -181,6 +181,24 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
         assert_close(found[key], model, 1e-9)
 
 
+def test_nothing_of_the_larger_cohorts_is_held_when_a_round_begins_anew(monkeypatch):
+    def crowded(self, *args, train=Cohort.train, **options):
+        if len(self) > 2 and self.round == 2:
+            task.ahead["drawn", 3], task.captured["a step"] = torch.ones(5), torch.ones(5)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+        return train(self, *args, **options)
+
+    monkeypatch.setattr(Cohort, "train", crowded)
+    task = ragged_task(SIZES)
+    simulation = Simulation(make("fedala"), task, start_of(task), rounds=2)
+    simulation.step(1, train=True)
+    assert {len(clients) for _, clients in task.tested} == {5}
+    simulation.step(2, train=True)
+    assert {len(clients) for _, clients in task.tested} == {1, 2}
+    assert not task.ahead
+    assert not task.captured
+
+
 def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
     def crowded(self, *args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -92,6 +93,15 @@ def test_no_damage_goes_unseen_or_ends_in_a_traceback(tmp_path):
             files.load(tmp_path / "t")  # without a checksum, values may differ, and nothing else may happen
     with pytest.raises(files.Damaged, match="cannot be read"):
         files.load(tmp_path / "none")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no pipes that are files")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "t")
+    writer = os.open(tmp_path / "t", os.O_RDWR)
+    threading.Timer(1, os.close, [writer]).start()  # or whoever waits would wait for ever
+    with pytest.raises(files.Damaged, match="is not a file"):
+        files.load(tmp_path / "t")
 
 
 def test_another_version_is_refused(tmp_path, monkeypatch):

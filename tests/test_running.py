@@ -1,5 +1,9 @@
 """`fedala.run`: what is asked for is what is done, or it is refused before anything is written."""
 
+import json
+import shlex
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +40,14 @@ def test_the_models_of_a_result_are_each_their_own():
     models[0, 0]["conv.weight"].zero_()
     assert torch.equal(models[0, 1]["conv.weight"], before)
     assert models[0, None]["conv.weight"].abs().sum() > 0
+
+
+def test_the_command_of_a_summary_can_be_pasted_into_a_shell(tmp_path, monkeypatch):
+    command = ["fedala", "run", "--out", "my runs/it's $HOME", "--set", "fedala.layers=['a b']"]
+    monkeypatch.setattr(sys, "argv", command)
+    run(method="fedavg", dataset=small_dataset(), model=Net, out=tmp_path / "run", **QUICK)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert shlex.split(summary["command"]) == command
 
 
 @pytest.mark.parametrize(

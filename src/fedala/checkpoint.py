@@ -17,7 +17,7 @@ from pathlib import Path
 from fedala import files
 from fedala.clients import NOTHING, File, Lane
 from fedala.errors import UserError
-from fedala.inputs import check_room, read, regular
+from fedala.inputs import read
 from fedala.simulation import Simulation
 
 KEPT = 2
@@ -182,7 +182,7 @@ class Checkpoints:
                 # Of those before the one that serves, it is enough that they say which files are theirs.
                 for file in (found.server, *found.clients.values()) if not self._kept else ():
                     if file != NOTHING:
-                        _check(self.folder / file.name, file.digest)
+                        files.read(self.folder / file.name, file.digest)
             except files.Damaged as error:
                 damage = str(error)
                 if not self._kept:
@@ -223,19 +223,6 @@ class Checkpoints:
         for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.new")]:
             if path.name not in needed:
                 path.unlink()
-
-
-def _check(path: Path, digest: str) -> None:
-    try:
-        check_room(regular(path).stat().st_size, str(path))
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
-    except UserError as error:
-        raise files.Damaged(str(error)) from None
-    if found != digest:
-        raise files.Damaged(f"{path} is damaged: its checksum is not the one that was noted when it was written.")
 
 
 def _digest(text: str) -> str:

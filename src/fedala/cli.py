@@ -4,14 +4,12 @@ import contextlib
 import ctypes
 import inspect
 import json
-import os
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +33,7 @@ from fedala.paper import commands as paper
 from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
 from fedala.report.runs import find
-from fedala.running import Result, Stopped, Watcher, execute, plan, versions
+from fedala.running import Result, Stopped, Watcher, asked_to_stop, execute, plan, versions
 from fedala.simulation import Row
 from fedala.store import RunFolder
 
@@ -250,43 +248,23 @@ def run(
         with (
             Watch(Console(stderr=True), checked) as watch,
             loggers.Loggers(log, folder, vars(resolved), watch.say) as live,
-            _asked_to_stop() as asked_to_stop,
+            asked_to_stop() as asked_by,
         ):
 
             def follow(method: str, row: Row) -> None:
                 watch.row(method, row)
                 live.row(method, row)
 
-            watcher = Watcher(follow, watch.fault, watch.say, lambda: bool(asked_to_stop))
+            watcher = Watcher(follow, watch.fault, watch.say, lambda: bool(asked_by))
             result = execute(checked, folder, force=force, resume=resume, watcher=watcher)
     except Stopped as stopped:
         _say(f"{stopped}; {again}")
-        raise typer.Exit(128 + asked_to_stop[0]) from None
+        raise typer.Exit(128 + asked_by[0]) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; {again}" if folder.exists() else "") from None
     _show(result)
     _report(folder)
     print(f"Run folder: {folder}")
-
-
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """Signals that ask to stop are noted, so that the round can be finished and kept; a second one is obeyed at once."""
-    asked: list[int] = []
-
-    def note(number: int, _: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        # Past Python's buffers, which the program may be writing to at this very moment.
-        os.write(2, b"Finishing this round, then stopping; once more to stop at once.\n")
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(result: Result) -> None:
@@ -307,7 +285,7 @@ def _report(folder: Path) -> None:
     try:
         print(f"Report: {page.write([folder])}")
     except Exception as error:
-        _say(f"The report could not be written ({error}); try again with: fedala report {folder}")
+        _say(f"The report could not be written ({error}); try again with: fedala report {shlex.quote(str(folder))}")
 
 
 def _name(config: Config) -> str:

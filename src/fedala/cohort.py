@@ -104,6 +104,11 @@ class Task:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
         )
 
+    def forget(self) -> None:
+        """Gives the memory back that only saves time."""
+        for kept in (self.captured, self.ahead, self.tested):
+            kept.clear()
+
     def twin(self) -> "Task":
         """The same task with a skeleton of its own, to be used in another thread."""
         other = copy.copy(self)

@@ -20,6 +20,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from fedala.errors import UserError
+from fedala.inputs import check_room, regular
 
 #: The version of the format. A file of another one is refused, not guessed at.
 VERSION = 1
@@ -90,16 +91,25 @@ def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = 
 
 def load(path: Path, digest: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tree and the words that `save` wrote; with a `digest`, this very file and no other."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}.") from None
-    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise Damaged(f"{path} is damaged: its checksum is not the one that was noted when it was written.")
+    data = read(path, digest)
     try:
         return unpack(data)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise Damaged(f"{path} is damaged, or no file of this program: {error}.") from None
+
+
+def read(path: Path, digest: str | None = None) -> bytes:
+    """The content of a file that `save` wrote; with a `digest`, of this very file and no other."""
+    try:
+        check_room(regular(path).stat().st_size, str(path))
+        data = path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}.") from None
+    except UserError as error:
+        raise Damaged(str(error)) from None
+    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+        raise Damaged(f"{path} is damaged: its checksum is not the one that was noted when it was written.")
+    return data
 
 
 def pack(tree: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> bytes:

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -145,6 +148,13 @@ class Plan:
     device: torch.device
     state_bytes: Mapping[str, int]
     """By method: how much a client keeps between rounds."""
+    here: bool = True
+    """Whether the clients are on this machine, and what they keep is kept here."""
+
+    @property
+    def lanes(self) -> int:
+        """The clients of all runs that keep something here."""
+        return int(self.config.clients or 0) * self.config.seeds * self.here
 
 
 def plan(
@@ -195,6 +205,26 @@ def plan(
 
 class Stopped(RunError):
     """A run that was asked to stop, and did so between two rounds."""
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[list[int]]:
+    """Signals that ask to stop are noted, so that the round can be finished and kept; a second one is obeyed at once."""
+    asked: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        # Past Python's buffers, which the program may be writing to at this very moment.
+        os.write(2, b"Finishing this round, then stopping; once more to stop at once.\n")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -279,12 +309,11 @@ def execute(
             for number, method in enumerate(plan.methods):
                 outcome = result.methods[method.name] = MethodResult(method.name, method.title)
                 if folder:
-                    expected = int(config.clients or 0) * config.seeds * plan.state_bytes[method.name]
                     outcome.checkpoints = Checkpoints(
                         folder.checkpoints(number),
                         identity,
                         every=config.checkpoint_every,
-                        size=expected,
+                        size=plan.lanes * plan.state_bytes[method.name],
                         say=watcher.say,
                     )
                 _carry_out(plan, method, outcome, folder, bool(resume), watcher, simulate or prepare)
@@ -295,7 +324,7 @@ def execute(
                 raise
             raise RunError(
                 f"{folder.path} cannot be written to any more: {error.strerror or error}. What was finished is kept there; "
-                f"to go on, use fedala run --resume {folder.path}"
+                f"to go on, use fedala run --resume {shlex.quote(str(folder.path))}"
             ) from error
     return result
 
@@ -499,8 +528,7 @@ def _check_memory(plan: Plan) -> None:
 
 def _check_room(plan: Plan, out: Path | None) -> None:
     """Refuses to keep more than there is room for: every client's model and state, of every method and run."""
-    config = plan.config
-    lanes = int(config.clients or 0) * config.seeds
+    config, lanes = plan.config, plan.lanes
     models = lanes * sum(method.personal for method in plan.methods) if config.save_models else 0
     need, what = models * _model_bytes(plan), f"Keeping {models} models takes"
     advice = "use --no-save-models, or save_models=False"
@@ -556,7 +584,7 @@ def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
         "rounds": result.config.rounds,
         "seeds": result.config.seeds,
         "seconds": seconds,
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "data": plan.federation.dataset.note,
         "versions": {**versions(), "commit": _commit(), "device": _device_name(plan.device)},
     }

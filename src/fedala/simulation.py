@@ -229,7 +229,7 @@ class Simulation:
         self.clients.undo()
         self._unsettled = []
         self.lanes = widest // 2
-        self.task.captured.clear()
+        self.task.forget()
         gc.collect()
         if self.task.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,5 +1,7 @@
 """What goes wrong in a federation: lost replies, bad updates, clients that are not there, damaged files, a dead server."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,13 @@ def assert_same_state(a, b):
 
 def figures(result):
     return [(row["accuracy"], row["loss"], row["accuracy_joined"]) for row in result.history]
+
+
+def test_a_server_needs_no_room_for_what_its_clients_keep(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_000))
+    result = federate(tmp_path, rounds=1)
+    assert [path.name for path in (result.folder / "models").rglob("*.safetensors")] == ["global.safetensors"]
+    assert [path.name for path in (result.folder / "checkpoint").rglob("*.safetensors")] == ["server-1.safetensors"]
 
 
 @pytest.mark.parametrize("method", ["fedala", "ditto", "fedrep", "fedfomo"])

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from loops import PARAMETERS, PlainALA, batches, combine, initial, losses, module, state
-from small import assert_close, ragged_task, simulate
+from plain import PlainALA, batches, combine, cross_entropy, descend, lane, mean_loss, module
+from small import assert_close, ragged_task, simulate, start_of
+from torch.nn.utils import parameters_to_vector
 
 from fedala import run
 from fedala.errors import UserError
@@ -20,7 +20,7 @@ SIZES = [5, 13, 3, 0, 8]
 
 def plain_clouds(uploads, task, *, alpha, sigma):
     """u_i of every client, pair by pair in NumPy."""
-    flat = [np.concatenate([w[name].numpy().ravel() for name in PARAMETERS]) for w in uploads]
+    flat = [parameters_to_vector(w.parameters()).detach().numpy() for w in uploads]
     clouds = []
     for i, own in enumerate(flat):
         xi = np.array([alpha * np.exp(-np.sum((own - other) ** 2) / sigma) / sigma for other in flat])
@@ -28,32 +28,31 @@ def plain_clouds(uploads, task, *, alpha, sigma):
         if xi.sum() > 1:
             xi /= xi.sum()
         xi[i] = max(0, 1 - xi.sum())
-        clouds.append(
-            {**combine(uploads, xi.tolist()), "norm.num_batches_tracked": uploads[i]["norm.num_batches_tracked"]}
-        )
+        clouds.append(combine(uploads, xi.tolist()))
+        clouds[i].norm.num_batches_tracked.copy_(uploads[i].norm.num_batches_tracked)
     return clouds
 
 
 def plain(task, rounds, *, alpha, lam, sigma, ala=False):
     """METHODS.md, word by word: what the server sends each client, every client's model, the loss of each evaluation."""
     clients = range(len(task.parts["train"]))
-    start = initial(task)
+    start = module(task, start_of(task)(0))
     clouds, local = [start for _ in clients], [start for _ in clients]
-    blends, history = [PlainALA() for _ in clients], []
+    blends, history = [PlainALA(task, i) for i in clients], []
     for round in range(1, rounds + 2):
-        initialized = [blends[i](task, i, clouds[i], local[i]) if ala else local[i] for i in clients]
-        history.append(losses(task, initialized))
+        initialized = [blends[i](clouds[i], local[i], clouds[i], round=round) if ala else local[i] for i in clients]
+        history.append(mean_loss(task, initialized))
         if round > rounds:
             return clouds, initialized, history
         for i in clients:
-            model = module(initialized[i] if len(task.parts["train"][i]) else clouds[i])
-            optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
-            for x, y in batches(task, i, round):
-                distance = sum(((p - clouds[i][name]) ** 2).sum() for name, p in model.named_parameters())
-                optimizer.zero_grad()
-                (F.cross_entropy(model(x), y) + lam / (2 * alpha) * distance).backward()
-                optimizer.step()
-            local[i] = state(model)
+
+            def loss(model, rows, cloud=clouds[i]):
+                pairs = zip(model.parameters(), cloud.parameters(), strict=True)
+                distance = sum(((p - u.detach()) ** 2).sum() for p, u in pairs)
+                return cross_entropy(task)(model, rows) + lam / (2 * alpha) * distance
+
+            start = initialized[i] if len(task.parts["train"][i]) else clouds[i]
+            local[i] = descend(start, loss, batches(task, i, round=round), task.lr)
         clouds = plain_clouds(local, task, alpha=alpha, sigma=sigma)
 
 
@@ -71,8 +70,8 @@ def test_it_is_the_plain_loop(values, ala):
     clouds, personal, history = plain(task, 3, ala=ala, **values)
     sent = simulation.method.send(simulation.servers[0], list(range(len(SIZES))))
     for client in range(len(SIZES)):
-        assert_close({name: value[client] for name, value in sent.items()}, clouds[client], 1e-9)
-        assert_close(models[0, client], personal[client], 1e-9)
+        assert_close({name: value[client : client + 1] for name, value in sent.items()}, lane(clouds[client]), 1e-9)
+        assert_close(models[0, client], lane(personal[client]), 1e-9)
     assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
 
 

@@ -54,14 +54,14 @@ def with_head(body, head):
 def test_against_a_plain_loop(name, net, shuffle):
     """With `+ala`, the last layer of the body is ALA(g, w) with the own head in the loss."""
     task = ragged_task(SIZES, model=net(), shuffle=shuffle)
-    settings = {"fedrep.epochs": 2} | ({"ala.max_epochs": 12} if "+" in name else {})
+    settings = {"fedrep.epochs": 2} | (plain.PlainALA.SETTINGS if "+" in name else {})
     simulation = Simulation(make(name, settings), task, start_of(task, net), rounds=2)
     models = {}
     for _ in simulation.run(lambda personal: models.update({personal.client: personal.model})):
         pass
     server = plain.module(task, simulation.start[0])
     local = [server] * len(SIZES)
-    ala = [plain.PlainALA(task, client, ("hidden.weight", "hidden.bias"), cap=12) for client in range(len(SIZES))]
+    ala = [plain.PlainALA(task, client, ("hidden.weight", "hidden.bias")) for client in range(len(SIZES))]
     for round in (1, 2, 3):
         start = [with_head(server, own) for own in local]
         if "+" in name:

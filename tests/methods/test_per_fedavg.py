@@ -57,10 +57,10 @@ def test_against_a_plain_loop(name, shuffle):
     """With `+ala`, both the meta-steps and the evaluation start from ALA(g, w)."""
     task = ragged_task(SIZES, shuffle=shuffle)
     alpha, beta = 0.3, 0.05
-    settings = {"per-fedavg.alpha": alpha, "per-fedavg.beta": beta} | ({"ala.max_epochs": 12} if "+" in name else {})
+    settings = {"per-fedavg.alpha": alpha, "per-fedavg.beta": beta} | (plain.PlainALA.SETTINGS if "+" in name else {})
     simulation, _, models = simulate(name, task, rounds=2, settings=settings)
     server = plain.module(task, simulation.start[0])
-    ala = [plain.PlainALA(task, client, ("out.weight", "out.bias"), cap=12) for client in range(len(SIZES))]
+    ala = [plain.PlainALA(task, client) for client in range(len(SIZES))]
     local = [server] * len(SIZES)
     for round in (1, 2, 3):
         start = [server] * len(SIZES)

@@ -1,11 +1,13 @@
 """pFedMe against a plain loop and by hand."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import PARAMETERS, PlainALA, batches, combine, initial, losses, mean, module, state
-from small import assert_close, ragged_task, simulate
+from plain import PlainALA, batches, changed, combine, cross_entropy, lane, mean, mean_loss, module
+from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.cohort import Cohort, Task, state_of
@@ -19,28 +21,28 @@ SIZES = [5, 13, 3, 0, 8]
 def plain(task, rounds, *, personal_lr, lam, steps, beta, ala=False):
     """METHODS.md, word by word: the global model, every client's θ and previous w, and the loss of each evaluation."""
     clients = range(len(task.parts["train"]))
-    received = initial(task)
+    received = module(task, start_of(task)(0))
     thetas, local = [received for _ in clients], [received for _ in clients]
-    blends, history = [PlainALA() for _ in clients], []
+    blends, history = [PlainALA(task, i) for i in clients], []
     for round in range(1, rounds + 2):
-        starts = [blends[i](task, i, received, local[i]) if ala else received for i in clients]
+        starts = [blends[i](received, local[i], received, round=round) if ala else received for i in clients]
         evaluated = starts if ala else thetas
-        history.append(losses(task, evaluated))
+        history.append(mean_loss(task, evaluated))
         if round > rounds:
             return received, evaluated, local, history
         for i in clients:
-            theta = module(starts[i])
-            w = {name: starts[i][name].clone() for name in PARAMETERS}
-            for x, y in batches(task, i, round):
+            theta = copy.deepcopy(starts[i])
+            w = {name: p.detach().clone() for name, p in theta.named_parameters()}
+            for rows in batches(task, i, round=round):
                 for _ in range(steps):
                     theta.zero_grad()
-                    F.cross_entropy(theta(x), y).backward()
+                    cross_entropy(task)(theta, rows).backward()
                     with torch.no_grad():
                         for name, p in theta.named_parameters():
                             p -= personal_lr * (p.grad + lam * (p - w[name]))
                 w = {name: w[name] - task.lr * lam * (w[name] - p.detach()) for name, p in theta.named_parameters()}
-            thetas[i], local[i] = state(theta), {**state(theta), **w}
-        received = combine([mean(local, task), received], [beta, 1 - beta])
+            thetas[i], local[i] = theta, changed(theta, w)
+        received = combine([mean(local, SIZES), received], [beta, 1 - beta])
 
 
 @pytest.mark.parametrize("ala", [False, True])
@@ -50,9 +52,9 @@ def test_it_is_the_plain_loop(ala):
     settings = {f"pfedme.{name}": value for name, value in values.items()} | (PlainALA.SETTINGS if ala else {})
     _, rows, models = simulate("pfedme+ala" if ala else "pfedme", task, settings=settings, rounds=3)
     received, evaluated, _, history = plain(task, 3, ala=ala, **values)
-    assert_close(models[0, None], received, 1e-9)
+    assert_close(models[0, None], lane(received), 1e-9)
     for client in range(len(SIZES)):
-        assert_close(models[0, client], evaluated[client], 1e-9)
+        assert_close(models[0, client], lane(evaluated[client]), 1e-9)
     assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
 
 
@@ -117,12 +119,12 @@ def test_without_beta_the_global_model_never_moves_and_with_one_it_is_the_mean()
             assert torch.equal(still.servers[0]["global"][name], value)
     moved, _, _ = simulate("pfedme", task, rounds=1)
     _, _, local, _ = plain(task, 1, personal_lr=0.01, lam=15.0, steps=5, beta=1.0)
-    assert_close(moved.servers[0]["global"], mean(local, task), 1e-12)
+    assert_close(moved.servers[0]["global"], lane(mean(local, SIZES)), 1e-12)
 
 
 def test_without_a_pull_the_local_model_stays():
     simulation, _, _ = simulate("pfedme", ragged_task(SIZES), settings={"pfedme.lam": 0.0}, rounds=2)
-    for name in PARAMETERS:
+    for name, _ in Net().named_parameters():
         assert torch.allclose(simulation.servers[0]["global"][name], simulation.start[0][name], rtol=0, atol=1e-14)
 
 

@@ -12,12 +12,12 @@ from fedala.errors import UserError
 from fedala.paper import figures
 from fedala.paper.experiments import drawings, settings
 from fedala.paper.running import Shelf
-from fedala.running import prepare
+from fedala.running import Stopped, prepare
 
 
 def drawn(name, data, out, **changes):
     """The lines of a figure's csv, drawn of the small data."""
-    options = {key: changes.pop(key) for key in ("rounds",) if key in changes}
+    options = {key: changes.pop(key) for key in ("rounds", "stop") if key in changes}
     drawing = replace(drawings()[name], **changes)
     slower = tuple(replace(setting, lr=0.01) for setting in drawing.settings)
     written = figures.draw(replace(drawing, settings=slower), Shelf(data), out, device="cpu", **options)
@@ -82,6 +82,23 @@ def test_splits_are_drawn_of_what_there_is(data, tmp_path):
     assert [path.name for path in written if path.suffix == ".png"] == [
         "figure-splits-mnist-pathological.png", "figure-splits-mnist-dir.png",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["figure-wl", "figure-con", "figure-traj"])
+def test_out_of_time_a_figure_stops_between_two_rounds_and_is_not_written(name, data, tmp_path):
+    few = {"first": 1, "set": {"fedala.start_round": 1}} if name == "figure-traj" else {}
+    answers = iter([False, False, True])  # asked before rounds 1, 2 and 3
+    with pytest.raises(Stopped, match="2 of 5 rounds of "):
+        drawn(name, data, tmp_path, rounds=5, stop=lambda: next(answers), **few)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_had_its_last_round_is_drawn_and_no_other_begins(data, tmp_path):
+    answers = iter([False, False, True])  # before the two rounds of FedAvg, and before the first of FedALA
+    with pytest.raises(Stopped, match="0 of 2 rounds of FedALA"):
+        drawn("figure-traj", data, tmp_path, rounds=2, first=1, stop=lambda: next(answers))
+    answers = iter([False, False])
+    drawn("figure-con", data, tmp_path, rounds=2, stop=lambda: next(answers))
 
 
 def test_refusals(data, tmp_path):

@@ -2,6 +2,11 @@
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -123,6 +128,47 @@ def test_an_interrupted_cell_goes_on_and_gives_what_an_uninterrupted_one_gives(d
     assert untimed(tmp_path / "a" / part) == untimed(tmp_path / "b" / part)
 
 
+def in_checkpoint(folder):
+    """How many rounds the last checkpoint of a run has."""
+    return max((int(path.stem) for path in folder.rglob("checkpoint/**/[0-9]*.json")), default=0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals differ there")
+@pytest.mark.parametrize(("jobs", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, number, data, tmp_path):
+    command = [
+        sys.executable, "-m", "fedala.cli", "paper", "run", "table2", "--columns", PLACE, "--method", "fedavg,fedprox",
+        "--rounds", "100000", "--seeds", "1", "--data-dir", str(data), "--out", str(tmp_path), "--jobs", str(jobs),
+    ]  # fmt: skip
+    folders = [tmp_path / PLACE / method / "seeds-0-0" for method in ("fedavg", "fedprox")[:jobs]]
+    pipes = {"stderr": subprocess.PIPE, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while any(max(map(len, histories(folder).values()), default=0) < 3 for folder in folders):
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert errors.endswith(f"Stopped; what was done is in {tmp_path}, and the same command goes on.\n")
+    for folder in folders:
+        [rows] = histories(folder).values()
+        assert in_checkpoint(folder) == len(rows) >= 3
+    if jobs == 1:
+        assert not (tmp_path / PLACE / "fedprox").exists()
+        seen = Seen()
+        running.carry_out([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=len(rows) + 1), seen)
+        assert seen.ends == [(f"{PLACE}/fedavg", "done")]
+        [again] = histories(folders[0]).values()
+        assert [row["round"] for row in again] == list(range(len(rows) + 2))
+        assert again[: len(rows)] == rows
+
+
 @pytest.fixture
 def short_of_time(monkeypatch):
     """Time is up as soon as a row of round 1 has come."""
@@ -228,6 +274,32 @@ def test_what_does_not_fit_waits_for_what_does(tmp_path, monkeypatch):
     monkeypatch.setattr(running.Order, "left", property(lambda self: 60.0))
     running.carry_out([COLUMN.cell("fedavg"), COLUMN.cell("fedprox")], order(None, tmp_path, rounds=100), Seen())
     assert attempts == ["fedprox", "fedavg"]
+
+
+def test_a_figure_is_bound_to_the_time_as_well(data, tmp_path, monkeypatch):
+    """It is up while the first of two figures is drawn, before its third round begins."""
+    moments = iter([1.0, 1.0, 1.0])
+    monkeypatch.setattr(running.Order, "left", property(lambda self: next(moments, 0.0)))
+    result = call("run", "figure-con", "figure-splits", "--rounds", 5, "--minutes", 1, "--data-dir", data,
+                  "--out", tmp_path, "--device", "cpu")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "Out of time: figure-con is not drawn; it got to 2 of 5 rounds of FedALA.",
+        "Left out, for want of time: figure-splits.",
+    ]
+    assert list((tmp_path / "figures").iterdir()) == []
+
+
+def test_processes_get_the_cells_alone_and_the_time_that_is_left(data, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(running, "side_by_side", lambda arguments, *_: given.extend(arguments))
+    monkeypatch.setattr(running.Order, "left", property(lambda self: 90.0))
+    result = run(data, tmp_path, "figure-splits", "--jobs", 2, "--minutes", 5)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "figures" / "figure-splits-mnist-dir.png").is_file()
+    assert given[0] == "table2"
+    assert "figure-splits" not in given
+    assert "--minutes=1.5" in given
 
 
 # --- what cannot be run --------------------------------------------------------------------------------------------

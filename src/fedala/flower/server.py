@@ -1,6 +1,7 @@
 """The server of a real federation: the simulation's round loop, with its clients elsewhere."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
     resume = (out / "config.toml").is_file()
     log.info("%s %s", "Going on with" if resume else "Everything is kept in", out)
     result = execute(
-        experiment.plan,
+        replace(experiment.plan, here=False),
         out,
         resume=resume,
         watcher=Watcher(row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning),

@@ -1,9 +1,11 @@
 """`fedala paper list | run | report`: the paper's tables and figures as commands."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +23,7 @@ from fedala.paper.board import Board
 from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, tables
 from fedala.paper.results import CSV, Results
 from fedala.report.tables import console
+from fedala.running import Stopped, asked_to_stop
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="The paper's tables and figures: list, run, report."
@@ -108,39 +111,45 @@ def run(
     if out.exists():
         Results.read(out)  # what could not be read at the end is refused now
     figures = {name: drawing for name, drawing in drawings(digits=data_dir is None).items() if name in names}
-    chosen = choose([name for name in names if name not in figures], _split(columns), _split(method))
+    names = [name for name in names if name not in figures]
+    chosen = choose(names, _split(columns), _split(method))
     cells: dict[Cell, float | None] = {}
     for table, column, row in chosen:
         printed = table.printed(column, row)
         cells.setdefault(column.cell(row, shuffle=shuffle, rounds=rounds), printed.accuracy if printed else None)
     deadline = None if minutes is None else began + 60 * minutes
+    order = running.Order(out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline)
     if figures:
-        _draw(figures, out, data_dir, asked_rounds, device)
+        _draw(figures, order, asked_rounds)
     if not cells:
         return
-    order = running.Order(out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline)
     if relay:
-        running.carry_out(cells, order, running.Relay())
+        parent = running.Relay()
+        running.carry_out(cells, replace(order, asked=parent.asked), parent)
         return
     board = Board(Console(stderr=True), {str(cell): accuracy for cell, accuracy in cells.items()}, rounds, deadline)
     try:
-        with board:
+        with board, asked_to_stop() as asked:
             if jobs == 1:
-                running.carry_out(cells, order, board)
+                running.carry_out(cells, replace(order, asked=asked), board)
             else:
                 arguments = [
                     *names, f"--columns={columns}", f"--method={method}", f"--rounds={rounds}", f"--seeds={seeds}",
                     f"--out={out}", f"--eval-every={eval_every}", f"--device={device}", *["--shuffle"] * shuffle,
                     *["--keep-checkpoints"] * keep_checkpoints,
-                    *([f"--data-dir={data_dir}"] if data_dir else []), *([f"--minutes={minutes}"] if minutes else []),
+                    *([f"--data-dir={data_dir}"] if data_dir else []),
+                    *([f"--minutes={max(0.01, order.left / 60)}"] if minutes else []),
                 ]  # fmt: skip
                 threads = str(max(1, (os.cpu_count() or 1) // jobs))
-                running.side_by_side(arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ})
+                running.side_by_side(arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ}, asked)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; what was done is in {out}, and the same command goes on") from None
     finally:
         if out.is_dir():
             Results.read(out).write(out / CSV)
+    if asked:
+        print(f"Stopped; what was done is in {out}, and the same command goes on.", file=sys.stderr)
+        raise typer.Exit(128 + asked[0])
     for sentence in board.summary():
         print(sentence)
     states = {line.how for line in board.lines.values()}
@@ -148,19 +157,24 @@ def run(
         raise typer.Exit(1)
     if states == {"skipped"}:
         raise UserError("Nothing was run.")
-    print(f"Results: {out / CSV}; fedala paper report {out} puts them beside the paper's.")
+    print(f"Results: {out / CSV}; fedala paper report {shlex.quote(str(out))} puts them beside the paper's.")
 
 
-def _draw(chosen: Mapping[str, Drawing], out: Path, data_dir: Path | None, rounds: int | None, device: str) -> None:
+def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | None) -> None:
     from fedala.paper import figures  # needs matplotlib
 
-    shelf = running.Shelf(data_dir)
-    options = {"device": device, **({"rounds": rounds} if rounds else {})}
+    shelf = running.Shelf(order.data_dir)
+    options = {"device": order.device, **({"rounds": rounds} if rounds else {})}
     for name, drawing in chosen.items():
+        if order.left <= 0:
+            print(f"Left out, for want of time: {name}.")
+            continue
         print(f"{name}: {drawing.title} …", file=sys.stderr)
         try:
-            for path in figures.draw(drawing, shelf, out / "figures", **options):
+            for path in figures.draw(drawing, shelf, order.out / "figures", lambda: order.left <= 0, **options):
                 print(f"Written: {path}")
+        except Stopped as stopped:
+            print(f"Out of time: {name} is not drawn; it got to {stopped}.")
         except UserError as error:
             print(f"Skipped: {name}: {error}")
         else:

@@ -19,20 +19,26 @@ from fedala.methods.method import State
 from fedala.paper.experiments import Cell, Drawing, Setting
 from fedala.paper.running import Shelf
 from fedala.report import plots
-from fedala.running import Plan, plan, prepare
+from fedala.running import Plan, Stopped, plan, prepare
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Rows = list[dict[str, Any]]
+Figures = Iterator[tuple[str, "Figure", Rows]]
 _BEGIN, _END, _BLUE = "#c1121f", "#2b9348", "#1d4e89"  # the paper's red circles and green squares, and FedALA's way
 _GRID = 21  # points along each side of a loss surface
 _SAMPLES = 400  # of a client, at most, that a loss surface is computed on
 
 
-def draw(drawing: Drawing, shelf: Shelf, folder: Path, **options: Any) -> list[Path]:
-    """Runs what a figure needs and writes it as .png, .pdf and .csv. Settings whose data there is not are left out."""
+def draw(
+    drawing: Drawing, shelf: Shelf, folder: Path, stop: Callable[[], bool] = lambda: False, **options: Any
+) -> list[Path]:
+    """Runs what a figure needs and writes it as .png, .pdf and .csv. Settings whose data there is not are left out.
+
+    `stop` is asked before every round; if it says so, the figure ends as `Stopped`, and nothing of it is written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -42,7 +48,7 @@ def draw(drawing: Drawing, shelf: Shelf, folder: Path, **options: Any) -> list[P
     if not there:
         raise UserError(" ".join(shelf.missing.values()))
     written = []
-    for name, figure, rows in _MAKERS[drawing.name](replace(drawing, settings=tuple(there)), shelf, options):
+    for name, figure, rows in _MAKERS[drawing.name](replace(drawing, settings=tuple(there)), shelf, options, stop):
         for suffix in (".png", ".pdf"):
             plots.save(figure, folder / f"{name}{suffix}")
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -106,24 +112,29 @@ def _plan(method: str, drawing: Drawing, setting: Setting, shelf: Shelf, options
     return plan(config, shelf.federated(setting))
 
 
-def _run(checked: Plan, method: Any) -> None:
+def _run(checked: Plan, method: Any, stop: Callable[[], bool]) -> None:
+    rounds = int(checked.config.rounds or 1)
+
+    def after(round: int) -> None:
+        if round < rounds and stop():
+            raise Stopped(f"{round} of {rounds} rounds of {method.title}")
+
+    after(0)
     with torch.random.fork_rng(devices=[checked.device] if checked.device.type == "cuda" else []):
-        for _ in prepare(checked, cast(Method, method)).run():
+        for _ in prepare(checked, cast(Method, method)).run(after=after):
             pass
 
 
 # --- the figures ---------------------------------------------------------------------------------------------------
 
 
-def _weight_learning(
-    drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]
-) -> Iterator[tuple[str, "Figure", Rows]]:
+def _weight_learning(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
     rows: Rows = []
     for setting in drawing.settings:
         checked = _plan("fedala", drawing, setting, shelf, options)
         base = cast(WithALA, checked.methods[0])
         learning = Learning(base.base, base.ala, drawing.client)
-        _run(checked, learning)
+        _run(checked, learning, stop)
         for round, losses in learning.losses.items():
             rows += [
                 {"dataset": setting.dataset, "iteration": round, "epoch": epoch, "loss": loss}
@@ -158,7 +169,7 @@ def _weight_learning_plot(rows: Rows, client: int) -> "Figure":
     return figure
 
 
-def _trajectory(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]) -> Iterator[tuple[str, "Figure", Rows]]:
+def _trajectory(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
     [setting] = drawing.settings
     seen: dict[tuple[str, int, str], Tensor] = {}
     names: dict[str, torch.Size] = {}
@@ -178,7 +189,7 @@ def _trajectory(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]) -> I
                     [v[lane].detach().flatten().float() for v in model.values()]
                 )
 
-        _run(checked, Watched(checked.methods[0], see))
+        _run(checked, Watched(checked.methods[0], see), stop)
     keys = sorted(seen, key=lambda key: (key[0], key[1], key[2]))
     mean, axes, places = _principal(torch.stack([seen[key] for key in keys]))
     rows: Rows = [
@@ -260,7 +271,7 @@ def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "F
     return figure
 
 
-def _convergence(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]) -> Iterator[tuple[str, "Figure", Rows]]:
+def _convergence(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
     [setting] = drawing.settings
     sums: dict[tuple[int, str], list[Tensor]] = {}
     checked = _plan("fedala", drawing, setting, shelf, options)
@@ -271,7 +282,7 @@ def _convergence(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]) -> 
             score = cohort.evaluate(model, "train")
             sums.setdefault((cohort.round, when), []).append(torch.stack([score.loss.sum(), score.samples.sum()]))
 
-    _run(checked, Watched(checked.methods[0], see))
+    _run(checked, Watched(checked.methods[0], see), stop)
     rows: Rows = []
     for (round, when), parts in sorted(sums.items()):
         loss, samples = torch.stack([part.double().cpu() for part in parts]).sum(0).tolist()
@@ -292,7 +303,7 @@ def _convergence_plot(rows: Rows, name: str) -> "Figure":
     return figure
 
 
-def _splits(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]) -> Iterator[tuple[str, "Figure", Rows]]:
+def _splits(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
     for setting in sorted(drawing.settings, key=lambda setting: setting.dataset):
         federation = shelf.federated(setting)
         counts, data = federation.counts(), federation.dataset
@@ -308,7 +319,7 @@ def _splits(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any]) -> Itera
         yield name.replace(":", "-"), plots.bubbles(counts, data.class_names, title), rows
 
 
-_MAKERS: dict[str, Callable[[Drawing, Shelf, Mapping[str, Any]], Iterator[tuple[str, "Figure", Rows]]]] = {
+_MAKERS: dict[str, Callable[[Drawing, Shelf, Mapping[str, Any], Callable[[], bool]], Figures]] = {
     "figure-wl": _weight_learning,
     "figure-traj": _trajectory,
     "figure-con": _convergence,

@@ -21,7 +21,10 @@ from fedala.report.progress import clock
 #: How far apart two accuracies are, in points, up to which we say so.
 AGREEMENT = {"agrees": 1.0, "near": 3.0, "differs": float("inf")}
 SIGNS = {"agrees": "●", "near": "◐", "differs": "○"}
-LEGEND = "● within one point of the paper, ◐ within three, ○ further off; the best round is picked on test data, as in the paper"
+LEGEND = (
+    "● within one point of the paper, or within the two standard deviations together; ◐ within three points; ○ further off; "
+    "the best round is picked on test data, as in the paper"
+)
 #: Between these two lines of a Markdown file, `insert` puts the tables.
 BEGIN, END = "<!-- begin: fedala paper report -->", "<!-- end: fedala paper report -->"
 
@@ -34,12 +37,16 @@ class Ours:
     difference: float | None = None
     """To the paper's, in points."""
     departures: tuple[str, ...] = ()
+    spread: float = 0.0
+    """The paper's standard deviation and ours together, as far as there are any: a difference within it says nothing."""
 
     @property
     def agreement(self) -> str | None:
         if self.difference is None:
             return None
-        return next(name for name, most in AGREEMENT.items() if round(abs(self.difference), 2) <= most)
+        return next(
+            name for name, most in AGREEMENT.items() if round(abs(self.difference), 2) <= max(most, self.spread)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ def _accuracies(table: Table, results: Results) -> Sheet:
                 yield from [None] * (2 if column.with_ala else 1)
                 continue
             found = figures(column, method, results)
-            yield Box(_spread(printed.accuracy, printed.std), tuple(_ours(f, printed.accuracy) for f in found))
+            yield Box(_spread(printed.accuracy, printed.std), tuple(_ours(f, printed) for f in found))
             if column.with_ala:
                 yield _improvement(column, method, printed, found, results)
 
@@ -106,8 +113,13 @@ def _accuracies(table: Table, results: Results) -> Sheet:
     return Sheet(table, heads, groups)
 
 
-def _ours(figure: Figure, paper: float) -> Ours:
-    return Ours(_spread(figure.accuracy, figure.std), figure.accuracy - paper, tuple(figure.departures))
+def _ours(figure: Figure, printed: Printed) -> Ours:
+    return Ours(
+        _spread(figure.accuracy, figure.std),
+        figure.accuracy - printed.accuracy,
+        tuple(figure.departures),
+        (printed.std or 0) + (figure.std or 0),
+    )
 
 
 def _improvement(column: Column, method: str, printed: Printed, found: list[Figure], results: Results) -> Box:
@@ -322,13 +334,13 @@ def overview(results: Results) -> str:
     seen = {}
     for _, column, method, printed in _printed():
         for figure in figures(column, method, results):
-            seen[figure] = _ours(figure, printed.accuracy)
+            seen[figure] = _ours(figure, printed)
     for ours in seen.values():
         counts[str(ours.agreement)] += 1
     every = len({column.cell(method) for _, column, method, _ in _printed()})
     return (
-        f"{len(seen)} results, of the {every} cells of the paper and of cells with shuffling: {counts['agrees']} within "
-        f"one point of the paper, {counts['near']} within three, {counts['differs']} further off."
+        f"{len(seen)} results, of the {every} cells of the paper and of cells with shuffling: {counts['agrees']} agree "
+        f"with the paper (●), {counts['near']} are near it (◐), {counts['differs']} further off (○)."
     )
 
 
@@ -337,7 +349,7 @@ def comparison(results: Results) -> list[dict[str, Any]]:
     rows = []
     for table, column, method, printed in _printed():
         for figure in figures(column, method, results):
-            ours = _ours(figure, printed.accuracy)
+            ours = _ours(figure, printed)
             rows.append(
                 {
                     "table": table.name,

@@ -1,11 +1,13 @@
 """Runs cells of the paper's tables: each in a folder of its own, kept when it is finished, taken up again when it is not."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +41,8 @@ class Order:
     """Of finished cells, so that they can get more rounds without being run again."""
     deadline: float | None = None
     """By `time.monotonic()`: no round begins after it."""
+    asked: Sequence[int] = ()
+    """Signals that ask to stop: with the first, the time is up."""
 
     def folder(self, cell: Cell) -> Path:
         return self.out / cell.setting.name / cell.name
@@ -46,6 +50,8 @@ class Order:
     @property
     def left(self) -> float:
         """Seconds."""
+        if self.asked:
+            return 0
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
 
@@ -109,6 +115,8 @@ def carry_out(cells: Iterable[Cell], order: Order, watch: Watch) -> None:
 def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
     """Runs a cell if it is to be run, and says what has become of it."""
     folder = order.folder(cell)
+    if order.asked:
+        return
     with ExitStack() as stack:
         if is_finished(cell, order):
             watch.ended(str(cell), "kept")
@@ -260,7 +268,21 @@ def _version() -> str:
 
 
 class Relay:
-    """Hands on what happens, line by line, to the process that started this one."""
+    """Hands on what happens, line by line, to the process that started this one.
+
+    That one asks to stop by closing the pipe that it holds, which its death does as well. Its signals are not for this one:
+    one that is sent to all processes would count twice.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        os.read(0, 1)
+        self.asked.append(signal.SIGTERM)
 
     def row(self, cell: str, row: Row) -> None:
         plain = {key: row[key] for key in ("seed", "round", "accuracy", "accuracy_joined", "seconds")}
@@ -270,11 +292,20 @@ class Relay:
         print(json.dumps({"cell": cell, "how": how, "why": why}), flush=True)
 
 
-def side_by_side(arguments: list[str], jobs: int, watch: Watch, environment: dict[str, str]) -> None:
-    """The same command in several processes: each takes the next cell that nobody is running."""
+def side_by_side(
+    arguments: list[str], jobs: int, watch: Watch, environment: dict[str, str], asked: Sequence[int] = ()
+) -> None:
+    """The same command in several processes: each takes the next cell that nobody is running. `asked` as in `Order`."""
     command = [sys.executable, "-m", "fedala.cli", "paper", "run", *arguments, "--relay"]
     processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment)
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env=environment,
+            start_new_session=True,  # out of a terminal's reach
+        )
         for _ in range(jobs)
     ]
     guard = threading.Lock()
@@ -292,13 +323,19 @@ def side_by_side(arguments: list[str], jobs: int, watch: Watch, environment: dic
     for listener in listeners:
         listener.start()
     try:
-        for listener in listeners:
-            listener.join()
-    finally:  # after an interrupt, the processes have got the signal, too, and are about to end
+        while any(listener.is_alive() for listener in listeners):
+            time.sleep(0.1)
+            for process in processes if asked else ():
+                process.stdin.close()  # type: ignore[union-attr]
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    finally:
         for process, listener in zip(processes, listeners, strict=True):
             listener.join()
             with process:
                 process.wait()
     for process in processes:
-        if process.returncode:
+        if process.returncode and not asked:
             raise RunError(f"One of the {jobs} processes ended with exit code {process.returncode}.")
