@@ -127,6 +127,49 @@ def test_several_folders_are_told_apart(tmp_path):
         page.write([one.path, two.path])
 
 
+def cells(path, *names, **options):
+    """Run folders as `fedala paper run` makes them: setting, cell, seeds."""
+    return [
+        made_up(path / setting / cell / "seeds-0-1", (cell.partition(",")[0],), **options).path
+        for setting, cell in (name.split("/") for name in names)
+    ]
+
+
+def test_folders_are_told_apart_by_what_is_different_in_their_paths(tmp_path):
+    made = cells(tmp_path / "paper", "mnist/fedala", "mnist/fedala,shuffled", "mnist/fedavg")
+    (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1").mkdir(parents=True)
+    (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1" / "config.toml").write_text('method = "ditto"')  # not begun
+    for given in (made, [*made, made[0]], [tmp_path / "paper"], [tmp_path / "paper" / "mnist"]):
+        assert [run.name for run in runs.find(given)] == ["fedala", "fedala,shuffled", "fedavg"]
+    made += cells(tmp_path / "paper", "cifar/fedala")
+    assert [run.name for run in runs.find(made[-2:])] == ["mnist/fedavg", "cifar/fedala"]
+    assert [run.name for run in runs.find(made[:1])] == ["seeds-0-1"]
+
+
+def test_methods_are_compared_with_those_of_folders_that_are_like_theirs(tmp_path):
+    """FedAvg is one folder, Ditto another; a fourth learns something else, and a fifth has another learning rate."""
+    made = cells(tmp_path, "a/ditto", "a/fedavg", "a/local")
+    made += cells(tmp_path, "b/ditto", clients=5) + cells(tmp_path, "c/ditto", lr=0.5)
+    found = Parsed(page.write(made, tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert data_of(found)["kinds"] == [0, 0, 0, 3, 4]
+    rows = [e["text"] for e in found.all("tr") if "±" in e["text"] and "·" in e["text"]]
+    apart = 100 * np.mean([accuracy("ditto", seed, 6) - accuracy("fedavg", seed, 6) for seed in (0, 1)])
+    assert [f"{apart:+.2f}" in row for row in rows] == [True, False, True, False, False]  # Local is made up as Ditto is
+    against = [e["text"] for e in found.all("table") if e["text"].startswith("Against")]
+    assert len(against) == 2
+    assert all("a/ditto" in text and "b/" not in text and "c/" not in text for text in against)
+
+
+def test_what_is_learned_on_other_data_has_no_common_highest_accuracy(tmp_path):
+    made = cells(tmp_path, "a/ditto", "a/fedavg")
+    one = page.write(made, tmp_path / "x.html").read_text(encoding="utf-8")
+    made += cells(tmp_path, "b/ditto", dataset="mnist")
+    two = page.write(made, tmp_path / "y.html").read_text(encoding="utf-8")
+    assert "Highest test accuracy" in one
+    assert "Highest test accuracy" not in two
+    assert [len(Parsed(text).all("strong")) for text in (one, two)] == [2, 4]  # best and last round of each
+
+
 # --- what it is computed from --------------------------------------------------------------------------------------
 
 

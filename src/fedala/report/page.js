@@ -223,12 +223,15 @@
   const clients = (element) => {
     const what = choice(element, "show", "accuracy"), order = choice(element, "order", "client");
     const base = what === "accuracy" ? null : data.clients[Number(what)];
-    const lines = shown().filter((place) => data.clients[place].length && String(place) !== what).map((place) => ({
+    const alike = (place) => !base || (String(place) !== what && data.kinds[place] === data.kinds[Number(what)]);
+    const lines = shown().filter((place) => data.clients[place].length && alike(place)).map((place) => ({
       place, values: data.clients[place].map((value, i) => (!isNumber(value) || (base && !isNumber(base[i])) ? null : value - (base ? base[i] : 0))),
     }));
     const count = Math.max(0, ...lines.map((line) => line.values.length));
     const clientsInOrder = [...Array(count).keys()];
-    if (order === "samples") clientsInOrder.sort((a, b) => data.samples[b] - data.samples[a]);
+    const samples = data.samples[lines[0]?.place ?? 0];
+    const oneSplit = new Set(lines.map((line) => data.kinds[line.place])).size < 2;
+    if (order === "samples") clientsInOrder.sort((a, b) => samples[b] - samples[a]);
     if (order === "value" && lines.length) clientsInOrder.sort((a, b) => (lines[0].values[b] ?? -2) - (lines[0].values[a] ?? -2));
     let [low, high] = extent([...lines.flatMap((line) => line.values), ...(base ? [0] : [])]);
     const margin = (high - low) * 0.06;
@@ -252,7 +255,7 @@
       const aside = Math.min(2 * radius, (0.8 * (X(1) - X(0))) / there.length);
       there.forEach(([place, value], k) => draw(root, "circle", { class: `dot ${colour(place)}`, "data-series": place, cx: X(i) + (k - (there.length - 1) / 2) * aside, cy: Y(value), r: radius }));
       const rows = there.sort((a, b) => b[1] - a[1]).map(([place, value]) => [series[place].label, base ? `${value > 0 ? "+" : ""}${(100 * value).toFixed(2)}`.replace("-", "−") : percent(value)]);
-      marks.push({ i, j: 0, x: X(i), title: `Client ${client}, ${data.samples[client]} test samples`, rows });
+      marks.push({ i, j: 0, x: X(i), title: `Client ${client}${oneSplit ? `, ${samples[client]} test samples` : ""}`, rows });
     });
     element.chart = chart;
     explore(element, marks);
