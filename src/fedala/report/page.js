@@ -315,8 +315,8 @@
 
   const chosenWeights = () => {
     const found = data.weights[Number(find("w-method").value)];
-    const seed = find("w-seed").value, parameter = Math.min(Number(find("w-parameter").value), found.parameters.length - 1);
-    const average = (pick) => (seed === "mean" ? meanStd(found.seeds.map((_, s) => [pick(s)]), 0)[0] : pick(Math.min(Number(seed), found.seeds.length - 1)));
+    const seed = find("w-seed").value, parameter = Number(find("w-parameter").value);
+    const average = (pick) => (seed === "mean" ? meanStd(found.seeds.map((_, s) => [pick(s)]), 0)[0] : pick(Number(seed)));
     return { found, parameter, average };
   };
   const floor = (values) => Math.min(0.9, Math.floor(10 * Math.min(1, ...values.flat().filter(isNumber))) / 10);
@@ -343,7 +343,7 @@
   };
   const weightsOfParameters = (element) => {
     const { found, average } = chosenWeights();
-    const round = Math.min(Number(find("w-round").value), found.rounds.length - 1);
+    const round = Number(find("w-round").value);
     find("w-round-shown").textContent = found.rounds[round];
     const values = found.parameters.map((_, p) => found.clients.map((_, c) => average((s) => found.mean[s][round][c][p])));
     heat(element, {
@@ -377,20 +377,27 @@
   methods.hidden = series.length < 2;
 
   document.addEventListener("input", (event) => {
-    if (event.target.id === "w-method") chooseParameters();
+    if (event.target.id === "w-method") offerWeights();
     if (event.target.closest("#w-controls")) redraw(charts.filter((element) => element.dataset.chart.startsWith("w-")));
     else if (event.target.dataset.control) {
       const own = event.target.closest("figure").querySelector("[data-chart]");
       redraw(own.dataset.chart === "curves" ? charts.filter((element) => element.dataset.chart === "curves") : [own]);
     }
   });
-  const chooseParameters = () => {
+  const hideSingles = () => {
+    for (const control of document.querySelectorAll("#w-controls select")) control.closest("label").hidden = control.options.length < 2;
+  };
+  /** What there is to choose about the W of the chosen method: its own parameters, runs and rounds. */
+  const offerWeights = () => {
     const found = data.weights[Number(find("w-method").value)];
-    find("w-parameter").replaceChildren(...found.parameters.map((name, k) => node("option", { value: k }, name)));
+    const fill = (id, texts) => find(id).replaceChildren(...texts.map(([value, text]) => node("option", { value }, text)));
+    fill("w-parameter", found.parameters.map((name, k) => [k, name]));
+    fill("w-seed", [["mean", "mean"], ...(found.seeds.length > 1 ? found.seeds.map((seed, k) => [k, `seed ${seed}`]) : [])]);
     find("w-round").max = found.rounds.length - 1;
     find("w-round").value = found.rounds.length - 1;
+    hideSingles();
   };
-  for (const control of document.querySelectorAll("#w-controls select")) control.closest("label").hidden = control.options.length < 2;
+  hideSingles();
 
   find("speed-target")?.addEventListener("input", (event) => {
     const target = Math.round(Number(event.target.value));

@@ -461,7 +461,8 @@ def weights(series: Sequence[Series]) -> Html | None:
         return None
     _, (seeds, rounds, _, parameters) = known[0][1]
     methods = [(str(place), one.label) for place, (one, _) in enumerate(known)]
-    runs = [("mean", "mean"), *((str(place), f"seed {seed}") for place, seed in enumerate(seeds))]
+    each = [(str(place), f"seed {seed}") for place, seed in enumerate(seeds)]
+    runs = [("mean", "mean"), *(each if len(seeds) > 1 else [])]
     controls = [
         _select("w-method", "Method", methods, data="method"),
         _select("w-parameter", "Parameter", [(str(k), name) for k, name in enumerate(parameters)], data="parameter"),
@@ -471,7 +472,12 @@ def weights(series: Sequence[Series]) -> Html | None:
     slider = tag("input", type="range", id="w-round", min=0, max=last, value=last, data_control="round")
     figures = [
         ("w-rounds", "Mean of W, client by client, over the rounds.", None, _weight_table),
-        ("w-histogram", "How the elements of W are spread over [0, 1], all clients together.", None, _bin_table),
+        (
+            "w-histogram",
+            "How the elements of W are spread over [0, 1], all clients together; colours grow with the square root.",
+            None,
+            _bin_table,
+        ),
         (
             "w-parameters",
             "Mean of W by client and parameter.",
