@@ -91,6 +91,33 @@ def test_who_gains_and_who_loses(tmp_path):
     found = parsed(folder)
     [table] = [e["text"] for e in found.all("table") if e["text"].startswith("Against FedAvg")]
     assert re.search(r"FedALA2" r"1" r"1" r"\+15\.00\+40\.00−10\.00", table)
+    (folder.path / "clients.csv").unlink()
+    for method, correct in (("fedala", 9), ("fedavg", 5)):
+        folder.add_clients(method, {"seed": 0, "round": 6, "clients": np.array([[correct, 0.0, 10.0]] * 5)})
+    [table] = [e["text"] for e in parsed(folder).all("table") if e["text"].startswith("Against FedAvg")]
+    assert "FedALA500+40.00+40.00–" in table  # nobody loses, so nobody loses most
+
+
+def test_whom_the_accuracy_counts_is_said_where_not_everybody_joins(tmp_path):
+    for name, options, says in (
+        ("a", {"eval_clients": "joined"}, "ρ = 0.5, only the participants of a round evaluated"),
+        ("b", {}, "ρ = 0.5, all clients evaluated"),
+    ):
+        [facts] = [
+            e["text"]
+            for e in parsed(made_up(tmp_path / name, join_ratio=0.5, **options)).all("p")
+            if e.get("class") == "facts"
+        ]
+        assert says in facts
+
+
+def test_the_deviation_is_of_as_many_runs_as_there_are(tmp_path):
+    made = [made_up(tmp_path / "one", ("fedala",), seeds=2).path, made_up(tmp_path / "two", ("fedala",), seeds=3).path]
+    captions = [
+        Parsed(page.write(given, tmp_path / "x.html").read_text(encoding="utf-8")).all("caption")[0]["text"]
+        for given in (made[1:], made)
+    ]
+    assert ["deviation of 3 runs;" in captions[0], "deviation of its runs;" in captions[1]] == [True, True]
 
 
 def test_an_unfinished_run_is_reported_as_such(tmp_path):

@@ -181,13 +181,15 @@ def _task(run: Run) -> tuple[str, ...]:
 
 def _facts(run: Run) -> str:
     config = run.config
+    ratio = config.get("join_ratio", 1)
+    whom = "only the participants of a round" if config.get("eval_clients") == "joined" else "all clients"
     parts = [
         f"{config.get('clients', '?')} clients",
         str(config.get("partition", "")),
         str(config.get("model", "")),
         _counted(run.rounds, "round"),
         _counted(config.get("seeds", 1), "run") + " of each method",
-        f"ρ = {ratio:g}" if isinstance(ratio := config.get("join_ratio", 1), float) and ratio < 1 else "",
+        f"ρ = {ratio:g}, {whom} evaluated" if isinstance(ratio, float) and ratio < 1 else "",
         "" if config.get("shuffle", True) else "fixed order of the samples",
     ]
     return " · ".join(filter(None, parts))
@@ -234,8 +236,9 @@ def results(series: Sequence[Series]) -> Html:
         for key, _ in against:
             cells.append(_signed(found[key]["mean"] - other.figures["accuracy"][key]["mean"] if other else None))
         rows.append([one.name(), *cells])
-    runs = max(len(found["best"]["runs"]) for found in figures)
-    spread_ = f", mean ± standard deviation of {runs} runs" if runs > 1 else ""
+    runs = {len(found["best"]["runs"]) for found in figures}
+    whose = f"{max(runs)} runs" if len(runs) == 1 else "its runs"
+    spread_ = f", mean ± standard deviation of {whose}" if max(runs) > 1 else ""
     caption = f"Test accuracy in %{spread_}; Σ correct / Σ samples over the clients, before they train."
     meaning = [join([tag("dt", ACCURACIES[key][0]), tag("dd", ACCURACIES[key][1])]) for key in shown]
     return join(
@@ -415,8 +418,8 @@ def _gains(known: Sequence[Series], base: Series) -> Html | None:
                     one.name(),
                     *sides,
                     _signed(float(apart.mean())),
-                    _signed(float(apart.max())),
-                    _signed(float(apart.min())),
+                    _signed(float(apart.max()) if sides[0] else None),
+                    _signed(float(apart.min()) if sides[2] else None),
                 ]
             )
     heads = ["Method", "Clients that gain", "equal", "that lose", "Mean difference", "Gains most", "Loses most"]
@@ -572,7 +575,9 @@ def _speed(series: Sequence[Series], target: int) -> Html:
     box = tag("input", type="number", id="speed-target", min=1, max=100, step=1, value=target, inputmode="numeric")
     rows = [[one.name(), *_told(*reach(one.result, target / 100))] for one in series]
     heads = ["Method", "Rounds", "Seconds", "Runs that get there"]
-    caption = join(["Rounds and seconds until the accuracy first is ", tag("output", target, id="speed-shown"), " %"])
+    caption = join(
+        ["Rounds and seconds until the accuracy is first at least ", tag("output", target, id="speed-shown"), " %"]
+    )
     choose = tag("div", tag("label", "Accuracy to reach, in % ", box), class_="controls")
     return join([choose, table(caption, heads, rows, label="Convergence speed", class_="figures", id="speed")])
 
