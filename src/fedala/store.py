@@ -192,10 +192,17 @@ class RunFolder:
                     files.flush(file.fileno())
 
     def _lines(self, name: str) -> tuple[list[str], list[dict[str, str]]]:
-        """A table's columns and its lines; of a line whose end is missing, nothing."""
+        """A table's columns and its lines, without the last one if its end is missing: it was being written."""
         with self._table(name) as file:
             reader = csv.DictReader(file, restkey="", restval=None)
-            lines = [line for line in reader if "" not in line and None not in line.values()]
+            lines, broken = [], 0
+            for line in reader:
+                if broken:
+                    raise ValueError(f"line {broken} has not as many columns as the first")
+                if "" in line or None in line.values():
+                    broken = reader.line_num
+                else:
+                    lines.append(line)
             for line in lines if name in TABLES else ():
                 line["method"], int(line["round"])  # or it is no such table
             return list(reader.fieldnames or ()), lines

@@ -318,6 +318,16 @@ def broken(name, text):
     return make
 
 
+def damaged(place, line):
+    def make(path):
+        folder = made_up(path / "run")
+        lines = (folder.path / "history.csv").read_text().splitlines()
+        (folder.path / "history.csv").write_text("\n".join([*lines[:place], line, *lines[place + 1 :]]) + "\n")
+        return folder.path
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -330,6 +340,8 @@ def broken(name, text):
         (broken("history.csv", "method,seed\nfedavg,0\n"), "not the table of a run"),
         (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv is damaged"),
         (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "nothing to report yet"),
+        (damaged(3, "fedala,0,1,0.2"), "damaged, or not the table of a run: line 4 has not as many columns"),
+        (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "accuracy = 5.0, which is not from 0 to 1"),
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
         (broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"), "no whole number"),
     ],
