@@ -243,9 +243,15 @@ class RunFolder:
         """The rows of one of the folder's tables, numbers as numbers."""
         rows = self._lines(name)[1]
         try:
-            return [{key: value if key in _TEXT else _number(value) for key, value in row.items()} for row in rows]
+            read: list[dict[str, Any]] = [
+                {key: value if key in _TEXT else _number(value) for key, value in row.items()} for row in rows
+            ]
+            for accuracy in (row["accuracy"] for row in read if row.get("accuracy") is not None):
+                if accuracy < 0 or accuracy > 1:
+                    raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
         except ValueError as error:
             raise files.Damaged(f"{self.path / name} is damaged: {error}.") from None
+        return read
 
     def save_model(self, method: str, personal: Personal) -> None:
         path = self._model(method, personal.seed, personal.client)

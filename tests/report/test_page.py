@@ -341,7 +341,7 @@ def damaged(place, line):
         (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv is damaged"),
         (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "nothing to report yet"),
         (damaged(3, "fedala,0,1,0.2"), "damaged, or not the table of a run: line 4 has not as many columns"),
-        (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "accuracy = 5.0, which is not from 0 to 1"),
+        (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "an accuracy of 5.0 is not from 0 to 1"),
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
         (broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"), "no whole number"),
     ],

@@ -168,8 +168,6 @@ def _table(path: Path, name: str) -> Rows:
             raise UserError(f"{path / name} has a line without {lacking[0]}: it is not a table of a run.")
         if odd := [column for column in needed if column in _WHOLE and not isinstance(row[column], int)]:
             raise UserError(f"{path / name} has a line with {odd[0]} = {row[odd[0]]}, which is no whole number.")
-        if (accuracy := row.get("accuracy")) is not None and not (0 <= accuracy <= 1 or math.isnan(accuracy)):
-            raise UserError(f"{path / name} has a line with accuracy = {accuracy}, which is not from 0 to 1.")
     return rows
 
 
