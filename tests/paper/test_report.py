@@ -69,6 +69,7 @@ def test_mean_deviation_and_difference(results):
         ({"eval_every": 5}, ["evaluated every 5 rounds"]),
         ({"data": "partial: 1 of 2 samples"}, ["data partial: 1 of 2 samples"]),
         ({"diverged": 3}, ["clients diverged in 3 rounds"]),
+        ({"diverged": 1}, ["clients diverged in 1 round"]),
     ],
 )
 def test_departures_from_the_paper_are_said(changes, said):
@@ -115,6 +116,26 @@ def test_improvements_are_ours_with_ala_less_ours_without(results):
     assert paper == "3.46"
     assert ours.text == "6.00"
     assert ours.difference == pytest.approx(6.0 - 3.46)
+
+
+def test_an_improvement_says_how_each_of_the_two_was_run():
+    def departures(**without):
+        runs = [replace(BASE, method="ditto+ala", rounds=300), replace(BASE, method="ditto", **without)]
+        [sheet] = [sheet for sheet in report.sheets(Results(runs)) if sheet.table.name == "table4"]
+        boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
+        return boxes[-1].ours[0].departures
+
+    assert departures(rounds=300) == ("300 of 2000 rounds", "1 of 5 seeds")
+    assert departures(rounds=400) == (
+        "with ALA: 300 of 2000 rounds, 1 of 5 seeds; without: 400 of 2000 rounds, 1 of 5 seeds",
+    )
+
+
+def test_how_much_there_is_is_counted_by_cell():
+    runs = [replace(BASE, seed=1), replace(BASE, seed=2), replace(BASE, shuffle=True)]  # FedALA stands in two tables
+    assert report.overview(Results(runs)).startswith(
+        "1 of the paper's 241 cells have been run, and 1 with shuffling. Of"
+    )
 
 
 def test_only_tables_with_something_to_show_are_shown(results):
@@ -164,7 +185,7 @@ def test_markdown(written):
 def test_latex(written):
     text = (written[0] / "tables.tex").read_text(encoding="utf-8")
     assert text.count("\\begin{") == text.count("\\end{")
-    assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63}" in text
+    assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63 ($+0.08$)}" in text
     assert not set("±ρΣα·") & set(text)
     for table in re.findall(r"\\begin\{tabular\}(.*?)\\end\{tabular\}", text, re.S):
         rows = [line for line in table.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
@@ -207,6 +228,11 @@ def test_what_comes_from_a_file_is_escaped(tmp_path):
     Results([replace(BASE, data="<script>x</script>")]).write(tmp_path / "results.csv")
     report.write(Results.read(tmp_path), tmp_path / "report")
     assert "<script>" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def test_what_latex_would_take_for_a_command_is_text(tmp_path):
+    text = report.latex(report.sheets(Results([replace(BASE, data=r"\x{#$^~")]))[1])
+    assert r"data \textbackslash{}x\{\#\$\textasciicircum{}\textasciitilde{}" in text
 
 
 def test_the_tables_go_between_the_marks_of_a_file(results, tmp_path):

@@ -58,7 +58,7 @@ class Board:
 
     def row(self, cell: str, row: Row) -> None:
         line, seed = self.lines[cell], row["seed"]
-        accuracy = row["accuracy"]
+        accuracy = row["accuracy_joined"]  # with ρ < 1, the paper counts the participants alone
         if line.how != "running":
             line.how, line.began, line.first = "running", time.monotonic() - row["seconds"], row["round"] - 1
         line.round = row["round"]

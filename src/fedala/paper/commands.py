@@ -204,7 +204,8 @@ def report(
     colours = {"agrees": "green", "near": "yellow", "differs": "red"}
     for row in reporting.comparison(results):
         colour = colours[row["agreement"]]
-        texts = [f"{row['paper']:.2f}", f"[{colour}]{row['ours']:.2f}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
+        paper, ours = (reporting.spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours"))
+        texts = [paper, f"[{colour}]{ours}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
         shown.add_row(
             row["table"], row["column"], row["method"], *texts, f"{row['final']:.2f}", escape(row["departures"])
         )

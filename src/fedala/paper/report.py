@@ -95,7 +95,7 @@ def _accuracies(table: Table, results: Results) -> Sheet:
                 yield from [None] * (2 if column.with_ala else 1)
                 continue
             found = figures(column, method, results)
-            yield Box(_spread(printed.accuracy, printed.std), tuple(_ours(f, printed.accuracy) for f in found))
+            yield Box(spread(printed.accuracy, printed.std), tuple(_ours(f, printed.accuracy) for f in found))
             if column.with_ala:
                 yield _improvement(column, method, printed, found, results)
 
@@ -107,7 +107,7 @@ def _accuracies(table: Table, results: Results) -> Sheet:
 
 
 def _ours(figure: Figure, paper: float) -> Ours:
-    return Ours(_spread(figure.accuracy, figure.std), figure.accuracy - paper, tuple(figure.departures))
+    return Ours(spread(figure.accuracy, figure.std), figure.accuracy - paper, tuple(figure.departures))
 
 
 def _improvement(column: Column, method: str, printed: Printed, found: list[Figure], results: Results) -> Box:
@@ -118,7 +118,8 @@ def _improvement(column: Column, method: str, printed: Printed, found: list[Figu
         without = [f for f in figures(base, method, results) if f.runs[0].shuffle == figure.runs[0].shuffle]
         for f in without:
             gain = figure.accuracy - f.accuracy
-            departures = dict.fromkeys([*figure.departures, *f.departures])
+            both = [", ".join(one.departures) or "as in the paper" for one in (figure, f)]
+            departures = figure.departures if both[0] == both[1] else [f"with ALA: {both[0]}; without: {both[1]}"]
             ours.append(Ours(f"{gain:.2f}", gain - (printed.improvement or 0), tuple(departures)))
     return Box("" if printed.improvement is None else f"{printed.improvement:.2f}", tuple(ours))
 
@@ -185,13 +186,13 @@ def markdown(sheet: Sheet) -> str:
 
 
 def latex(sheet: Sheet) -> str:
-    """A booktabs table; needs the packages booktabs and xcolor, and the colours that `preamble` defines."""
+    """A booktabs table, as wide as the page at most; needs the packages and colours of `_PREAMBLE`."""
     spec = "|".join(["l", *("c" * size for _, size in sheet.spans)])
     spans = " & ".join(f"\\multicolumn{{{size}}}{{c}}{{{_tex(name)}}}" for name, size in sheet.spans)
 
     def ours(o: Ours) -> str:
         text = f"{_tex(o.text)}{_mark(sheet, o, '$^{{{}}}$')}"
-        return f"\\textcolor{{{o.agreement}}}{{{text}}}" if o.agreement else text
+        return f"\\textcolor{{{o.agreement}}}{{{text} (${o.difference:+.2f}$)}}" if o.agreement else text
 
     def cell(box: Box | None) -> str:
         return "\\shortstack{" + " \\\\ ".join([_tex(box.paper), *map(ours, box.ours)]) + "}" if box else "---"
@@ -201,17 +202,19 @@ def latex(sheet: Sheet) -> str:
         body.append("\\midrule")
         body += [f"{_tex(method)} & " + " & ".join(map(cell, boxes)) + " \\\\" for method, boxes in group]
     notes = "; ".join(f"$^{{{letter}}}$ {_tex(what)}" for what, letter in sheet.notes.items())
-    caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours. {notes}"
+    colours = "Green: within one point of the paper; brown: within three; red: further off."
+    caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours, with the difference. {colours} {notes}"
+    fitting = "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%"
     return "\n".join(
         [
-            "\\begin{table*}[ht]", "\\centering", f"\\begin{{tabular}}{{{spec}}}", "\\toprule", f" & {spans} \\\\",
+            "\\begin{table*}[ht]", "\\centering", fitting, f"\\begin{{tabular}}{{{spec}}}", "\\toprule", f" & {spans} \\\\",
             "Methods & " + " & ".join(_tex(name) for _, name in sheet.heads) + " \\\\", *body, "\\bottomrule",
-            "\\end{tabular}", f"\\caption{{{caption}}}", f"\\label{{ours:{sheet.table.name}}}", "\\end{table*}", "",
+            "\\end{tabular}}", f"\\caption{{{caption}}}", f"\\label{{ours:{sheet.table.name}}}", "\\end{table*}", "",
         ]
     )  # fmt: skip
 
 
-_PREAMBLE = r"""% \usepackage{booktabs,xcolor}
+_PREAMBLE = r"""% \usepackage{booktabs,graphicx,xcolor}
 \definecolor{agrees}{HTML}{1A7F37}
 \definecolor{near}{HTML}{9A6700}
 \definecolor{differs}{HTML}{B3261E}
@@ -326,9 +329,11 @@ def overview(results: Results) -> str:
     for ours in seen.values():
         counts[str(ours.agreement)] += 1
     every = len({column.cell(method) for _, column, method, _ in _printed()})
+    shuffled = sum(figure.runs[0].shuffle for figure in seen)
+    besides = f", and {shuffled} with shuffling" if shuffled else ""
     return (
-        f"{len(seen)} results, of the {every} cells of the paper and of cells with shuffling: {counts['agrees']} within "
-        f"one point of the paper, {counts['near']} within three, {counts['differs']} further off."
+        f"{len(seen) - shuffled} of the paper's {every} cells have been run{besides}. Of these results, {counts['agrees']} "
+        f"are within one point of the paper, {counts['near']} within three, {counts['differs']} further off."
     )
 
 
@@ -386,7 +391,7 @@ def _name(sheet: Sheet) -> str:
     return f"{name[:5].capitalize()} {name[5:]}: {sheet.table.title}" if name[5:].isdigit() else sheet.table.title
 
 
-def _spread(mean: float, std: float | None) -> str:
+def spread(mean: float, std: float | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
@@ -416,6 +421,13 @@ _TEX = {
     "%": r"\%",
     "&": r"\&",
     "_": r"\_",
+    "#": r"\#",
+    "$": r"\$",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
 }
 
 
