@@ -1,6 +1,7 @@
 """`fedala paper report`: our numbers beside the paper's, and in what they are not the paper's experiment."""
 
 import csv
+import html
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from fedala import cli
 from fedala.errors import UserError
 from fedala.paper import report
-from fedala.paper.experiments import tables
+from fedala.paper.experiments import drawings, tables
 from fedala.paper.results import Figure, Results, Run, read_csv
 
 BASE = Run(
@@ -187,7 +188,7 @@ def test_latex(written):
     assert text.count("\\begin{") == text.count("\\end{")
     assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63 ($+0.08$)}" in text
     assert not set("±ρΣα·") & set(text)
-    for table in re.findall(r"\\begin\{tabular\}(.*?)\\end\{tabular\}", text, re.S):
+    for table in re.findall(r"\\toprule(.*?)\\bottomrule", text, re.S):
         rows = [line for line in table.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
         assert len({line.count("&") for line in rows}) == 1
 
@@ -222,6 +223,13 @@ def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
     assert parser.open == []
     assert "http" not in text
     assert '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>' in text
+
+
+def test_a_figure_on_the_page_says_what_it_shows(results, tmp_path):
+    (tmp_path / "figure-wl.png").write_bytes(b"png")
+    report.write(results, tmp_path, [tmp_path / "figure-wl.png"])
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert text.count(f"figure-wl: {html.escape(drawings()['figure-wl'].title)}") == 2  # to be seen, and to be heard
 
 
 def test_what_comes_from_a_file_is_escaped(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedala.errors import UserError
 from fedala.methods import catalogue
-from fedala.paper.experiments import Column, Printed, Table, tables
+from fedala.paper.experiments import Column, Printed, Table, drawings, tables
 from fedala.paper.results import Figure, Results
 from fedala.report.progress import clock
 
@@ -195,7 +195,10 @@ def latex(sheet: Sheet) -> str:
         return f"\\textcolor{{{o.agreement}}}{{{text} (${o.difference:+.2f}$)}}" if o.agreement else text
 
     def cell(box: Box | None) -> str:
-        return "\\shortstack{" + " \\\\ ".join([_tex(box.paper), *map(ours, box.ours)]) + "}" if box else "---"
+        if box is None or not box.ours:
+            return _tex(box.paper) if box else "---"
+        lines = " \\\\ ".join([_tex(box.paper), *map(ours, box.ours)])
+        return f"\\begin{{tabular}}[t]{{@{{}}c@{{}}}}{lines}\\end{{tabular}}"
 
     body = []
     for group in sheet.groups:
@@ -269,6 +272,7 @@ thead tr:first-child th + th { border-left: .6rem solid var(--back) } sup { font
 tbody { border-bottom: 1px solid var(--line) }
 td span { display: block } .paper { color: var(--soft) } .ours { font-weight: 600 } small { font-weight: 400 }
 .agrees { color: var(--agrees) } .near { color: var(--near) } .differs { color: var(--differs) }
+figure { margin: 2.5rem 0 } figcaption { margin-bottom: .6rem }
 .notes { list-style: none; padding: 0; color: var(--soft); font-size: .85rem } img { max-width: 100%; background: #fff }
 </style></head><body><main><h1>FedALA: the paper and ours</h1>
 """
@@ -279,11 +283,7 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     shown = sheets(results)
     if not results.runs:
         raise UserError("There is no result to report: fedala paper run makes some.")
-    images = "".join(
-        f'<figure><img alt="{_html(path.stem)}" src="data:image/png;base64,'
-        f'{base64.b64encode(path.read_bytes()).decode()}"><figcaption>{_html(path.stem)}</figcaption></figure>'
-        for path in pictures
-    )
+    images = "".join(map(_picture, pictures))
     intro = f"<p>In every cell: the paper above, ours below, with the difference. {LEGEND}.</p><p>{_html(overview(results))}</p>"
     texts = {
         "tables.md": body(results),
@@ -298,6 +298,14 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     except OSError as error:
         raise UserError(f"The report cannot be written to {folder}: {error.strerror}.") from None
     return [folder / name for name in texts]
+
+
+def _picture(path: Path) -> str:
+    """A figure with its title, which says in words what is to be seen."""
+    what = next((drawing.title for name, drawing in drawings().items() if path.stem.startswith(name)), "")
+    text = _html(f"{path.stem}: {what}" if what else path.stem)
+    image = base64.b64encode(path.read_bytes()).decode()
+    return f'<figure><figcaption>{text}</figcaption><img alt="{text}" src="data:image/png;base64,{image}"></figure>'
 
 
 def body(results: Results) -> str:
