@@ -194,6 +194,8 @@ def report(
 ) -> None:
     """Put our numbers beside the paper's: Markdown, LaTeX, csv and one HTML page."""
     results = Results.read(folder)
+    if out and out.resolve() == folder.resolve():
+        raise UserError(f"The report cannot go into {out} itself, where its tables would be taken for results.")
     written = reporting.write(results, out or folder / "report", sorted((folder / "figures").glob("*.png")))
     if insert:
         reporting.insert(results, insert)
