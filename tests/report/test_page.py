@@ -185,6 +185,8 @@ def test_methods_are_compared_with_those_of_folders_that_are_like_theirs(tmp_pat
     against = [e["text"] for e in found.all("table") if e["text"].startswith("Against")]
     assert len(against) == 2
     assert all("a/ditto" in text and "b/" not in text and "c/" not in text for text in against)
+    alone = Parsed(page.write(made[1:2] + made[3:], tmp_path / "y.html").read_text(encoding="utf-8"))
+    assert not [e for e in alone.all("option") if e["text"].startswith("difference to")]  # there is nothing to compare
 
 
 def test_what_is_learned_on_other_data_has_no_common_highest_accuracy(tmp_path):

@@ -367,7 +367,11 @@ def clients(series: Sequence[Series]) -> Html | None:
     known = [one for one in series if one.of_clients.size]
     if not known:
         return None
-    references = [one for one in known if one.result.method in ("fedavg", "local")]
+    references = [
+        one
+        for one in known
+        if one.result.method in ("fedavg", "local") and sum(other.kind == one.kind for other in known) > 1
+    ]
     shown = [("accuracy", "accuracy"), *((str(one.place), f"difference to {one.label}") for one in references)]
     order = [("client", "by number"), ("samples", "by samples"), ("value", "by the first method's value")]
     controls = [
