@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
-from fedala import Config, UserError, run
+from fedala import Config, UserError, run, running
 from fedala.data import Dataset, federate
 from fedala.methods import make
 from fedala.simulation import Simulation
@@ -182,3 +182,16 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in wanted], rel=1e-12)
     for key in reference:
         assert_close(models[key], reference[key], 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["/usr/bin/fedala", "run", "--set", "a b=1"], "fedala run --set 'a b=1'"),
+        (["/x/fedala/cli.py", "run"], "fedala run"),
+        (["examples/cli.py", "5"], "examples/cli.py 5"),
+    ],
+)
+def test_the_command_is_told_as_one_would_type_it(monkeypatch, typed, told):
+    monkeypatch.setattr("sys.argv", typed)
+    assert running._command() == told

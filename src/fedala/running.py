@@ -584,10 +584,17 @@ def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
         "rounds": result.config.rounds,
         "seeds": result.config.seeds,
         "seconds": seconds,
-        "command": shlex.join(sys.argv),
+        "command": _command(),
         "data": plan.federation.dataset.note,
         "versions": {**versions(), "commit": _commit(), "device": _device_name(plan.device)},
     }
+
+
+def _command() -> str:
+    """What is running, as one would type it."""
+    program = Path(sys.argv[0])
+    is_own = program.stem == "fedala" or program.parts[-2:] == ("fedala", "cli.py")
+    return shlex.join(["fedala" if is_own else sys.argv[0], *sys.argv[1:]])
 
 
 def _device_name(device: torch.device) -> str:

@@ -192,10 +192,17 @@ class RunFolder:
                     files.flush(file.fileno())
 
     def _lines(self, name: str) -> tuple[list[str], list[dict[str, str]]]:
-        """A table's columns and its lines; of a line whose end is missing, nothing."""
+        """A table's columns and its lines, without the last one if its end is missing: it was being written."""
         with self._table(name) as file:
             reader = csv.DictReader(file, restkey="", restval=None)
-            lines = [line for line in reader if "" not in line and None not in line.values()]
+            lines, broken = [], 0
+            for line in reader:
+                if broken:
+                    raise ValueError(f"line {broken} has not as many columns as the first")
+                if "" in line or None in line.values():
+                    broken = reader.line_num
+                else:
+                    lines.append(line)
             for line in lines if name in TABLES else ():
                 line["method"], int(line["round"])  # or it is no such table
             return list(reader.fieldnames or ()), lines
@@ -236,9 +243,15 @@ class RunFolder:
         """The rows of one of the folder's tables, numbers as numbers."""
         rows = self._lines(name)[1]
         try:
-            return [{key: value if key in _TEXT else _number(value) for key, value in row.items()} for row in rows]
+            read: list[dict[str, Any]] = [
+                {key: value if key in _TEXT else _number(value) for key, value in row.items()} for row in rows
+            ]
+            for accuracy in (row["accuracy"] for row in read if row.get("accuracy") is not None):
+                if accuracy < 0 or accuracy > 1:
+                    raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
         except ValueError as error:
             raise files.Damaged(f"{self.path / name} is damaged: {error}.") from None
+        return read
 
     def save_model(self, method: str, personal: Personal) -> None:
         path = self._model(method, personal.seed, personal.client)

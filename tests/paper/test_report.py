@@ -1,6 +1,7 @@
 """`fedala paper report`: our numbers beside the paper's, and in what they are not the paper's experiment."""
 
 import csv
+import html
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from fedala import cli
 from fedala.errors import UserError
 from fedala.paper import report
-from fedala.paper.experiments import tables
+from fedala.paper.experiments import drawings, tables
 from fedala.paper.results import Figure, Results, Run, read_csv
 
 BASE = Run(
@@ -69,6 +70,7 @@ def test_mean_deviation_and_difference(results):
         ({"eval_every": 5}, ["evaluated every 5 rounds"]),
         ({"data": "partial: 1 of 2 samples"}, ["data partial: 1 of 2 samples"]),
         ({"diverged": 3}, ["clients diverged in 3 rounds"]),
+        ({"diverged": 1}, ["clients diverged in 1 round"]),
     ],
 )
 def test_departures_from_the_paper_are_said(changes, said):
@@ -129,6 +131,26 @@ def test_improvements_are_ours_with_ala_less_ours_without(results):
     assert ours.difference == pytest.approx(6.0 - 3.46)
 
 
+def test_an_improvement_says_how_each_of_the_two_was_run():
+    def departures(**without):
+        runs = [replace(BASE, method="ditto+ala", rounds=300), replace(BASE, method="ditto", **without)]
+        [sheet] = [sheet for sheet in report.sheets(Results(runs)) if sheet.table.name == "table4"]
+        boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
+        return boxes[-1].ours[0].departures
+
+    assert departures(rounds=300) == ("300 of 2000 rounds", "1 of 5 seeds")
+    assert departures(rounds=400) == (
+        "with ALA: 300 of 2000 rounds, 1 of 5 seeds; without: 400 of 2000 rounds, 1 of 5 seeds",
+    )
+
+
+def test_how_much_there_is_is_counted_by_cell():
+    runs = [replace(BASE, seed=1), replace(BASE, seed=2), replace(BASE, shuffle=True)]  # FedALA stands in two tables
+    assert report.overview(Results(runs)).startswith(
+        "1 of the paper's 241 cells have been run, and 1 with shuffling. Of"
+    )
+
+
 def test_only_tables_with_something_to_show_are_shown(results):
     assert [sheet.table.name for sheet in report.sheets(results)] == ["table1", "table2", "table4", "table6", "table7"]
 
@@ -176,9 +198,9 @@ def test_markdown(written):
 def test_latex(written):
     text = (written[0] / "tables.tex").read_text(encoding="utf-8")
     assert text.count("\\begin{") == text.count("\\end{")
-    assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63}" in text
+    assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63 ($+0.08$)}" in text
     assert not set("±ρΣα·") & set(text)
-    for table in re.findall(r"\\begin\{tabular\}(.*?)\\end\{tabular\}", text, re.S):
+    for table in re.findall(r"\\toprule(.*?)\\bottomrule", text, re.S):
         rows = [line for line in table.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
         assert len({line.count("&") for line in rows}) == 1
 
@@ -215,10 +237,22 @@ def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
     assert '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>' in text
 
 
+def test_a_figure_on_the_page_says_what_it_shows(results, tmp_path):
+    (tmp_path / "figure-wl.png").write_bytes(b"png")
+    report.write(results, tmp_path, [tmp_path / "figure-wl.png"])
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert text.count(f"figure-wl: {html.escape(drawings()['figure-wl'].title)}") == 2  # to be seen, and to be heard
+
+
 def test_what_comes_from_a_file_is_escaped(tmp_path):
     Results([replace(BASE, data="<script>x</script>")]).write(tmp_path / "results.csv")
     report.write(Results.read(tmp_path), tmp_path / "report")
     assert "<script>" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def test_what_latex_would_take_for_a_command_is_text(tmp_path):
+    text = report.latex(report.sheets(Results([replace(BASE, data=r"\x{#$^~")]))[1])
+    assert r"data \textbackslash{}x\{\#\$\textasciicircum{}\textasciitilde{}" in text
 
 
 def test_the_tables_go_between_the_marks_of_a_file(results, tmp_path):
@@ -240,6 +274,14 @@ def test_a_file_without_marks_is_refused(results, tmp_path):
     (tmp_path / "page.md").write_text("nothing")
     with pytest.raises(UserError, match="has no place for the tables"):
         report.insert(results, tmp_path / "page.md")
+
+
+def test_a_report_does_not_go_among_the_results(results, tmp_path):
+    results.write(tmp_path / "results.csv")
+    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path), "--out", str(tmp_path)], prog_name="fedala")
+    assert answer.exit_code == 2
+    assert "taken for results" in answer.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

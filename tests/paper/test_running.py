@@ -1,6 +1,7 @@
 """`fedala paper run`: cells are run once, kept, taken up again where they stopped, and skipped where they cannot run."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -9,11 +10,13 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fedala import cli
 from fedala.errors import UserError
 from fedala.paper import running
+from fedala.paper.board import Board
 from fedala.paper.experiments import tables
 from fedala.paper.results import Results, histories
 from fedala.store import RunFolder
@@ -344,6 +347,25 @@ def test_a_cell_that_another_process_runs_is_left_to_it(data, tmp_path):
         running.carry_out([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=1), seen)
     assert seen.ends == [(f"{PLACE}/fedavg", "skipped")]
     assert not list(folder.glob("seeds-*"))
+
+
+def test_what_one_process_leaves_out_another_may_have_run():
+    board = Board(Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5)
+    board.row("a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0})
+    for cell, how in (("a", "stopped"), ("a", "left out"), ("b", "kept"), ("b", "left out"), ("c", "left out")):
+        board.ended(cell, how)
+    assert board.summary() == [
+        "Cells: 1 kept (of 3).",
+        "Out of time: a has 2 of 5 rounds; the same command goes on.",
+        "Left out, for want of time: c.",
+    ]
+
+
+def test_the_accuracy_beside_the_papers_is_counted_as_the_papers_is():
+    board = Board(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
+    board.row("a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0})
+    [line] = [list(column.cells) for column in board.table().columns if column.header == "accuracy"]
+    assert line == ["50.00"]
 
 
 @pytest.mark.parametrize(

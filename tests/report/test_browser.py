@@ -175,6 +175,26 @@ def test_a_phone_scrolls_in_one_direction_only(browser):
     assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
 
 
+def test_several_folders_have_their_own_clients_runs_and_parameters(browser, tmp_path):
+    folder = tmp_path / "a-folder-with-a-rather-long-name"
+    made_up(folder / "cell-one" / "seeds", ("fedala", "fedavg"))
+    made_up(folder / "cell-two" / "seeds", ("fedala", "fedavg"), seeds=1, clients=5, parameters=("head",))
+    made_up(folder / "cell-three" / "of-another-name", ("local",))  # like the first
+    browser.open(page.write([folder], tmp_path / "all.html"))
+    assert drawn(browser, "clients-chart") == [0, 1, 2, 3, 4]  # one, one, three, two, two by name
+    choose(browser, "clients-show", 1)
+    assert drawn(browser, "clients-chart") == [0, 2]
+    offered = "[...document.querySelectorAll('#w-controls label:not([hidden]) option')].map((e) => e.textContent)"
+    assert browser.evaluate(offered)[2:] == ["fc.weight", "fc.bias", "mean", "seed 0", "seed 1"]
+    choose(browser, "w-seed", 1)
+    choose(browser, "w-parameter", 1)
+    choose(browser, "w-method", 1)
+    assert browser.evaluate(offered)[2:] == []
+    assert browser.evaluate("document.querySelectorAll('#w-rounds .cell').length") == 5 * 7
+    browser.look(width=PHONE)
+    assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
+
+
 def test_a_window_without_width_is_no_error(browser, opened):
     browser.call("Emulation.setDeviceMetricsOverride", width=1, height=1, deviceScaleFactor=1, mobile=False)
     browser.open(opened[1])

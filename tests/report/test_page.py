@@ -91,6 +91,33 @@ def test_who_gains_and_who_loses(tmp_path):
     found = parsed(folder)
     [table] = [e["text"] for e in found.all("table") if e["text"].startswith("Against FedAvg")]
     assert re.search(r"FedALA2" r"1" r"1" r"\+15\.00\+40\.00−10\.00", table)
+    (folder.path / "clients.csv").unlink()
+    for method, correct in (("fedala", 9), ("fedavg", 5)):
+        folder.add_clients(method, {"seed": 0, "round": 6, "clients": np.array([[correct, 0.0, 10.0]] * 5)})
+    [table] = [e["text"] for e in parsed(folder).all("table") if e["text"].startswith("Against FedAvg")]
+    assert "FedALA500+40.00+40.00–" in table  # nobody loses, so nobody loses most
+
+
+def test_whom_the_accuracy_counts_is_said_where_not_everybody_joins(tmp_path):
+    for name, options, says in (
+        ("a", {"eval_clients": "joined"}, "ρ = 0.5, only the participants of a round evaluated"),
+        ("b", {}, "ρ = 0.5, all clients evaluated"),
+    ):
+        [facts] = [
+            e["text"]
+            for e in parsed(made_up(tmp_path / name, join_ratio=0.5, **options)).all("p")
+            if e.get("class") == "facts"
+        ]
+        assert says in facts
+
+
+def test_the_deviation_is_of_as_many_runs_as_there_are(tmp_path):
+    made = [made_up(tmp_path / "one", ("fedala",), seeds=2).path, made_up(tmp_path / "two", ("fedala",), seeds=3).path]
+    captions = [
+        Parsed(page.write(given, tmp_path / "x.html").read_text(encoding="utf-8")).all("caption")[0]["text"]
+        for given in (made[1:], made)
+    ]
+    assert ["deviation of 3 runs;" in captions[0], "deviation of its runs;" in captions[1]] == [True, True]
 
 
 def test_an_unfinished_run_is_reported_as_such(tmp_path):
@@ -125,6 +152,51 @@ def test_several_folders_are_told_apart(tmp_path):
         assert labels == ["FedALA · one", "FedAvg · one", "Local · one", "FedALA · two"]
     with pytest.raises(UserError, match="say where it goes"):
         page.write([one.path, two.path])
+
+
+def cells(path, *names, **options):
+    """Run folders as `fedala paper run` makes them: setting, cell, seeds."""
+    return [
+        made_up(path / setting / cell / "seeds-0-1", (cell.partition(",")[0],), **options).path
+        for setting, cell in (name.split("/") for name in names)
+    ]
+
+
+def test_folders_are_told_apart_by_what_is_different_in_their_paths(tmp_path):
+    made = cells(tmp_path / "paper", "mnist/fedala", "mnist/fedala,shuffled", "mnist/fedavg")
+    (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1").mkdir(parents=True)
+    (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1" / "config.toml").write_text('method = "ditto"')  # not begun
+    for given in (made, [*made, made[0]], [tmp_path / "paper"], [tmp_path / "paper" / "mnist"]):
+        assert [run.name for run in runs.find(given)] == ["fedala", "fedala,shuffled", "fedavg"]
+    made += cells(tmp_path / "paper", "cifar/fedala")
+    assert [run.name for run in runs.find(made[-2:])] == ["mnist/fedavg", "cifar/fedala"]
+    assert [run.name for run in runs.find(made[:1])] == ["seeds-0-1"]
+
+
+def test_methods_are_compared_with_those_of_folders_that_are_like_theirs(tmp_path):
+    """FedAvg is one folder, Ditto another; a fourth learns something else, and a fifth has another learning rate."""
+    made = cells(tmp_path, "a/ditto", "a/fedavg", "a/local")
+    made += cells(tmp_path, "b/ditto", clients=5) + cells(tmp_path, "c/ditto", lr=0.5)
+    found = Parsed(page.write(made, tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert data_of(found)["kinds"] == [0, 0, 0, 3, 4]
+    rows = [e["text"] for e in found.all("tr") if "±" in e["text"] and "·" in e["text"]]
+    apart = 100 * np.mean([accuracy("ditto", seed, 6) - accuracy("fedavg", seed, 6) for seed in (0, 1)])
+    assert [f"{apart:+.2f}" in row for row in rows] == [True, False, True, False, False]  # Local is made up as Ditto is
+    against = [e["text"] for e in found.all("table") if e["text"].startswith("Against")]
+    assert len(against) == 2
+    assert all("a/ditto" in text and "b/" not in text and "c/" not in text for text in against)
+    alone = Parsed(page.write(made[1:2] + made[3:], tmp_path / "y.html").read_text(encoding="utf-8"))
+    assert not [e for e in alone.all("option") if e["text"].startswith("difference to")]  # there is nothing to compare
+
+
+def test_what_is_learned_on_other_data_has_no_common_highest_accuracy(tmp_path):
+    made = cells(tmp_path, "a/ditto", "a/fedavg")
+    one = page.write(made, tmp_path / "x.html").read_text(encoding="utf-8")
+    made += cells(tmp_path, "b/ditto", dataset="mnist")
+    two = page.write(made, tmp_path / "y.html").read_text(encoding="utf-8")
+    assert "Highest test accuracy" in one
+    assert "Highest test accuracy" not in two
+    assert [len(Parsed(text).all("strong")) for text in (one, two)] == [2, 4]  # best and last round of each
 
 
 # --- what it is computed from --------------------------------------------------------------------------------------
@@ -248,6 +320,16 @@ def broken(name, text):
     return make
 
 
+def damaged(place, line):
+    def make(path):
+        folder = made_up(path / "run")
+        lines = (folder.path / "history.csv").read_text().splitlines()
+        (folder.path / "history.csv").write_text("\n".join([*lines[:place], line, *lines[place + 1 :]]) + "\n")
+        return folder.path
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -260,6 +342,8 @@ def broken(name, text):
         (broken("history.csv", "method,seed\nfedavg,0\n"), "not the table of a run"),
         (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv is damaged"),
         (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "nothing to report yet"),
+        (damaged(3, "fedala,0,1,0.2"), "damaged, or not the table of a run: line 4 has not as many columns"),
+        (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "an accuracy of 5.0 is not from 0 to 1"),
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
         (broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"), "no whole number"),
     ],

@@ -58,7 +58,7 @@ class Board:
 
     def row(self, cell: str, row: Row) -> None:
         line, seed = self.lines[cell], row["seed"]
-        accuracy = row["accuracy"]
+        accuracy = row["accuracy_joined"]  # with ρ < 1, the paper counts the participants alone
         if line.how != "running":
             line.how, line.began, line.first = "running", time.monotonic() - row["seconds"], row["round"] - 1
         line.round = row["round"]
@@ -72,8 +72,8 @@ class Board:
         line = self.lines[cell]
         if how == "kept" and line.how != "waiting":
             return  # another process has just finished it
-        if how == "skipped" and (line.how != "waiting" or why == "another process is running it"):
-            return
+        if how in ("skipped", "left out") and (line.how != "waiting" or why == "another process is running it"):
+            return  # another process is running it, or has done what it could
         line.how, line.why = how, why
         if self.plain:
             progress = f" {self._progress(line)}" if line.round >= 0 else ""

@@ -208,6 +208,8 @@ def report(
 ) -> None:
     """Put our numbers beside the paper's: Markdown, LaTeX, csv and one HTML page."""
     results = Results.read(folder)
+    if out and out.resolve() == folder.resolve():
+        raise UserError(f"The report cannot go into {out} itself, where its tables would be taken for results.")
     written = reporting.write(results, out or folder / "report", sorted((folder / "figures").glob("*.png")))
     if insert:
         reporting.insert(results, insert)
@@ -218,7 +220,8 @@ def report(
     colours = {"agrees": "green", "near": "yellow", "differs": "red"}
     for row in reporting.comparison(results):
         colour = colours[row["agreement"]]
-        texts = [f"{row['paper']:.2f}", f"[{colour}]{row['ours']:.2f}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
+        paper, ours = (reporting.spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours"))
+        texts = [paper, f"[{colour}]{ours}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
         shown.add_row(
             row["table"], row["column"], row["method"], *texts, f"{row['final']:.2f}", escape(row["departures"])
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedala.errors import UserError
 from fedala.methods import catalogue
-from fedala.paper.experiments import Column, Printed, Table, tables
+from fedala.paper.experiments import Column, Printed, Table, drawings, tables
 from fedala.paper.results import Figure, Results
 from fedala.report.progress import clock
 
@@ -102,7 +102,7 @@ def _accuracies(table: Table, results: Results) -> Sheet:
                 yield from [None] * (2 if column.with_ala else 1)
                 continue
             found = figures(column, method, results)
-            yield Box(_spread(printed.accuracy, printed.std), tuple(_ours(f, printed) for f in found))
+            yield Box(spread(printed.accuracy, printed.std), tuple(_ours(f, printed) for f in found))
             if column.with_ala:
                 yield _improvement(column, method, printed, found, results)
 
@@ -115,7 +115,7 @@ def _accuracies(table: Table, results: Results) -> Sheet:
 
 def _ours(figure: Figure, printed: Printed) -> Ours:
     return Ours(
-        _spread(figure.accuracy, figure.std),
+        spread(figure.accuracy, figure.std),
         figure.accuracy - printed.accuracy,
         tuple(figure.departures),
         (printed.std or 0) + (figure.std or 0),
@@ -130,7 +130,8 @@ def _improvement(column: Column, method: str, printed: Printed, found: list[Figu
         without = [f for f in figures(base, method, results) if f.runs[0].shuffle == figure.runs[0].shuffle]
         for f in without:
             gain = figure.accuracy - f.accuracy
-            departures = dict.fromkeys([*figure.departures, *f.departures])
+            both = [", ".join(one.departures) or "as in the paper" for one in (figure, f)]
+            departures = figure.departures if both[0] == both[1] else [f"with ALA: {both[0]}; without: {both[1]}"]
             ours.append(Ours(f"{gain:.2f}", gain - (printed.improvement or 0), tuple(departures)))
     return Box("" if printed.improvement is None else f"{printed.improvement:.2f}", tuple(ours))
 
@@ -197,33 +198,38 @@ def markdown(sheet: Sheet) -> str:
 
 
 def latex(sheet: Sheet) -> str:
-    """A booktabs table; needs the packages booktabs and xcolor, and the colours that `preamble` defines."""
+    """A booktabs table, as wide as the page at most; needs the packages and colours of `_PREAMBLE`."""
     spec = "|".join(["l", *("c" * size for _, size in sheet.spans)])
     spans = " & ".join(f"\\multicolumn{{{size}}}{{c}}{{{_tex(name)}}}" for name, size in sheet.spans)
 
     def ours(o: Ours) -> str:
         text = f"{_tex(o.text)}{_mark(sheet, o, '$^{{{}}}$')}"
-        return f"\\textcolor{{{o.agreement}}}{{{text}}}" if o.agreement else text
+        return f"\\textcolor{{{o.agreement}}}{{{text} (${o.difference:+.2f}$)}}" if o.agreement else text
 
     def cell(box: Box | None) -> str:
-        return "\\shortstack{" + " \\\\ ".join([_tex(box.paper), *map(ours, box.ours)]) + "}" if box else "---"
+        if box is None or not box.ours:
+            return _tex(box.paper) if box else "---"
+        lines = " \\\\ ".join([_tex(box.paper), *map(ours, box.ours)])
+        return f"\\begin{{tabular}}[t]{{@{{}}c@{{}}}}{lines}\\end{{tabular}}"
 
     body = []
     for group in sheet.groups:
         body.append("\\midrule")
         body += [f"{_tex(method)} & " + " & ".join(map(cell, boxes)) + " \\\\" for method, boxes in group]
     notes = "; ".join(f"$^{{{letter}}}$ {_tex(what)}" for what, letter in sheet.notes.items())
-    caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours. {notes}"
+    colours = "Green: within one point of the paper; brown: within three; red: further off."
+    caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours, with the difference. {colours} {notes}"
+    fitting = "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%"
     return "\n".join(
         [
-            "\\begin{table*}[ht]", "\\centering", f"\\begin{{tabular}}{{{spec}}}", "\\toprule", f" & {spans} \\\\",
+            "\\begin{table*}[ht]", "\\centering", fitting, f"\\begin{{tabular}}{{{spec}}}", "\\toprule", f" & {spans} \\\\",
             "Methods & " + " & ".join(_tex(name) for _, name in sheet.heads) + " \\\\", *body, "\\bottomrule",
-            "\\end{tabular}", f"\\caption{{{caption}}}", f"\\label{{ours:{sheet.table.name}}}", "\\end{table*}", "",
+            "\\end{tabular}}", f"\\caption{{{caption}}}", f"\\label{{ours:{sheet.table.name}}}", "\\end{table*}", "",
         ]
     )  # fmt: skip
 
 
-_PREAMBLE = r"""% \usepackage{booktabs,xcolor}
+_PREAMBLE = r"""% \usepackage{booktabs,graphicx,xcolor}
 \definecolor{agrees}{HTML}{1A7F37}
 \definecolor{near}{HTML}{9A6700}
 \definecolor{differs}{HTML}{B3261E}
@@ -278,6 +284,7 @@ thead tr:first-child th + th { border-left: .6rem solid var(--back) } sup { font
 tbody { border-bottom: 1px solid var(--line) }
 td span { display: block } .paper { color: var(--soft) } .ours { font-weight: 600 } small { font-weight: 400 }
 .agrees { color: var(--agrees) } .near { color: var(--near) } .differs { color: var(--differs) }
+figure { margin: 2.5rem 0 } figcaption { margin-bottom: .6rem }
 .notes { list-style: none; padding: 0; color: var(--soft); font-size: .85rem } img { max-width: 100%; background: #fff }
 </style></head><body><main><h1>FedALA: the paper and ours</h1>
 """
@@ -288,11 +295,7 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     shown = sheets(results)
     if not results.runs:
         raise UserError("There is no result to report: fedala paper run makes some.")
-    images = "".join(
-        f'<figure><img alt="{_html(path.stem)}" src="data:image/png;base64,'
-        f'{base64.b64encode(path.read_bytes()).decode()}"><figcaption>{_html(path.stem)}</figcaption></figure>'
-        for path in pictures
-    )
+    images = "".join(map(_picture, pictures))
     intro = f"<p>In every cell: the paper above, ours below, with the difference. {LEGEND}.</p><p>{_html(overview(results))}</p>"
     texts = {
         "tables.md": body(results),
@@ -307,6 +310,14 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     except OSError as error:
         raise UserError(f"The report cannot be written to {folder}: {error.strerror}.") from None
     return [folder / name for name in texts]
+
+
+def _picture(path: Path) -> str:
+    """A figure with its title, which says in words what is to be seen."""
+    what = next((drawing.title for name, drawing in drawings().items() if path.stem.startswith(name)), "")
+    text = _html(f"{path.stem}: {what}" if what else path.stem)
+    image = base64.b64encode(path.read_bytes()).decode()
+    return f'<figure><figcaption>{text}</figcaption><img alt="{text}" src="data:image/png;base64,{image}"></figure>'
 
 
 def body(results: Results) -> str:
@@ -338,9 +349,11 @@ def overview(results: Results) -> str:
     for ours in seen.values():
         counts[str(ours.agreement)] += 1
     every = len({column.cell(method) for _, column, method, _ in _printed()})
+    shuffled = sum(figure.runs[0].shuffle for figure in seen)
+    besides = f", and {shuffled} with shuffling" if shuffled else ""
     return (
-        f"{len(seen)} results, of the {every} cells of the paper and of cells with shuffling: {counts['agrees']} agree "
-        f"with the paper (●), {counts['near']} are near it (◐), {counts['differs']} further off (○)."
+        f"{len(seen) - shuffled} of the paper's {every} cells have been run{besides}. Of these results, {counts['agrees']} "
+        f"agree with the paper (●), {counts['near']} are near it (◐), {counts['differs']} further off (○)."
     )
 
 
@@ -398,7 +411,7 @@ def _name(sheet: Sheet) -> str:
     return f"{name[:5].capitalize()} {name[5:]}: {sheet.table.title}" if name[5:].isdigit() else sheet.table.title
 
 
-def _spread(mean: float, std: float | None) -> str:
+def spread(mean: float, std: float | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
@@ -428,6 +441,13 @@ _TEX = {
     "%": r"\%",
     "&": r"\&",
     "_": r"\_",
+    "#": r"\#",
+    "$": r"\$",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
 }
 
 

@@ -117,7 +117,8 @@ class Figure:
         if any(run.eval_every > 1 for run in self.runs):
             found.append(f"evaluated every {max(run.eval_every for run in self.runs)} rounds")
         if any(run.diverged for run in self.runs):
-            found.append(f"clients diverged in {max(run.diverged for run in self.runs)} rounds")
+            most = max(run.diverged for run in self.runs)
+            found.append(f"clients diverged in {most} round{'s' if most > 1 else ''}")
         return [*found, *dict.fromkeys(f"data {run.data}" for run in self.runs if run.data)]
 
 
@@ -218,7 +219,10 @@ def run_folders(cell_folder: Path) -> list[Path]:
 
 def runs_in(folder: Path, words: dict[str, Any]) -> Iterator[Run]:
     """Each seed of a run folder, finished or not: the history tells."""
-    config = Config.of(Config.read(folder / "config.toml"))
+    try:
+        config = Config.of(Config.read(folder / "config.toml"))
+    except UserError as error:
+        raise UserError(f"{folder} is not the run of a cell: {error}") from None
     for seed, rows in histories(folder).items():
         best, joined = (max(rows, key=lambda row: row[key]) for key in ("accuracy", "accuracy_joined"))
         seconds = [row["seconds"] for row in rows]

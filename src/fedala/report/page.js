@@ -223,12 +223,15 @@
   const clients = (element) => {
     const what = choice(element, "show", "accuracy"), order = choice(element, "order", "client");
     const base = what === "accuracy" ? null : data.clients[Number(what)];
-    const lines = shown().filter((place) => data.clients[place].length && String(place) !== what).map((place) => ({
+    const alike = (place) => !base || (String(place) !== what && data.kinds[place] === data.kinds[Number(what)]);
+    const lines = shown().filter((place) => data.clients[place].length && alike(place)).map((place) => ({
       place, values: data.clients[place].map((value, i) => (!isNumber(value) || (base && !isNumber(base[i])) ? null : value - (base ? base[i] : 0))),
     }));
     const count = Math.max(0, ...lines.map((line) => line.values.length));
     const clientsInOrder = [...Array(count).keys()];
-    if (order === "samples") clientsInOrder.sort((a, b) => data.samples[b] - data.samples[a]);
+    const samples = data.samples[lines[0]?.place ?? 0];
+    const oneSplit = new Set(lines.map((line) => data.kinds[line.place])).size < 2;
+    if (order === "samples") clientsInOrder.sort((a, b) => samples[b] - samples[a]);
     if (order === "value" && lines.length) clientsInOrder.sort((a, b) => (lines[0].values[b] ?? -2) - (lines[0].values[a] ?? -2));
     let [low, high] = extent([...lines.flatMap((line) => line.values), ...(base ? [0] : [])]);
     const margin = (high - low) * 0.06;
@@ -252,7 +255,7 @@
       const aside = Math.min(2 * radius, (0.8 * (X(1) - X(0))) / there.length);
       there.forEach(([place, value], k) => draw(root, "circle", { class: `dot ${colour(place)}`, "data-series": place, cx: X(i) + (k - (there.length - 1) / 2) * aside, cy: Y(value), r: radius }));
       const rows = there.sort((a, b) => b[1] - a[1]).map(([place, value]) => [series[place].label, base ? `${value > 0 ? "+" : ""}${(100 * value).toFixed(2)}`.replace("-", "−") : percent(value)]);
-      marks.push({ i, j: 0, x: X(i), title: `Client ${client}, ${data.samples[client]} test samples`, rows });
+      marks.push({ i, j: 0, x: X(i), title: `Client ${client}${oneSplit ? `, ${samples[client]} test samples` : ""}`, rows });
     });
     element.chart = chart;
     explore(element, marks);
@@ -312,8 +315,8 @@
 
   const chosenWeights = () => {
     const found = data.weights[Number(find("w-method").value)];
-    const seed = find("w-seed").value, parameter = Math.min(Number(find("w-parameter").value), found.parameters.length - 1);
-    const average = (pick) => (seed === "mean" ? meanStd(found.seeds.map((_, s) => [pick(s)]), 0)[0] : pick(Math.min(Number(seed), found.seeds.length - 1)));
+    const seed = find("w-seed").value, parameter = Number(find("w-parameter").value);
+    const average = (pick) => (seed === "mean" ? meanStd(found.seeds.map((_, s) => [pick(s)]), 0)[0] : pick(Number(seed)));
     return { found, parameter, average };
   };
   const floor = (values) => Math.min(0.9, Math.floor(10 * Math.min(1, ...values.flat().filter(isNumber))) / 10);
@@ -340,7 +343,7 @@
   };
   const weightsOfParameters = (element) => {
     const { found, average } = chosenWeights();
-    const round = Math.min(Number(find("w-round").value), found.rounds.length - 1);
+    const round = Number(find("w-round").value);
     find("w-round-shown").textContent = found.rounds[round];
     const values = found.parameters.map((_, p) => found.clients.map((_, c) => average((s) => found.mean[s][round][c][p])));
     heat(element, {
@@ -374,20 +377,27 @@
   methods.hidden = series.length < 2;
 
   document.addEventListener("input", (event) => {
-    if (event.target.id === "w-method") chooseParameters();
+    if (event.target.id === "w-method") offerWeights();
     if (event.target.closest("#w-controls")) redraw(charts.filter((element) => element.dataset.chart.startsWith("w-")));
     else if (event.target.dataset.control) {
       const own = event.target.closest("figure").querySelector("[data-chart]");
       redraw(own.dataset.chart === "curves" ? charts.filter((element) => element.dataset.chart === "curves") : [own]);
     }
   });
-  const chooseParameters = () => {
+  const hideSingles = () => {
+    for (const control of document.querySelectorAll("#w-controls select")) control.closest("label").hidden = control.options.length < 2;
+  };
+  /** What there is to choose about the W of the chosen method: its own parameters, runs and rounds. */
+  const offerWeights = () => {
     const found = data.weights[Number(find("w-method").value)];
-    find("w-parameter").replaceChildren(...found.parameters.map((name, k) => node("option", { value: k }, name)));
+    const fill = (id, texts) => find(id).replaceChildren(...texts.map(([value, text]) => node("option", { value }, text)));
+    fill("w-parameter", found.parameters.map((name, k) => [k, name]));
+    fill("w-seed", [["mean", "mean"], ...(found.seeds.length > 1 ? found.seeds.map((seed, k) => [k, `seed ${seed}`]) : [])]);
     find("w-round").max = found.rounds.length - 1;
     find("w-round").value = found.rounds.length - 1;
+    hideSingles();
   };
-  for (const control of document.querySelectorAll("#w-controls select")) control.closest("label").hidden = control.options.length < 2;
+  hideSingles();
 
   find("speed-target")?.addEventListener("input", (event) => {
     const target = Math.round(Number(event.target.value));

@@ -51,6 +51,8 @@ class Series:
     result: MethodResult
     label: str
     place: int
+    kind: int
+    """The same for methods that can be compared client by client."""
 
     def name(self) -> Html:
         """The label behind its colour."""
@@ -107,7 +109,8 @@ def page(runs: Sequence[Run]) -> str:
         "series": [_curve_data(one) for one in series],
         "columns": COLUMNS,
         "clients": [_client_data(one) for one in series],
-        "samples": _whole(series[0].run.samples()),
+        "samples": [_whole(one.run.samples()) for one in series],
+        "kinds": [one.kind for one in series],
         "splits": [_split_data(run) for run in _distinct_splits(runs)],
         "weights": [found for one in series if (found := _weight_data(one))],
     }
@@ -117,12 +120,19 @@ def page(runs: Sequence[Run]) -> str:
 
 def lines(runs: Sequence[Run]) -> list[Series]:
     """Every method of every folder, under names that tell them apart."""
-    every = [(run, result) for run in runs for result in run.results.values()]
+    kinds = [next(kind for kind, other in enumerate(runs) if run.is_like(other)) for run in runs]
+    every = [(run, result, kind) for run, kind in zip(runs, kinds, strict=True) for result in run.results.values()]
     several = len(runs) > 1
     return [
-        Series(run, result, f"{result.title} · {run.name}" if several else result.title, place)
-        for place, (run, result) in enumerate(every)
+        Series(run, result, f"{result.title} · {run.name}" if several else result.title, place, kind)
+        for place, (run, result, kind) in enumerate(every)
     ]
+
+
+def reference(one: Series, method: str, series: Sequence[Series]) -> Series | None:
+    """What to compare with, FedAvg or Local: that of the same folder, or else that of a folder which is like it."""
+    found = [other for other in series if other.result.method == method and other.kind == one.kind]
+    return next((other for other in found if other.run is one.run), found[0] if found else None)
 
 
 # --- head ----------------------------------------------------------------------------------------------------------
@@ -147,27 +157,39 @@ def _lead(runs: Sequence[Run], series: Sequence[Series]) -> Html:
         for key in ACCURACIES
         if key in accuracy
     ]
-    facts = [_facts(run) for run in runs]
+    facts: dict[str, list[str]] = {}
+    for run in runs:
+        facts.setdefault(_facts(run), []).append(run.name)
     return join(
         [
-            [tag("p", fact, class_="facts") for fact in dict.fromkeys(facts)],
+            [
+                tag("p", f"{', '.join(names)}: {fact}" if len(facts) > 1 else fact, class_="facts")
+                for fact, names in facts.items()
+            ],
             [tag("p", warning, class_="warning", role="note") for run in runs for warning in _warnings(run)],
             tag("div", tag("p", "Highest test accuracy: ", best.name()), tag("dl", cards), class_="hero")
-            if np.isfinite(best.result.best).all()
+            if np.isfinite(best.result.best).all() and len(set(map(_task, runs))) == 1
             else None,
         ]
     )
 
 
+def _task(run: Run) -> tuple[str, ...]:
+    """What the clients learn; accuracies of different tasks have no highest."""
+    return tuple(str(run.config.get(option)) for option in ("dataset", "partition", "partition_seed", "clients"))
+
+
 def _facts(run: Run) -> str:
     config = run.config
+    ratio = config.get("join_ratio", 1)
+    whom = "only the participants of a round" if config.get("eval_clients") == "joined" else "all clients"
     parts = [
         f"{config.get('clients', '?')} clients",
         str(config.get("partition", "")),
         str(config.get("model", "")),
         _counted(run.rounds, "round"),
         _counted(config.get("seeds", 1), "run") + " of each method",
-        f"ρ = {ratio:g}" if isinstance(ratio := config.get("join_ratio", 1), float) and ratio < 1 else "",
+        f"ρ = {ratio:g}, {whom} evaluated" if isinstance(ratio, float) and ratio < 1 else "",
         "" if config.get("shuffle", True) else "fixed order of the samples",
     ]
     return " · ".join(filter(None, parts))
@@ -200,23 +222,23 @@ def results(series: Sequence[Series]) -> Html:
     figures = [one.figures["accuracy"] for one in series]
     shown = [key for key in ACCURACIES if any(key in found for found in figures)]
     heads = ["Method", *(ACCURACIES[key][0] for key in shown)]
-    references = {
-        one.run.path: found for one, found in zip(series, figures, strict=True) if one.result.method == "fedavg"
-    }
-    against = [
-        (key, f"{ACCURACIES[key][0]}, against FedAvg") for key in ("best", "final") if references and len(series) > 1
-    ]
-    top = {key: max(found[key]["mean"] for found in figures if key in found) for key in shown}
+    references = [None if (other := reference(one, "fedavg", series)) is one else other for one in series]
+    compared = any(other is not None for other in references)
+    against = [(key, f"{ACCURACIES[key][0]}, against FedAvg") for key in ("best", "final") if compared]
+    top: dict[tuple[object, str], float] = {}
+    for one in series:
+        for key, figure in one.figures["accuracy"].items():
+            place = _task(one.run), key
+            top[place] = max(figure["mean"], top.get(place, 0.0))
     rows = []
-    for one, found in zip(series, figures, strict=True):
-        cells = [_accuracy(found.get(key), top[key]) for key in shown]
-        reference = references.get(one.run.path)
+    for one, found, other in zip(series, figures, references, strict=True):
+        cells = [_accuracy(found.get(key), top.get((_task(one.run), key), 0.0)) for key in shown]
         for key, _ in against:
-            apart = None if reference is None or found is reference else found[key]["mean"] - reference[key]["mean"]
-            cells.append(_signed(apart))
+            cells.append(_signed(found[key]["mean"] - other.figures["accuracy"][key]["mean"] if other else None))
         rows.append([one.name(), *cells])
-    runs = max(len(found["best"]["runs"]) for found in figures)
-    spread_ = f", mean ± standard deviation of {runs} runs" if runs > 1 else ""
+    runs = {len(found["best"]["runs"]) for found in figures}
+    whose = f"{max(runs)} runs" if len(runs) == 1 else "its runs"
+    spread_ = f", mean ± standard deviation of {whose}" if max(runs) > 1 else ""
     caption = f"Test accuracy in %{spread_}; Σ correct / Σ samples over the clients, before they train."
     meaning = [join([tag("dt", ACCURACIES[key][0]), tag("dd", ACCURACIES[key][1])]) for key in shown]
     return join(
@@ -345,7 +367,11 @@ def clients(series: Sequence[Series]) -> Html | None:
     known = [one for one in series if one.of_clients.size]
     if not known:
         return None
-    references = [one for one in known if one.result.method in ("fedavg", "local")]
+    references = [
+        one
+        for one in known
+        if one.result.method in ("fedavg", "local") and sum(other.kind == one.kind for other in known) > 1
+    ]
     shown = [("accuracy", "accuracy"), *((str(one.place), f"difference to {one.label}") for one in references)]
     order = [("client", "by number"), ("samples", "by samples"), ("value", "by the first method's value")]
     controls = [
@@ -357,7 +383,10 @@ def clients(series: Sequence[Series]) -> Html | None:
         "clients",
         "Every client's test accuracy in the last round, mean of the runs.",
         controls,
-        _client_table(known),
+        [
+            _client_table([one for one in known if one.kind == kind])
+            for kind in dict.fromkeys(one.kind for one in known)
+        ],
     )
     return join([chart, *(_gains(known, one) for one in references)])
 
@@ -377,14 +406,15 @@ def _cell(value: float) -> str:
     return f"{100 * value:.2f}" if np.isfinite(value) else "–"
 
 
-def _gains(known: Sequence[Series], reference: Series) -> Html | None:
-    """How many clients every method serves better or worse than the reference does."""
-    rows, base = [], reference.of_clients
+def _gains(known: Sequence[Series], base: Series) -> Html | None:
+    """How many clients every method serves better or worse than FedAvg or Local does."""
+    rows = []
     for one in known:
         own = one.of_clients
-        if one is reference or own.shape != base.shape or one.run.path != reference.run.path:
+        if one is base or reference(one, base.result.method, known) is not base or own.shape != base.of_clients.shape:
             continue
-        apart = (own - base)[np.isfinite(own - base)]
+        apart = own - base.of_clients
+        apart = apart[np.isfinite(apart)]
         if apart.size:
             sides = [int((apart > 0).sum()), int((apart == 0).sum()), int((apart < 0).sum())]
             rows.append(
@@ -392,12 +422,12 @@ def _gains(known: Sequence[Series], reference: Series) -> Html | None:
                     one.name(),
                     *sides,
                     _signed(float(apart.mean())),
-                    _signed(float(apart.max())),
-                    _signed(float(apart.min())),
+                    _signed(float(apart.max()) if sides[0] else None),
+                    _signed(float(apart.min()) if sides[2] else None),
                 ]
             )
     heads = ["Method", "Clients that gain", "equal", "that lose", "Mean difference", "Gains most", "Loses most"]
-    caption = f"Against {reference.label}, in points of accuracy; every client counts the same."
+    caption = f"Against {base.label}, in points of accuracy; every client counts the same."
     return table(caption, heads, rows, class_="figures") if rows else None
 
 
@@ -438,7 +468,8 @@ def weights(series: Sequence[Series]) -> Html | None:
         return None
     _, (seeds, rounds, _, parameters) = known[0][1]
     methods = [(str(place), one.label) for place, (one, _) in enumerate(known)]
-    runs = [("mean", "mean"), *((str(place), f"seed {seed}") for place, seed in enumerate(seeds))]
+    each = [(str(place), f"seed {seed}") for place, seed in enumerate(seeds)]
+    runs = [("mean", "mean"), *(each if len(seeds) > 1 else [])]
     controls = [
         _select("w-method", "Method", methods, data="method"),
         _select("w-parameter", "Parameter", [(str(k), name) for k, name in enumerate(parameters)], data="parameter"),
@@ -448,7 +479,12 @@ def weights(series: Sequence[Series]) -> Html | None:
     slider = tag("input", type="range", id="w-round", min=0, max=last, value=last, data_control="round")
     figures = [
         ("w-rounds", "Mean of W, client by client, over the rounds.", None, _weight_table),
-        ("w-histogram", "How the elements of W are spread over [0, 1], all clients together.", None, _bin_table),
+        (
+            "w-histogram",
+            "How the elements of W are spread over [0, 1], all clients together; colours grow with the square root.",
+            None,
+            _bin_table,
+        ),
         (
             "w-parameters",
             "Mean of W by client and parameter.",
@@ -543,7 +579,9 @@ def _speed(series: Sequence[Series], target: int) -> Html:
     box = tag("input", type="number", id="speed-target", min=1, max=100, step=1, value=target, inputmode="numeric")
     rows = [[one.name(), *_told(*reach(one.result, target / 100))] for one in series]
     heads = ["Method", "Rounds", "Seconds", "Runs that get there"]
-    caption = join(["Rounds and seconds until the accuracy first is ", tag("output", target, id="speed-shown"), " %"])
+    caption = join(
+        ["Rounds and seconds until the accuracy is first at least ", tag("output", target, id="speed-shown"), " %"]
+    )
     choose = tag("div", tag("label", "Accuracy to reach, in % ", box), class_="controls")
     return join([choose, table(caption, heads, rows, label="Convergence speed", class_="figures", id="speed")])
 

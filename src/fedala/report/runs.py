@@ -4,12 +4,13 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedala.config import FREE
 from fedala.data.dataset import first_line
 from fedala.errors import UserError
 from fedala.inputs import read as bounded
@@ -28,6 +29,9 @@ _NEEDED = {
     "weights.csv": ("method", "seed", "round", "client", "parameter", "mean", *(f"bin{k}" for k in range(10))),
 }
 
+#: What two runs may differ in, and their accuracies can still be compared.
+_APART = {*FREE, "method", "set", "seed", "seeds", "eval_every"}
+
 _WHOLE = {"seed", "round", "client", "samples", "class", "train", "validation", "test", "sent", "uploaded"}
 
 
@@ -36,6 +40,8 @@ class Run:
     """What stands in a run folder."""
 
     path: Path
+    name: str
+    """The folder's; beside other folders, the part of its path that tells it from them."""
     config: dict[str, Any]
     config_text: str
     results: dict[str, MethodResult]
@@ -45,10 +51,6 @@ class Run:
     weights: Rows
     resumed: Rows = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
 
     @property
     def rounds(self) -> int:
@@ -64,6 +66,11 @@ class Run:
         """Methods that were asked for and have not begun."""
         asked = str(self.config.get("method", "")).split(",")
         return [name.strip() for name in asked if name.strip() and name.strip().lower() not in self.results]
+
+    def is_like(self, other: "Run") -> bool:
+        """Whether the two differ in their methods, seeds and rounds alone, and their clients hold the same."""
+        here, there = ({k: v for k, v in run.config.items() if k not in _APART} for run in (self, other))
+        return self is other or (here == there and self.split == other.split)
 
     def counts(self) -> tuple[Array, list[int], list[str]]:
         """Clients × classes: samples held; and the clients' numbers and the classes' names."""
@@ -84,16 +91,34 @@ class Run:
 
 
 def find(paths: Sequence[Path]) -> list[Run]:
-    """The run folders that are named; a folder that holds run folders stands for all of them."""
-    found = []
+    """The run folders that are named, each once; a folder that holds run folders stands for all that have begun."""
+    folders: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             raise UserError(f"There is no folder {path}.")
-        inner = [path] if (path / "config.toml").is_file() else sorted(p.parent for p in path.glob("*/config.toml"))
+        # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
+        below = sorted(file.parent for level in (1, 2, 3) for file in path.glob("*/" * level + "history.csv"))
+        inner = [path] if (path / "config.toml").is_file() else below
         if not inner:
-            raise UserError(f"{path} is not a run folder, and holds none: there is no config.toml.")
-        found += [read(folder) for folder in inner]
-    return found
+            raise UserError(f"{path} is not a run folder, and holds none in which a round has been evaluated.")
+        folders |= {folder.resolve(): folder for folder in inner}
+    return [
+        replace(read(folder), name=name) for folder, name in zip(folders.values(), names(list(folders)), strict=True)
+    ]
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """Folders by what tells them apart: their paths without what all of them begin with and end in."""
+    parts = [path.parts for path in paths]
+    most = min(map(len, parts)) - 1
+    before = _alike(parts, most)
+    after = _alike([part[::-1] for part in parts], most - before)
+    return ["/".join(part[before : len(part) - after]) for part in parts]
+
+
+def _alike(parts: Sequence[Sequence[str]], most: int) -> int:
+    """How many of the first parts are the same everywhere, up to `most`."""
+    return next((k for k in range(most) if len({part[k] for part in parts}) > 1), most)
 
 
 def read(path: Path) -> Run:
@@ -125,7 +150,7 @@ def read(path: Path) -> Run:
         results[name].history.append({"diverged": 0, **row})  # before there was such a column, nobody looked
     names = ("clients.csv", "split.csv", "weights.csv", "resumed.csv")
     clients, split, weights, resumed = (_table(path, name) for name in names)
-    return Run(path, config, text, results, clients, split, weights, resumed, summary)
+    return Run(path, path.resolve().name, config, text, results, clients, split, weights, resumed, summary)
 
 
 def _table(path: Path, name: str) -> Rows:
