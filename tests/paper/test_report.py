@@ -308,9 +308,11 @@ def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
         Results(read_csv(path))
 
 
-def test_the_tables_of_the_docs_are_those_of_the_results():
+def test_the_docs_and_the_kept_report_are_those_of_the_results(tmp_path):
     root = Path(__file__).parents[2]
+    results = Results.read(root / "results")
     page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    inside = page.partition(report.BEGIN)[2].partition(report.END)[0].strip()
-    results = Results(run for path in (root / "results").glob("*.csv") for run in read_csv(path))
-    assert inside == (report.body(results).strip() if results.runs else "Nothing has been run yet.")
+    assert page.partition(report.BEGIN)[2].partition(report.END)[0].strip() == report.body(results).strip()
+    for path in report.write(results, tmp_path, []):
+        kept = root / "results" / "report" / path.name
+        assert kept.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), "fedala paper report results"

@@ -149,7 +149,7 @@ def test_several_folders_are_told_apart(tmp_path):
     for given in ([one.path, two.path], [tmp_path / "a"]):
         out = page.write(given, tmp_path / "both.html")
         labels = [s["label"] for s in data_of(Parsed(out.read_text(encoding="utf-8")))["series"]]
-        assert labels == ["FedALA · one", "FedAvg · one", "Local · one", "FedALA · two"]
+        assert labels == ["FedALA · one", "FedAvg", "Local", "FedALA · two"]
     with pytest.raises(UserError, match="say where it goes"):
         page.write([one.path, two.path])
 
@@ -171,6 +171,15 @@ def test_folders_are_told_apart_by_what_is_different_in_their_paths(tmp_path):
     made += cells(tmp_path / "paper", "cifar/fedala")
     assert [run.name for run in runs.find(made[-2:])] == ["mnist/fedavg", "cifar/fedala"]
     assert [run.name for run in runs.find(made[:1])] == ["seeds-0-1"]
+
+
+def test_a_method_that_is_there_once_needs_no_folder_to_name_it(tmp_path):
+    alike = cells(tmp_path, "mnist/fedala", "mnist/fedavg")
+    assert [one.label for one in page.lines(runs.find(alike))] == ["FedALA", "FedAvg"]
+    other = made_up(tmp_path / "cifar" / "local" / "seeds-0-1", ("local",))
+    (other.path / "config.toml").write_text((other.path / "config.toml").read_text().replace("digits", "cifar10"))
+    labels = [one.label for one in page.lines(runs.find([*alike, other.path]))]
+    assert labels == ["FedALA · mnist/fedala", "FedAvg · mnist/fedavg", "Local · cifar/local"]
 
 
 def test_methods_are_compared_with_those_of_folders_that_are_like_theirs(tmp_path):

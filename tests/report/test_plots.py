@@ -79,6 +79,11 @@ def test_a_run_that_has_just_begun_can_be_drawn(tmp_path):
     assert set(plots.of_runs(runs.find([folder.path]))) == {"accuracy", "loss", "split"}
 
 
+def test_a_split_that_several_runs_have_is_drawn_once(tmp_path):
+    folders = [made_up(tmp_path / name, (name,)).path for name in ("fedavg", "fedala")]
+    assert [name for name in plots.of_runs(runs.find(folders)) if name.startswith("split")] == ["split"]
+
+
 def test_plots_that_have_no_place_are_one_sentence(tmp_path):
     folder = made_up(tmp_path / "run", ("fedavg",))
     (tmp_path / "file").write_text("x")

@@ -124,6 +124,7 @@ def run(
     if not cells:
         return
     if relay:
+        sys.argv[:] = [word for word in sys.argv if word != "--relay"]  # run folders note the command: one can type it
         parent = running.Relay()
         running.carry_out(cells, replace(order, asked=parent.asked), parent)
         return

@@ -255,6 +255,11 @@ def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "F
             color=colour, width=0.0022, headwidth=4.5, headlength=6, alpha=0.75, zorder=2,
         )  # fmt: skip
         axes.plot([], [], color=colour, label=title)
+        up = way[-1, 1] > way[0, 1]
+        axes.annotate(
+            title, way[-1], xytext=(0, 7 if up else -7), textcoords="offset points", ha="center",
+            va="bottom" if up else "top", fontsize=9, fontweight="bold", color=colour, zorder=4,
+        )  # fmt: skip
     for when, marker, colour, title in (
         ("initialised", "o", _BEGIN, "at the beginning of an iteration"),
         ("trained", "s", _END, "at its end"),

@@ -257,7 +257,8 @@ def _about(folder: Path, dataset: Dataset, device: str) -> dict[str, Any]:
 
 def _device(name: str) -> str:
     on_gpu = name != "cpu" and torch.cuda.is_available()
-    return torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads != 1)}"
 
 
 def _version() -> str:

@@ -11,7 +11,19 @@ import numpy as np
 from fedala.errors import UserError
 from fedala.files import replace
 from fedala.report.markup import Html, details, document, join, table, tag
-from fedala.report.runs import Array, Run, columns, curves, elapsed, find, mean_std, reach, reaches, spread
+from fedala.report.runs import (
+    Array,
+    Run,
+    columns,
+    curves,
+    distinct_splits,
+    elapsed,
+    find,
+    mean_std,
+    reach,
+    reaches,
+    spread,
+)
 from fedala.running import MethodResult
 
 #: The most points of a curve, rows of a table, and clients that the page shows; the csv files have all of them.
@@ -111,7 +123,7 @@ def page(runs: Sequence[Run]) -> str:
         "clients": [_client_data(one) for one in series],
         "samples": [_whole(one.run.samples()) for one in series],
         "kinds": [one.kind for one in series],
-        "splits": [_split_data(run) for run in _distinct_splits(runs)],
+        "splits": [_split_data(run) for run in distinct_splits(runs)],
         "weights": [found for one in series if (found := _weight_data(one))],
     }
     there = [(identifier, title, content) for identifier, title, content in sections if content]
@@ -122,9 +134,11 @@ def lines(runs: Sequence[Run]) -> list[Series]:
     """Every method of every folder, under names that tell them apart."""
     kinds = [next(kind for kind, other in enumerate(runs) if run.is_like(other)) for run in runs]
     every = [(run, result, kind) for run, kind in zip(runs, kinds, strict=True) for result in run.results.values()]
-    several = len(runs) > 1
+    titles = [result.title for _, result, _ in every]
+    # A method's own name will do where it is there once, and all folders are alike.
+    clear = {title for title in titles if titles.count(title) == 1 and len(set(kinds)) == 1}
     return [
-        Series(run, result, f"{result.title} · {run.name}" if several else result.title, place, kind)
+        Series(run, result, result.title if result.title in clear else f"{result.title} · {run.name}", place, kind)
         for place, (run, result, kind) in enumerate(every)
     ]
 
@@ -433,21 +447,13 @@ def _gains(known: Sequence[Series], base: Series) -> Html | None:
 
 def split(runs: Sequence[Run]) -> Html | None:
     """Who holds how many samples of which class."""
-    known = _distinct_splits(runs)
+    known = distinct_splits(runs)
     if not known:
         return None
     choices = [(str(place), f"{run.name}: {run.config.get('partition')}") for place, run in enumerate(known)]
     controls = [_select("split-run", "Folder", choices, data="run")] if len(known) > 1 else []
     caption = "Who holds what: a circle's area is how many samples of the class the client has."
     return _figure("split-chart", "split", caption, controls, [_split_table(run) for run in known])
-
-
-def _distinct_splits(runs: Sequence[Run]) -> list[Run]:
-    found: list[Run] = []
-    for run in runs:
-        if run.split and all(run.split != other.split for other in found):
-            found.append(run)
-    return found
 
 
 def _split_table(run: Run) -> Html:

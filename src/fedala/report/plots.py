@@ -10,7 +10,7 @@ import numpy as np
 from fedala.data.dataset import need
 from fedala.errors import UserError
 from fedala.report.page import COLUMNS, lines
-from fedala.report.runs import Array, Run, curves, mean_std
+from fedala.report.runs import Array, Run, curves, distinct_splits, mean_std
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -218,10 +218,10 @@ def of_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
     accuracies = {one.label: one.of_clients for one in series}
     if any(len(own) for own in accuracies.values()):
         figures["clients"] = client_accuracies({label: own for label, own in accuracies.items() if len(own)})
-    for run in runs:
-        if run.split:
-            counts, _, names = run.counts()
-            figures[_file("split", run.name, len(runs) > 1)] = bubbles(counts.astype(int), names)
+    splits = distinct_splits(runs)
+    for run in splits:
+        counts, _, names = run.counts()
+        figures[_file("split", run.name, len(splits) > 1)] = bubbles(counts.astype(int), names)
     for one in series:
         if one.spread is not None:
             for name, figure in _weights(*one.spread).items():

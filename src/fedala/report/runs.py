@@ -121,6 +121,15 @@ def _alike(parts: Sequence[Sequence[str]], most: int) -> int:
     return next((k for k in range(most) if len({part[k] for part in parts}) > 1), most)
 
 
+def distinct_splits(runs: Sequence[Run]) -> list[Run]:
+    """The first run of each split."""
+    found: list[Run] = []
+    for run in runs:
+        if run.split and all(run.split != other.split for other in found):
+            found.append(run)
+    return found
+
+
 def read(path: Path) -> Run:
     """One run folder; what is not there yet is empty."""
     try:
