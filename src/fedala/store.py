@@ -165,7 +165,7 @@ class RunFolder:
             | {part: count[client, label] for part, count in counts.items()}
             for client, label in np.argwhere(federation.counts()).tolist()
         ]
-        self._replace("split.csv", _csv(columns, lines, header=True))
+        self._replace("split.csv", csv_text(columns, lines, header=True))
 
     def add(self, name: str, method: str, round: int, line: Mapping[str, Any]) -> None:
         """A line of a table about one round of a method."""
@@ -182,7 +182,7 @@ class RunFolder:
             if (self.path / name).is_file():
                 columns, lines = self._lines(name)
                 kept = [line for line in lines if line["method"] != method or int(line["round"]) < round]
-                self._replace(name, _csv(columns, kept, header=True))
+                self._replace(name, csv_text(columns, kept, header=True))
 
     def flush(self) -> None:
         """Waits until the tables are on the disk."""
@@ -225,12 +225,12 @@ class RunFolder:
             new = [column for column in lines[0] if column not in columns]
             if not new:
                 file.seek(0, os.SEEK_END)
-                file.write(_csv(columns, lines))
+                file.write(csv_text(columns, lines))
                 return
             file.seek(0)
             lines = [*csv.DictReader(file), *lines]
         # Another method may have more to say about a round: its columns are added, empty for the others.
-        self._replace(name, _csv([*columns, *new], lines, header=True))
+        self._replace(name, csv_text([*columns, *new], lines, header=True))
 
     def _replace(self, name: str, text: str) -> None:
         files.replace(self.path / name, text.encode())
@@ -313,7 +313,8 @@ def _is_own(place: Path) -> bool:
     return str(whole) in CONTENT or INSIDE.fullmatch(whole.as_posix()) is not None
 
 
-def _csv(columns: list[str], lines: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:
+def csv_text(columns: Sequence[str], lines: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:
+    """Lines of a table; with `header`, the whole of it."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     if header:

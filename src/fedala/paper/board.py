@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from fedala.paper.running import BUSY
 from fedala.report.progress import clock
 from fedala.simulation import Row
 
@@ -72,7 +73,7 @@ class Board:
         line = self.lines[cell]
         if how == "kept" and line.how != "waiting":
             return  # another process has just finished it
-        if how in ("skipped", "left out") and (line.how != "waiting" or why == "another process is running it"):
+        if how in ("skipped", "left out") and (line.how != "waiting" or why == BUSY):
             return  # another process is running it, or has done what it could
         line.how, line.why = how, why
         if self.plain:

@@ -59,7 +59,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Its folder's name under that of the setting: `fedala`, `fedala,layers=2`, `fedavg,shuffled`."""
-        hyperparameters = [f"{key.partition('.')[2]}={_text(value)}" for key, value in self.set]
+        hyperparameters = [f"{key.partition('.')[2]}={text(value)}" for key, value in self.set]
         rounds = [f"rounds={self.rounds}"] if self.rounds else []
         return ",".join([self.method, *hyperparameters, *rounds, *(["shuffled"] if self.shuffle else [])])
 
@@ -302,5 +302,6 @@ def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value as it stands in names and tables."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,6 +1,5 @@
 """The paper's figures: what ALA learns, where it leads a client, how the loss falls, and who holds what."""
 
-import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from fedala.paper.experiments import Cell, Drawing, Setting
 from fedala.paper.running import Shelf
 from fedala.report import plots
 from fedala.running import Plan, Stopped, plan, prepare
+from fedala.store import csv_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,23 +39,15 @@ def draw(
 
     `stop` is asked before every round; if it says so, the figure ends as `Stopped`, and nothing of it is written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"The folder {folder} cannot be made: {error.strerror}.") from None
-    plots.check(folder / f"{drawing.name}.png")
+    plots.ready(folder)
     there = [setting for setting in drawing.settings if _is_there(setting, shelf)]
     if not there:
         raise UserError(" ".join(shelf.missing.values()))
     written = []
     for name, figure, rows in _MAKERS[drawing.name](replace(drawing, settings=tuple(there)), shelf, options, stop):
-        for suffix in (".png", ".pdf"):
-            plots.save(figure, folder / f"{name}{suffix}")
-        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        written += [folder / f"{name}{suffix}" for suffix in (".png", ".pdf", ".csv")]
+        table = folder / f"{name}.csv"
+        written += [*plots.write({name: figure}, folder), table]
+        table.write_bytes(csv_text(list(rows[0]), rows, header=True).encode())
     return written
 
 
@@ -145,7 +137,7 @@ def _weight_learning(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any],
 
 def _weight_learning_plot(rows: Rows, client: int) -> "Figure":
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
-    figure = _figure(5.2 * len(datasets), 3.4)
+    figure = plots.blank(5.2 * len(datasets), 3.4)
     for place, dataset in enumerate(datasets, 1):
         axes = figure.add_subplot(1, len(datasets), place)
         own = [row for row in rows if row["dataset"] == dataset]
@@ -236,7 +228,7 @@ def _surface(
 
 
 def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "Figure":
-    figure = _figure(7.2, 5.6)
+    figure = plots.blank(7.2, 5.6)
     axes = figure.add_subplot()
     c1, c2, losses = surface
     levels = np.geomspace(max(float(losses.min()), 1e-8), max(float(losses.max()), 2e-8), 14)
@@ -296,7 +288,7 @@ def _convergence(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], sto
 
 
 def _convergence_plot(rows: Rows, name: str) -> "Figure":
-    figure = _figure(6.4, 3.6)
+    figure = plots.blank(6.4, 3.6)
     axes = figure.add_subplot()
     for when, marker, colour in (("initialised", "o", _BEGIN), ("trained", "s", _END)):
         own = [row for row in rows if row["model"] == when]
@@ -332,15 +324,6 @@ _MAKERS: dict[str, Callable[[Drawing, Shelf, Mapping[str, Any], Callable[[], boo
 }
 
 
-def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def _tidy(axes: "Axes", title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.grid(color="#e8e8e8", linewidth=0.6)
-    axes.set_axisbelow(True)
+    plots.quiet(axes, "both")

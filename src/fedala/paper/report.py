@@ -1,11 +1,8 @@
 """The paper's tables with our numbers beside the paper's: as Markdown, LaTeX, HTML and csv."""
 
 import base64
-import csv
-import html
-import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,15 +13,27 @@ from fedala.errors import UserError
 from fedala.methods import catalogue
 from fedala.paper.experiments import Column, Printed, Table, drawings, tables
 from fedala.paper.results import Figure, Results
+from fedala.report.markup import Html, join, tag
 from fedala.report.progress import clock
+from fedala.store import csv_text
 
 #: How far apart two accuracies are, in points, up to which we say so.
 AGREEMENT = {"agrees": 1.0, "near": 3.0, "differs": float("inf")}
 SIGNS = {"agrees": "●", "near": "◐", "differs": "○"}
-LEGEND = (
-    "● within one point of the paper, or within the two standard deviations together; ◐ within three points; ○ further off; "
-    "the best round is picked on test data, as in the paper"
-)
+COLOURS = {"agrees": "Green", "near": "brown", "differs": "red"}
+_MEANING = {
+    "agrees": "within one point of the paper, or within the two standard deviations together",
+    "near": "within three points",
+    "differs": "further off",
+}
+
+
+def legend(keys: Mapping[str, str], between: str = " ") -> str:
+    """What the signs mean, or the colours."""
+    return "; ".join(f"{keys[name]}{between}{meaning}" for name, meaning in _MEANING.items())
+
+
+LEGEND = f"{legend(SIGNS)}; the best round is picked on test data, as in the paper"
 #: Between these two lines of a Markdown file, `insert` puts the tables.
 BEGIN, END = "<!-- begin: fedala paper report -->", "<!-- end: fedala paper report -->"
 
@@ -147,23 +156,16 @@ def _costs(table: Table, results: Results) -> Sheet:
 
     def boxes(method: str) -> list[Box | None]:
         printed, found = table.cost_of(method), figures(column, method, results)
-        times = [(f, f.seconds_per_round, f"{f.best_round:.0f} rounds, {f.runs[0].device}") for f in found]
-        together = [f"{f.runs[0].together} seeds side by side" for f in found]
+        total, each = [], []
+        for f in found:
+            first = f.runs[0]
+            departures = (*f.departures, f"{first.together} seeds side by side")
+            where = f"{f.best_round:.0f} rounds, {first.device}"
+            total.append(Ours(f"{clock(f.seconds_per_round * f.best_round)} ({where})", None, departures))
+            each.append(Ours(f"{f.seconds_per_round:.3g} s", None, departures))
         return [
-            Box(
-                f"{printed.total_minutes} min",
-                tuple(
-                    Ours(f"{clock(seconds * f.best_round)} ({where})", None, (*f.departures, seeds))
-                    for (f, seconds, where), seeds in zip(times, together, strict=True)
-                ),
-            ),
-            Box(
-                f"{printed.minutes_per_iteration} min",
-                tuple(
-                    Ours(f"{seconds:.3g} s", None, (*f.departures, seeds))
-                    for (f, seconds, _), seeds in zip(times, together, strict=True)
-                ),
-            ),
+            Box(f"{printed.total_minutes} min", tuple(total)),
+            Box(f"{printed.minutes_per_iteration} min", tuple(each)),
             Box(printed.parameters, tuple(Ours(f"{f.runs[0].sent + f.runs[0].uploaded:,}") for f in found[:1])),
         ]
 
@@ -217,8 +219,8 @@ def latex(sheet: Sheet) -> str:
         body.append("\\midrule")
         body += [f"{_tex(method)} & " + " & ".join(map(cell, boxes)) + " \\\\" for method, boxes in group]
     notes = "; ".join(f"$^{{{letter}}}$ {_tex(what)}" for what, letter in sheet.notes.items())
-    colours = "Green: within one point of the paper; brown: within three; red: further off."
-    caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours, with the difference. {colours} {notes}"
+    colours = legend(COLOURS, ": ")
+    caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours, with the difference. {colours}. {notes}"
     fitting = "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%"
     return "\n".join(
         [
@@ -236,31 +238,33 @@ _PREAMBLE = r"""% \usepackage{booktabs,graphicx,xcolor}
 """
 
 
-def page(sheet: Sheet) -> str:
+def page(sheet: Sheet) -> Html:
     """A section of the HTML page."""
 
-    def ours(o: Ours) -> str:
+    def ours(o: Ours) -> Html:
         what = "; ".join(filter(None, [o.agreement, *o.departures]))
-        mark = _mark(sheet, o, "<sup>{}</sup>")
-        change = f"<small>{_change(o)}</small>" if _change(o) else ""
-        return f'<span class="ours {o.agreement or ""}" title="{_html(what)}">{_html(o.text)}{mark}{change}</span>'
+        mark = Html(_mark(sheet, o, "<sup>{}</sup>"))
+        change = tag("small", _change(o)) if _change(o) else None
+        return tag("span", o.text, mark, change, class_=f"ours {o.agreement or ''}", title=what)
 
-    def cell(box: Box | None) -> str:
-        inside = [f'<span class="paper">{_html(box.paper)}</span>', *map(ours, box.ours)] if box else ["—"]
-        return f"<td>{''.join(inside)}</td>"
+    def cell(box: Box | None) -> Html:
+        return tag("td", tag("span", box.paper, class_="paper"), *map(ours, box.ours)) if box else tag("td", "—")
 
-    spans = "".join(f'<th scope="colgroup" colspan="{size}">{_html(name)}</th>' for name, size in sheet.spans)
-    names = "".join(f'<th scope="col">{_html(name)}</th>' for _, name in sheet.heads)
-    bodies = ""
-    for group in sheet.groups:
-        rows = (f'<tr><th scope="row">{_html(m)}</th>{"".join(map(cell, boxes))}</tr>' for m, boxes in group)
-        bodies += f"<tbody>{''.join(rows)}</tbody>"
-    notes = "".join(f"<li><sup>{letter}</sup> {_html(what)}</li>" for what, letter in sheet.notes.items())
-    return (
-        f'<section id="{sheet.table.name}"><h2 id="{sheet.table.name}-title">{_html(_name(sheet))}</h2>'
-        f'<div class="wide" role="region" tabindex="0" aria-labelledby="{sheet.table.name}-title"><table>'
-        f"<thead><tr><td></td>{spans}</tr><tr><td></td>{names}</tr></thead>{bodies}</table></div>"
-        f'<ul class="notes">{notes}</ul></section>'
+    name, corner = sheet.table.name, tag("td")
+    spans = [tag("th", text, scope="colgroup", colspan=size) for text, size in sheet.spans]
+    names = [tag("th", text, scope="col") for _, text in sheet.heads]
+    bodies = [
+        tag("tbody", [tag("tr", tag("th", method, scope="row"), *map(cell, boxes)) for method, boxes in group])
+        for group in sheet.groups
+    ]
+    whole = tag("table", tag("thead", tag("tr", corner, spans), tag("tr", corner, names)), bodies)
+    notes = [tag("li", tag("sup", letter), " ", what) for what, letter in sheet.notes.items()]
+    return tag(
+        "section",
+        tag("h2", _name(sheet), id=f"{name}-title"),
+        tag("div", whole, class_="wide", role="region", tabindex=0, aria_labelledby=f"{name}-title"),
+        tag("ul", notes, class_="notes"),
+        id=name,
     )
 
 
@@ -295,13 +299,16 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     shown = sheets(results)
     if not results.runs:
         raise UserError("There is no result to report: fedala paper run makes some.")
-    images = "".join(map(_picture, pictures))
-    intro = f"<p>In every cell: the paper above, ours below, with the difference. {LEGEND}.</p><p>{_html(overview(results))}</p>"
+    intro = [
+        tag("p", f"In every cell: the paper above, ours below, with the difference. {LEGEND}."),
+        tag("p", overview(results)),
+    ]
+    inside = join([*intro, *map(page, shown), *map(_picture, pictures)])
     texts = {
         "tables.md": body(results),
         "tables.tex": _PREAMBLE + "\n" + "\n".join(map(latex, shown)),
         "tables.csv": _long(results),
-        "index.html": f"{_PAGE}{intro}{''.join(map(page, shown))}{images}</main></body></html>\n",
+        "index.html": f"{_PAGE}{inside}</main></body></html>\n",
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -312,12 +319,12 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     return [folder / name for name in texts]
 
 
-def _picture(path: Path) -> str:
+def _picture(path: Path) -> Html:
     """A figure with its title, which says in words what is to be seen."""
     what = next((drawing.title for name, drawing in drawings().items() if path.stem.startswith(name)), "")
-    text = _html(f"{path.stem}: {what}" if what else path.stem)
+    text = f"{path.stem}: {what}" if what else path.stem
     image = base64.b64encode(path.read_bytes()).decode()
-    return f'<figure><figcaption>{text}</figcaption><img alt="{text}" src="data:image/png;base64,{image}"></figure>'
+    return tag("figure", tag("figcaption", text), tag("img", alt=text, src=f"data:image/png;base64,{image}"))
 
 
 def body(results: Results) -> str:
@@ -386,12 +393,7 @@ def comparison(results: Results) -> list[dict[str, Any]]:
 
 def _long(results: Results) -> str:
     rows = comparison(results)
-    text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return text.getvalue()
+    return csv_text(list(rows[0]), rows, header=True) if rows else ""
 
 
 def _printed() -> Iterator[tuple[Table, Column, str, Printed]]:
@@ -453,6 +455,3 @@ _TEX = {
 
 def _tex(text: str) -> str:
     return re.sub("|".join(map(re.escape, _TEX)), lambda found: _TEX[found[0]], text)
-
-
-_html: Callable[[str], str] = html.escape

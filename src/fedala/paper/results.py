@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from fedala import files
 from fedala.config import Config
 from fedala.errors import UserError
 from fedala.options import convert
-from fedala.paper.experiments import Cell, preset, settings
+from fedala.paper.experiments import Cell, preset, settings, text
 from fedala.simulation import Row
-from fedala.store import RunFolder
+from fedala.store import RunFolder, csv_text
 
 #: The file in a results folder into which `fedala paper run` writes a line for each cell and seed.
 CSV = "results.csv"
@@ -159,16 +160,12 @@ class Results:
     def write(self, path: Path) -> None:
         """One line for each cell and seed."""
         order = sorted(self.runs, key=lambda run: (run.cell, run.planned, run.seed))
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Run)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({key: _short(value) for key, value in asdict(run).items()} for run in order)
-        temporary.replace(path)
+        lines = [{key: text(value) for key, value in asdict(run).items()} for run in order]
+        files.replace(path, csv_text([field.name for field in fields(Run)], lines, header=True).encode())
 
 
 def hyperparameters(cell: Cell) -> str:
-    return " ".join(f"{key}={_short(value)}" for key, value in cell.set)
+    return " ".join(f"{key}={text(value)}" for key, value in cell.set)
 
 
 def read_csv(path: Path) -> Iterator[Run]:
@@ -229,7 +226,7 @@ def runs_in(folder: Path, words: dict[str, Any]) -> Iterator[Run]:
         yield Run(
             setting=folder.parent.parent.name,
             method=config.methods[0],
-            set=" ".join(f"{key}={_short(value)}" for key, value in config.set.items()),
+            set=" ".join(f"{key}={text(value)}" for key, value in config.set.items()),
             shuffle=config.shuffle,
             seed=seed,
             rounds=rows[-1]["round"],
@@ -256,9 +253,3 @@ def histories(folder: Path) -> dict[int, list[Row]]:
         for row in RunFolder(folder).history():
             rows.setdefault(int(row["seed"]), []).append(row)
     return rows
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:.6g}" if isinstance(value, float) else value

@@ -26,6 +26,9 @@ from fedala.running import Plan, Stopped, Watcher, execute, plan, versions
 from fedala.simulation import Row
 from fedala.store import RunFolder
 
+#: Why a cell is left to somebody else.
+BUSY = "another process is running it"
+
 
 @dataclass(frozen=True)
 class Order:
@@ -127,7 +130,7 @@ def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
         try:
             federation = shelf.federated(cell.setting)
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(files.lock(folder / ".lock", "another process is running it"))
+            stack.enter_context(files.lock(folder / ".lock", BUSY))
             if is_finished(cell, order):
                 watch.ended(str(cell), "kept")
                 return

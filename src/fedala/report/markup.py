@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
-_VOID = {"meta", "input", "br", "hr", "col"}
+_VOID = {"meta", "input", "img"}
 
 
 class Html(str):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -40,13 +40,11 @@ def save(figure: "Figure", path: Path) -> None:
 
 def bubbles(counts: "np.ndarray[Any, Any]", class_names: Sequence[str] = (), title: str = "") -> "Figure":
     """Who holds what, as the paper draws it: clients × classes, circles whose area is the number of samples."""
-    from matplotlib.figure import Figure
-
     clients, classes = counts.shape
     # In points. Up to about thirty clients or classes each has room of its own; more of them move closer together.
     width, height = float(np.clip(24 * clients, 240, 760)), float(np.clip(24 * classes, 120, 640))
     largest = max(12.0, 1.2 * min(24.0, float(np.sqrt(width / clients * height / classes))))
-    figure = Figure(figsize=((width + 130) / 72, (height + 70) / 72), layout="constrained")
+    figure = blank((width + 130) / 72, (height + 70) / 72)
     axes = figure.add_subplot()
     client, label = np.nonzero(counts)
     held = counts[client, label]
@@ -58,10 +56,8 @@ def bubbles(counts: "np.ndarray[Any, Any]", class_names: Sequence[str] = (), tit
     circles(client, label, held)
     axes.set(xlabel="client", ylabel="class", xlim=(-0.8, clients - 0.2), ylim=(-0.8, classes - 0.2))
     axes.set_title(title, fontsize=10, loc="left", parse_math=False)
-    axes.set_axisbelow(True)
-    axes.grid(color="#e8e8e8", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(length=0, labelsize=8)
+    quiet(axes, "both")
+    axes.tick_params(length=0)
     axes.set_xticks(range(0, clients, _step(clients)))
     axes.set_yticks(range(0, classes, _step(classes)))
     if class_names and _step(classes) == 1:
@@ -94,10 +90,8 @@ def _round_down(number: float) -> int:
 
 def bench(figures: Sequence[Any]) -> "Figure":
     """Seconds per round beside the plain loop's, on a logarithmic scale."""
-    from matplotlib.figure import Figure
-
     shown = list(reversed(figures))
-    figure = Figure(figsize=(8, 1 + 0.45 * len(shown)), layout="constrained")
+    figure = blank(8, 1 + 0.45 * len(shown))
     axes = figure.add_subplot()
     places = np.arange(len(shown))
     axes.barh(places + 0.2, [f.steady for f in shown], 0.38, color=_COLOUR, label="fedala")
@@ -114,10 +108,9 @@ def bench(figures: Sequence[Any]) -> "Figure":
 
 def learning(found: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) -> "Figure":
     """Curves over the rounds by label: (rounds, seeds × rounds); the mean, with a band of one standard deviation."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    figure = blank(6, 3.6)
     axes = figure.add_subplot()
     for place, (label, (rounds, values)) in enumerate(found.items()):
         mean, deviation = mean_std(values)
@@ -127,17 +120,15 @@ def learning(found: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) -> "
             axes.fill_between(rounds, mean - deviation, mean + deviation, color=style["color"], alpha=0.15, linewidth=0)
     axes.set(xlabel="round", ylabel=ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _quiet(axes)
+    quiet(axes)
     axes.legend(frameon=False, fontsize=8, ncols=1 + len(found) // 9)
     return figure
 
 
 def client_accuracies(values: Mapping[str, Array]) -> "Figure":
     """Every client's accuracy by label, client by client."""
-    from matplotlib.figure import Figure
-
     clients = max(len(own) for own in values.values())
-    figure = Figure(figsize=(float(np.clip(0.32 * clients, 6, 14)), 3.4), layout="constrained")
+    figure = blank(float(np.clip(0.32 * clients, 6, 14)), 3.4)
     axes = figure.add_subplot()
     every = np.full((len(values), clients), np.nan)
     for place, own in enumerate(values.values()):
@@ -159,7 +150,7 @@ def client_accuracies(values: Mapping[str, Array]) -> "Figure":
         )
     axes.set(xlabel="client", ylabel="test accuracy, %")
     axes.set_xticks(range(0, clients, _step(clients)))
-    _quiet(axes)
+    quiet(axes)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
@@ -177,11 +168,10 @@ def heat(
 ) -> "Figure":
     """A heat map of `values[row, column]`."""
     from matplotlib.colors import Normalize, PowerNorm
-    from matplotlib.figure import Figure
 
     height = float(np.clip(0.24 * len(rows), 1.0, 12)) + 0.9
     width = float(np.clip(0.26 * len(columns), 4, 12)) + 1.6
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = blank(width, height)
     axes = figure.add_subplot()
     scale = PowerNorm(0.5, *limits) if norm == "root" else Normalize(*limits)
     picture = axes.imshow(values, aspect="auto", cmap="Blues", norm=scale, interpolation="nearest")
@@ -195,9 +185,17 @@ def heat(
     return figure
 
 
-def _quiet(axes: Any) -> None:
+def blank(width: float, height: float) -> "Figure":
+    """In inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def quiet(axes: Any, grid: Literal["both", "x", "y"] = "y") -> None:
+    """No more lines than one needs."""
     axes.set_axisbelow(True)
-    axes.grid(axis="y", color="#e8e8e8", linewidth=0.6)
+    axes.grid(axis=grid, color="#e8e8e8", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
 
@@ -275,14 +273,24 @@ def _file(kind: str, label: str, several: bool) -> str:
 
 
 def write_all(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Every figure as .png to look at and as .pdf to print, in a folder that is made if need be."""
+    """Every figure of these runs, in a folder that is made if need be."""
+    ready(folder)
+    return write(of_runs(runs), folder)
+
+
+def ready(folder: Path) -> None:
+    """Refuses to begin where nothing could be plotted, or where there can be no such folder."""
     need("matplotlib", "matplotlib", "plots", "Plotting")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The folder {folder} for the plots cannot be made: {error.strerror}.") from None
+
+
+def write(figures: Mapping[str, "Figure"], folder: Path) -> list[Path]:
+    """Figures by name, each as .png to look at and as .pdf to print."""
     written = []
-    for name, figure in of_runs(runs).items():
+    for name, figure in figures.items():
         for kind in ("png", "pdf"):
             written.append(folder / f"{name}.{kind}")
             save(figure, written[-1])
