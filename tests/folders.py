@@ -25,9 +25,13 @@ def made_up(
     clients: int = 4,
     parameters: tuple[str, ...] = ("fc.weight", "fc.bias"),
     class_names: tuple[str, ...] = (),
+    sealed: bool = False,
     **options: object,
 ) -> RunFolder:
-    """A folder in which the last method got as far as `reached`; then there is no summary, nor its last evaluation."""
+    """A folder in which the last method got as far as `reached`; then there is no summary, nor its last evaluation.
+
+    Without `sealed` it has no digests, so that a test may write into it as it likes.
+    """
     config = Config(method=",".join(methods), rounds=rounds, seeds=seeds, clients=clients, model="cnn", **options)
     with RunFolder.create(path, config, force=False) as folder:
         pass  # nobody else works in it
@@ -55,7 +59,10 @@ def made_up(
                     correct = np.minimum(10, np.floor(10 * value) + np.arange(clients) % 2)
                     row["clients"] = np.stack([correct, 10 - correct, np.full(clients, 10.0)], 1)
                     folder.add_clients(method, row)
+        folder.seal(method, finished=last == rounds)
     if reached is None:
         versions = {"python": "3", "torch": "2", "commit": None}
         folder.write_summary({"methods": {}, "seconds": 12.0, "command": "fedala run", "versions": versions})
-    return folder
+    if not sealed:
+        (path / "digests.json").unlink()
+    return RunFolder(path)

@@ -435,7 +435,7 @@ def test_datasets_lists_every_dataset():
 
 # --- as a program --------------------------------------------------------------------------------------------------
 
-PROGRAM = [sys.executable, "-W", "error", "-c", "from fedala.cli import main; main()"]
+PROGRAM = [sys.executable, "-W", "error", "-m", "fedala"]
 
 
 def test_version_and_a_mistake_in_a_real_process(here):
@@ -451,9 +451,10 @@ def test_version_and_a_mistake_in_a_real_process(here):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals differ there")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(number, here):
+@pytest.mark.parametrize(("number", "keeps"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)])
+def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(number, keeps, here):
     command = [*PROGRAM, "run", "--method", "fedavg", "--rounds", "100000", "--clients", "2", "--out", "run"]
+    command += [] if keeps else ["--checkpoint-every", "0"]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         history = here / "run" / "history.csv"
         deadline = time.monotonic() + 60
@@ -467,12 +468,39 @@ def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(numbe
     assert "Traceback" not in errors
     rounds = [row["round"] for row in RunFolder(here / "run").history()]
     assert rounds == list(range(len(rounds)))
-    assert errors.splitlines()[-1] == (
-        f"Stopped after {len(rounds)} rounds of FedAvg; go on with: fedala run --resume run"
+    advice = (
+        "to go on, use fedala run --resume run"
+        if keeps
+        else "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
     )
+    assert errors.splitlines()[-1] == f"Stopped after {len(rounds)} rounds of FedAvg; {advice}."
+    if not keeps:
+        return
     result = call("run", "--resume", "run", "--rounds", str(len(rounds) + 1))
     assert result.exit_code == 0
     assert [row["round"] for row in RunFolder(here / "run").history()] == list(range(len(rounds) + 2))
+
+
+def test_ctrl_c_while_the_program_is_still_loading(here):
+    (here / "torch.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{here}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"}
+    answer = subprocess.run([*PROGRAM, "methods"], env=environment, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (130, "", "Interrupted.\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_folder_whose_name_no_terminal_should_see(here):
+    name = os.fsdecode(b"odd-\xff\x1b[31m")
+    result = call("run", "--method", "fedavg", "--rounds", 1, *SMALL[:4], "--out", name)
+    assert result.exit_code == 0
+    assert "Run folder: odd-��[31m" in result.stdout
+    assert "Report: odd-��[31m/report.html" in result.stdout
+    assert (here / name / "report.html").is_file()
+    assert "\x1b[31m" not in result.output
+    result = call("run", "--resume", name, "--rounds", 2)
+    assert result.exit_code == 0
+    result = call("run", "--resume", "gone\x1b[31m")
+    assert (result.exit_code, "\x1b[31m" in result.stderr) == (2, False)
 
 
 def test_resuming_takes_everything_from_its_folder(here):

@@ -1,6 +1,7 @@
 """A run that was interrupted and resumed is the run that never was: its history and its models, to the bit."""
 
 import os
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -119,7 +120,7 @@ def test_more_rounds(keep, tmp_path):
         with pytest.raises(UserError, match="checkpoint was not kept"):
             execute(planned(rounds=6), tmp_path / "parts", resume=True)
         assert not list((tmp_path / "parts").rglob("checkpoint/0/*.safetensors"))
-        assert rows_of(tmp_path / "parts")[:3] == before[:3]
+        assert rows_of(tmp_path / "parts") == before
 
 
 @pytest.mark.parametrize("method", ["fedphp", "apple", "fedphp+ala"])
@@ -301,13 +302,224 @@ def test_the_last_two_are_kept_and_nothing_else(tmp_path):
     assert len(final) == 2 + len(SIZES)
 
 
-def test_without_checkpoints_a_run_starts_over(tmp_path):
-    execute(planned(), tmp_path / "whole")
+def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path):
     with pytest.raises(Stopped):
         execute(planned(checkpoint_every=0), tmp_path / "run", watcher=stop_after(2))
     assert not (tmp_path / "run" / "checkpoint").exists()
-    execute(planned(checkpoint_every=0), tmp_path / "run", resume=True)
-    same(tmp_path / "whole", tmp_path / "run")
+    before = content(tmp_path / "run")
+    with pytest.raises(UserError, match="has no checkpoint of FedALA, so it cannot be resumed"):
+        execute(planned(checkpoint_every=0), tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == before
+
+
+def test_a_finished_run_without_checkpoints_stays_as_it_is(tmp_path):
+    whole = execute(planned(checkpoint_every=0), tmp_path / "run")
+    rows, models = rows_of(tmp_path / "run"), models_of(tmp_path / "run")
+    again = execute(planned(checkpoint_every=0), tmp_path / "run", resume=True)
+    assert again.history[-1]["accuracy"] == whole.history[-1]["accuracy"]
+    assert (rows_of(tmp_path / "run"), models_of(tmp_path / "run")) == (rows, models)
+    before = content(tmp_path / "run")
+    with pytest.raises(UserError, match="kept no checkpoint, so it cannot get more rounds"):
+        execute(planned(checkpoint_every=0, rounds=9), tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == before
+
+
+# --- what is read is verified --------------------------------------------------------------------------------------
+
+
+def content(path):
+    """Every file of a folder, but for the lock, which says nothing."""
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def drop_line(text, number):
+    lines = text.splitlines(keepends=True)
+    del lines[number]
+    return "".join(lines)
+
+
+EDITS = {
+    "last row dropped": lambda text: drop_line(text, -1),
+    "middle row dropped": lambda text: drop_line(text, 2),
+    "row twice": lambda text: text + text.splitlines(keepends=True)[-1],
+    "cut in half": lambda text: text[: len(text) // 2],
+    "a digit": lambda text: text.replace("0.", "0.9", 1),
+    "empty": lambda text: "",
+}
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """A comparison of two methods, finished; and one that stopped in the second method."""
+    path = tmp_path_factory.mktemp("comparison")
+    execute(planned("fedala,ditto"), path / "finished")
+    with pytest.raises(Stopped):
+        execute(planned("fedala,ditto", checkpoint_every=1), path / "stopped", watcher=stop_after(6))
+    return path
+
+
+@pytest.mark.parametrize("edit", [*EDITS, "gone"])
+@pytest.mark.parametrize("name", ["history.csv", "weights.csv", "clients.csv"])
+@pytest.mark.parametrize("kind", ["finished", "stopped"])
+def test_a_damaged_table_is_refused_and_nothing_is_changed(kind, name, edit, comparison, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(comparison / kind, path)
+    if edit == "gone":
+        (path / name).unlink()
+    else:
+        (path / name).write_text(EDITS[edit]((path / name).read_text()))
+    before = content(path)
+    with pytest.raises(files.Damaged, match=rf"{name}.* is damaged"):
+        execute(planned("fedala,ditto"), path, resume=True)
+    assert content(path) == before
+
+
+def test_a_changed_config_is_refused(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    (path / "config.toml").write_text((path / "config.toml").read_text().replace("rounds = 2", "rounds = 9"))
+    with pytest.raises(files.Damaged, match=r"config\.toml is damaged: it is not what the run wrote"):
+        run(resume=path, dataset=federation(), model=Net)
+
+
+@pytest.mark.parametrize("how", ["gone", "flipped", "another client's"])
+def test_a_damaged_model_is_noticed_and_written_again(how, tmp_path):
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    for folder in (whole, path):
+        execute(planned(), folder)
+    model = path / "models" / "fedala" / "seed-0" / "client-00001.safetensors"
+    if how == "gone":
+        model.unlink()
+    elif how == "flipped":
+        damaged(model, how)
+    else:
+        model.write_bytes(model.with_name("client-00002.safetensors").read_bytes())
+    with pytest.raises(files.Damaged, match=r"client-00001\.safetensors"):
+        RunFolder(path).model("fedala", 0, 1)
+    said = []
+    execute(planned(), path, resume=True, watcher=Watcher(say=said.append))
+    assert "client-00001.safetensors is gone or damaged" in said[0]
+    same(whole, path)
+
+
+def test_a_damaged_model_without_a_checkpoint_is_told(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(keep_checkpoint=False), path)
+    (path / "models" / "fedala" / "seed-0" / "client-00001.safetensors").unlink()
+    before = content(path)
+    with pytest.raises(files.Damaged, match="no checkpoint was kept from which it could be written again"):
+        execute(planned(keep_checkpoint=False), path, resume=True)
+    assert content(path) == before
+
+
+@pytest.mark.parametrize("name", ["split.csv", "summary.json", "resumed.csv"])
+@pytest.mark.parametrize("how", ["shorter", "empty", "gone"])
+def test_what_can_be_written_again_is(name, how, tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    execute(planned(rounds=3), path, resume=True)
+    split = (path / "split.csv").read_text()
+    (path / name).unlink() if how == "gone" else damaged(path / name, how)
+    execute(planned(rounds=4), path, resume=True)
+    assert (path / "split.csv").read_text() == split
+    assert RunFolder(path).verified("summary.json")
+    notes = [row["changed"] for row in RunFolder(path).rows("resumed.csv")]
+    lost = name == "resumed.csv"
+    assert notes == [
+        *(["resumed.csv was damaged: what it said before is lost"] if lost else ["rounds: 2 → 3"]),
+        "rounds: 3 → 4",
+    ]
+
+
+def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path):
+    """As those of versions that wrote none."""
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    execute(planned(), whole)
+    with pytest.raises(Stopped):
+        execute(planned(), path, watcher=stop_after(2))
+    (path / "digests.json").unlink()
+    said = []
+    execute(planned(), path, resume=True, watcher=Watcher(say=said.append))
+    assert said == [f"{path} has no digests.json, so nothing in it can be verified."]
+    same(whole, path)
+    assert RunFolder(path).unverified() == []
+
+
+@pytest.mark.parametrize("how", ["shorter", "flipped", "empty"])
+def test_damaged_digests_are_refused(how, tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    damaged(path / "digests.json", how)
+    before = content(path)
+    with pytest.raises(files.Damaged, match=r"digests\.json is damaged"):
+        execute(planned(rounds=2), path, resume=True)
+    assert content(path) == before
+
+
+def test_checkpoints_that_are_gone_are_not_taken_for_a_new_run(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(Stopped):
+        execute(planned(), path, watcher=stop_after(2))
+    shutil.rmtree(path / "checkpoint")
+    before = content(path)
+    with pytest.raises(files.Damaged, match="The checkpoints of FedALA are gone"):
+        execute(planned(), path, resume=True)
+    assert content(path) == before
+
+
+def test_another_model_or_version_is_noted(tmp_path, monkeypatch):
+    class Other(Net):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    other = plan(
+        Config.of({"method": "fedala", "rounds": 3, "batch_size": 4, "lr": 0.1, "device": "cpu"}), federation(), Other
+    )
+    monkeypatch.setattr("fedala.running.__version__", "99")
+    said = []
+    execute(other, path, resume=True, watcher=Watcher(say=said.append))
+    assert any("fedala: " in sentence and "→ 99" in sentence for sentence in said)
+    assert any("it computes something else" in sentence for sentence in said)
+    [row] = RunFolder(path).rows("resumed.csv")
+    assert "→ 99" in row["changed"]
+    assert "it computes something else" in row["changed"]
+
+
+def test_a_resume_asks_for_the_room_that_is_missing_only(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with pytest.raises(Stopped):
+        execute(planned(checkpoint_every=1), path, watcher=stop_after(3))
+    free = type("Usage", (), {"free": 2**30})
+    monkeypatch.setattr("fedala.running.shutil.disk_usage", lambda _: free)
+    execute(planned(checkpoint_every=1), tmp_path / "copy")
+    free.free = 10_000
+    with pytest.raises(UserError, match=r"takes \d+\.\d kB of disk, and there is room for 10\.0 kB"):
+        execute(planned(checkpoint_every=1), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    execute(planned(checkpoint_every=1), path, resume=True)
+    same(tmp_path / "copy", path)
+
+
+def test_clients_that_never_joined_share_one_file(tmp_path):
+    execute(planned(join_ratio=0.2, rounds=1), tmp_path / "run")
+    saved = sorted((tmp_path / "run" / "models").rglob("client-*.safetensors"))
+    assert len(saved) == len(SIZES)
+    assert len({path.stat().st_ino for path in saved}) < len(SIZES) - 1
+    for client in range(len(SIZES)):
+        RunFolder(tmp_path / "run").model("fedala", 0, client)
+
+
+def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = {"checkpoint_every": 0, "client_memory": 0.0, "join_ratio": 0.5}
+    execute(planned(**options), tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    with pytest.raises(Stopped):
+        execute(planned(**options), tmp_path / "stopped", watcher=stop_after(2))
+    assert not (tmp_path / "stopped" / "checkpoint").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "stopped"]
 
 
 def test_by_default_checkpoints_take_a_hundredth_of_the_time(tmp_path, monkeypatch):

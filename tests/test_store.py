@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedala.config import Config
+from fedala.data import Dataset, federate
 from fedala.errors import UserError
 from fedala.simulation import Personal
 from fedala.store import RunFolder
@@ -76,7 +77,7 @@ def test_the_summary_is_replaced_in_one_step(folder):
     folder.write_summary({"a": 1})
     folder.write_summary({"β": 2})
     assert json.loads((folder.path / "summary.json").read_text(encoding="utf-8")) == {"β": 2}
-    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == ["config.toml", "summary.json"]
+    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == ["config.toml", "digests.json", "summary.json"]
 
 
 def test_nothing_is_pickled(folder):
@@ -97,7 +98,7 @@ def test_an_existing_folder_is_replaced_by_force_only(folder):
     assert len(folder.history()) == 1
     with RunFolder.create(folder.path, Config(rounds=9), force=True):
         refused(folder.path, "another process is working in it", force=True)
-    assert [entry.name for entry in folder.path.glob("[!.]*")] == ["config.toml"]
+    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == ["config.toml", "digests.json"]
     assert Config.read(folder.path / "config.toml")["rounds"] == 9
 
 
@@ -127,4 +128,47 @@ def test_the_links_of_a_logger_do_not_keep_a_run_from_being_resumed_or_replaced(
     (folder.path / "wandb" / "latest-run").symlink_to("offline-run")
     assert RunFolder.existing(folder.path).config() == Config(rounds=3)
     with RunFolder.create(folder.path, Config(), force=True):
-        assert not (folder.path / "wandb").exists()
+        assert (folder.path / "wandb" / "offline-run" / "data").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["config.toml", "summary.json", "split.csv"])
+def test_force_deletes_nothing_that_no_run_wrote(name, folder, tmp_path):
+    (folder.path / name).write_text("[tool]\nmine = true\n")
+    refused(folder.path, "is not what the run wrote, so --force will not replace it", force=True)
+    other = tmp_path / "mine"
+    other.mkdir()
+    (other / name).write_text("[tool]\nmine = true\n")
+    refused(other, f"holds {name} but no digests.json", force=True)
+    assert (other / name).read_text() == (folder.path / name).read_text() == "[tool]\nmine = true\n"
+
+
+def test_a_saved_model_that_nothing_vouches_for_is_said_to_be_unverified(folder):
+    folder.save_model("fedavg", Personal(0, None, {"weight": torch.ones(1, 2)}))
+    with pytest.warns(UserWarning, match="cannot be verified"):
+        RunFolder(folder.path).model("fedavg", 0)
+    folder.seal("fedavg", finished=True)
+    assert RunFolder(folder.path).model("fedavg", 0)["weight"].tolist() == [1, 1]
+
+
+def test_class_names_are_no_formulas(folder):
+    dataset = Dataset("x", torch.zeros(8, 2), torch.arange(8) % 2, 2, ("=cmd|'/c calc'!A1", "plain"))
+    folder.write_split(federate(dataset, "iid", 2))
+    assert {row["name"] for row in folder.rows("split.csv")} == {"'=cmd|'/c calc'!A1", "plain"}
+
+
+def test_a_folder_many_levels_down(tmp_path):
+    deep = tmp_path.joinpath(*["d"] * 1500)
+    with RunFolder.create(deep, Config(), force=False):
+        assert (deep / "config.toml").is_file()
+    (tmp_path / "stays").touch()
+    for file in deep.iterdir():
+        file.unlink()
+    os.removedirs(deep)  # pytest's own way of cleaning up would call itself 1500 times
+
+
+def test_a_number_that_no_run_writes(folder):
+    folder.add_history("fedavg", [row()])
+    text = (folder.path / "history.csv").read_text()
+    (folder.path / "history.csv").write_text(text.replace(",0.5", "," + "9" * 400))
+    with pytest.raises(UserError, match="a number of more than 64 bits"):
+        folder.history()

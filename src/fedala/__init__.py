@@ -1,9 +1,27 @@
 """Personalised federated learning with Adaptive Local Aggregation (FedALA)."""
 
-from fedala.ala import ALA
-from fedala.config import Config
-from fedala.errors import UserError
-from fedala.running import Result, run
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fedala.version import __version__
 
+if TYPE_CHECKING:
+    from fedala.ala import ALA
+    from fedala.config import Config
+    from fedala.errors import UserError
+    from fedala.running import Result, run
+
 __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
+
+#: Where each name is. It is imported when it is first used, so that the command line can start before torch is loaded.
+_HOME = {"ALA": "ala", "Config": "config", "Result": "running", "UserError": "errors", "run": "running"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fedala' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fedala.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

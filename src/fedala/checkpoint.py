@@ -5,19 +5,17 @@ has a state. Files are never changed, so a manifest that is there is whole: it i
 are kept; if the last one is damaged, the one before serves.
 """
 
-import hashlib
-import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 from fedala import files
 from fedala.clients import NOTHING, File, Lane
 from fedala.errors import UserError
-from fedala.inputs import read
 from fedala.simulation import Simulation
 
 KEPT = 2
@@ -55,17 +53,15 @@ class Checkpoint:
 
     def pack(self) -> bytes:
         clients = [[*lane, *file] for lane, file in self.clients.items()]
-        text = json.dumps({"version": files.VERSION, **asdict(self), "clients": clients})
-        return json.dumps({"checksum": _digest(text), "checkpoint": text}, indent=1).encode()
+        return files.pack_json("checkpoint", {"version": files.VERSION, **asdict(self), "clients": clients})
 
     @classmethod
     def unpack(cls, path: Path) -> "Checkpoint":
         try:
-            envelope = json.loads(read(path, LARGEST))
-            text = envelope["checkpoint"]
-            if _digest(text) != envelope["checksum"]:
-                raise ValueError("its checksum is wrong")
-            values = json.loads(text)
+            values = files.read_json(path, "checkpoint", LARGEST)
+        except FileNotFoundError as error:
+            raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
+        with files.damage(path):
             version = values.pop("version")
             if version != files.VERSION:
                 raise ValueError(f"it is of version {version}, and this program reads version {files.VERSION}")
@@ -77,12 +73,20 @@ class Checkpoint:
             if strange := [name for name in found.names if not NAME.fullmatch(name)]:
                 raise ValueError(f"it refers to {strange[0]!r}")
             return found
-        except OSError as error:
-            raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
-        except UserError as error:
-            raise files.Damaged(str(error)) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise files.Damaged(f"{path} is damaged, or no checkpoint of this program: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoints of a method that are on the disk."""
+
+    whole: list[Checkpoint] = field(default_factory=list)
+    """The newest first."""
+    damaged: list[str] = field(default_factory=list)
+    """Names of manifests that cannot be used."""
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        return self.whole[0] if self.whole else None
 
 
 class Checkpoints:
@@ -106,6 +110,11 @@ class Checkpoints:
         self.seconds = 0.0
         self._kept: list[Checkpoint] = []  # the newest first
         self._ended, self._took = time.monotonic(), size / 2**27  # a guess for the first, at 128 MiB a second
+
+    @property
+    def round(self) -> int | None:
+        """The round of the newest checkpoint; None if there is none."""
+        return self._kept[0].round if self._kept else None
 
     def due(self, round: int) -> bool:
         """By default, so seldom that checkpoints take less than 1 % of the time, and not within ten seconds."""
@@ -171,31 +180,52 @@ class Checkpoints:
         """The files that a checkpoint refers to."""
         return set[str]().union(*(checkpoint.names for checkpoint in self._kept))
 
-    def newest(self) -> Checkpoint | None:
-        """The last checkpoint that is whole, or None where there has never been one. Damaged ones are set aside."""
+    def find(self) -> Found:
+        """Look for checkpoints and change nothing. Damaged ones are named; if there is no other, that is an error."""
+        found = Found()
         damage = ""
         for path in self._manifests():
             try:
-                found = Checkpoint.unpack(path)
-                if found.config != self.config:
-                    raise files.Damaged(f"{path} belongs to a run with another configuration.")
-                # Of those before the one that serves, it is enough that they say which files are theirs.
-                for file in (found.server, *found.clients.values()) if not self._kept else ():
-                    if file != NOTHING:
-                        files.read(self.folder / file.name, file.digest)
+                checkpoint = Checkpoint.unpack(path)
+                self._check_identity(checkpoint, path)
+                if found.newest is None:  # of the older ones it is enough that they say which files are theirs
+                    self._check_files(checkpoint)
             except files.Damaged as error:
                 damage = str(error)
-                if not self._kept:
+                if found.newest is None:
                     self.say(f"{damage} Looking for an earlier checkpoint.")
-                path.rename(path.with_suffix(".damaged"))
-                continue
-            self._kept.append(found)
-        if self._kept:
-            self._sweep()
-            return self._kept[0]
-        if damage:
-            raise files.Damaged(f"No checkpoint in {self.folder} is whole, so nothing can be resumed. {damage}")
-        return None
+                found.damaged.append(path.name)
+            else:
+                found.whole.append(checkpoint)
+        if found.newest is None and (damage or any(self.folder.glob("*.damaged"))):
+            raise files.Damaged(f"No checkpoint in {self.folder} is whole, so nothing can be resumed. {damage}".strip())
+        return found
+
+    def _check_identity(self, checkpoint: Checkpoint, path: Path) -> None:
+        if checkpoint.config != self.config:  # that is a mistake of the user's, not damage
+            raise UserError(
+                f"{path} belongs to a run with another configuration: its options or its data are not the ones given now."
+            )
+
+    def _check_files(self, checkpoint: Checkpoint) -> None:
+        for file in (checkpoint.server, *checkpoint.clients.values()):
+            if file != NOTHING:
+                files.read(self.folder / file.name, file.digest)
+
+    def take_up(self, found: Found) -> None:
+        """Set damaged manifests aside, and go on from the others."""
+        for name in found.damaged:
+            path = self.folder / name
+            path.rename(path.with_suffix(".damaged"))
+        self._kept = list(found.whole)
+        self._sweep()
+
+    def discard(self) -> None:
+        """Remove the client states that a run without checkpoints has put here."""
+        self._sweep()
+        for folder in (self.folder, self.folder.parent):
+            with suppress(OSError):  # not there, or not empty
+                folder.rmdir()
 
     def restore(self, checkpoint: Checkpoint, simulation: Simulation, *, anew: bool = False) -> None:
         """Brings the simulation to where it was; with `anew`, not to the lanes and threads that it had."""
@@ -223,7 +253,3 @@ class Checkpoints:
         for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.new")]:
             if path.name not in needed:
                 path.unlink()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

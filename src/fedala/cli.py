@@ -26,14 +26,14 @@ except ModuleNotFoundError:
 
 from fedala.config import Config
 from fedala.data import federate, known, load, write_partition
-from fedala.errors import RunError, UserError
+from fedala.errors import RunError, UserError, printable
 from fedala.methods import catalogue
 from fedala.options import suggest
 from fedala.paper import commands as paper
 from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
 from fedala.report.runs import find
-from fedala.running import Result, Stopped, Watcher, asked_to_stop, execute, plan, versions
+from fedala.running import Result, Stopped, Watcher, asked_to_stop, execute, plan, resume_advice, versions
 from fedala.simulation import Row
 from fedala.store import RunFolder
 
@@ -243,7 +243,6 @@ def run(
         f"{resolved.partition} over {resolved.clients} clients; {resolved.model}, "
         f"rounds: {resolved.rounds}, runs of each method: {resolved.seeds}, on {checked.device.type}"
     )
-    again = f"go on with: fedala run --resume {shlex.quote(str(folder))}"
     try:
         with (
             Watch(Console(stderr=True), checked) as watch,
@@ -258,13 +257,13 @@ def run(
             watcher = Watcher(follow, watch.fault, watch.say, lambda: bool(asked_by))
             result = execute(checked, folder, force=force, resume=resume, watcher=watcher)
     except Stopped as stopped:
-        _say(f"{stopped}; {again}")
+        _say(f"{stopped}; {resume_advice(resolved, folder)}.")
         raise typer.Exit(128 + asked_by[0]) from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"; {again}" if folder.exists() else "") from None
+        raise KeyboardInterrupt(f"; {resume_advice(resolved, folder)}" if folder.exists() else "") from None
     _show(result)
     _report(folder)
-    print(f"Run folder: {folder}")
+    _print(f"Run folder: {folder}")
 
 
 def _show(result: Result) -> None:
@@ -283,7 +282,7 @@ def _show(result: Result) -> None:
 def _report(folder: Path) -> None:
     """The page of a run that is done; whatever is wrong with the page, the run is not lost."""
     try:
-        print(f"Report: {page.write([folder])}")
+        _print(f"Report: {page.write([folder])}")
     except Exception as error:
         _say(f"The report could not be written ({error}); try again with: fedala report {shlex.quote(str(folder))}")
 
@@ -338,7 +337,7 @@ def partition(
         f"{sizes.min():,} to {sizes.max():,} per client"
     )
     for path in filter(None, (save, plot)):
-        print(f"Written: {path}")
+        _print(f"Written: {path}")
 
 
 @app.command(
@@ -360,9 +359,9 @@ def report(
     ] = None,
 ) -> None:
     """Make one HTML page of one or several runs, finished or not: figures, curves, clients, split, W, cost, set-up."""
-    print(f"Written: {page.write(folders, out)}")
+    _print(f"Written: {page.write(folders, out)}")
     if plots_:
-        print(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
+        _print(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
 
 
 @app.command()
@@ -426,7 +425,7 @@ def bench(
     if plot:
         plots.save(plots.bench(figures), plot)
     for path in filter(None, (out, plot)):
-        print(f"Written: {path}")
+        _print(f"Written: {path}")
 
 
 flower = typer.Typer(no_args_is_help=True, help="The same methods on Flower: real clients, on machines of their own.")
@@ -451,7 +450,7 @@ def new(*, folder: Annotated[Path, typer.Argument(help="the folder to write", me
             raise UserError(f"--{name.replace('_', '-')} has no meaning where every client has its own machine.")
     config = Config.of({"method": "fedala", **given})
     write(folder, plan(config).config, Deployment())
-    print(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
+    _print(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
 
 
 @flower.command(
@@ -479,7 +478,7 @@ def demo(
         found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
         summary = json.loads((found.path / "summary.json").read_text(encoding="utf-8"))
     _console().print(tables.results(summary["methods"]))
-    print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
+    _print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 
 
 def _keep_memory() -> None:
@@ -494,7 +493,12 @@ def _keep_memory() -> None:
 
 def _say(sentence: str) -> None:
     """To stderr, as it is: no markup, no line breaks."""
-    print(sentence, file=sys.stderr)
+    print(printable(sentence, 2000), file=sys.stderr)
+
+
+def _print(sentence: str) -> None:
+    """Print one line; a path in it may hold any character."""
+    print(printable(sentence, 10_000))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ A file is never changed: a new state gets a new one. So a checkpoint is a list o
 changed since the last. What a round has replaced is kept until the round is settled, so that it can be undone.
 """
 
+import glob
+import os
+import platform
 import shutil
 import tempfile
 import threading
@@ -172,7 +175,7 @@ class ClientStates(Mapping[Lane, State]):
     @property
     def folder(self) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="fedala-clients-"))
+            self._folder = _make_temporary()
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder
@@ -213,6 +216,26 @@ class ClientStates(Mapping[Lane, State]):
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+def _make_temporary() -> Path:
+    """Make a temporary folder for states, and remove those that killed processes of this machine have left."""
+    prefix = f"fedala-clients-{platform.node()}-"
+    for path in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        if os.name == "posix" and pid.isdecimal() and not _is_alive(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
 
 
 def size(state: State) -> int:

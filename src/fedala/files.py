@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedala.errors import UserError
 from fedala.inputs import check_room, regular
+from fedala.inputs import read as read_bounded
 
 #: The version of the format. A file of another one is refused, not guessed at.
 VERSION = 1
@@ -79,6 +80,49 @@ def lock(path: Path, busy: str) -> Iterator[None]:
         raise UserError(busy) from None
 
 
+# --- values behind a checksum --------------------------------------------------------------------------------------
+
+
+def pack_json(name: str, values: Mapping[str, Any]) -> bytes:
+    """Write values as JSON under `name`, beside the checksum of their text."""
+    text = json.dumps(values)
+    return json.dumps({"checksum": _text_digest(text), name: text}, indent=1).encode()
+
+
+def read_json(path: Path, name: str, most: int) -> dict[str, Any]:
+    """Read what `pack_json` wrote, from a file of at most so many bytes. A missing file is a FileNotFoundError."""
+    try:
+        data = read_bounded(path, most)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}.") from None
+    except UserError as error:
+        raise Damaged(str(error)) from None
+    with damage(path):
+        envelope = json.loads(data)
+        text = envelope[name]
+        if _text_digest(text) != envelope["checksum"]:
+            raise ValueError("its checksum is wrong")
+        values: dict[str, Any] = json.loads(text)
+        return values
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """Turn whatever unexpected content raises into `Damaged`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged, or was not written by this program: {error}.") from None
+
+
 # --- trees of tensors ----------------------------------------------------------------------------------------------
 
 
@@ -92,10 +136,8 @@ def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = 
 def load(path: Path, digest: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tree and the words that `save` wrote; with a `digest`, this very file and no other."""
     data = read(path, digest)
-    try:
+    with damage(path):
         return unpack(data)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise Damaged(f"{path} is damaged, or no file of this program: {error}.") from None
 
 
 def read(path: Path, digest: str | None = None) -> bytes:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.checkpoint import Checkpoints
+from fedala import files
+from fedala.checkpoint import Checkpoints, Found
 from fedala.clients import NOTHING, size
 from fedala.cohort import Params, Task, state_of
 from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
-from fedala.errors import RunError, UserError
+from fedala.digests import Digests
+from fedala.errors import RunError, UserError, byte_size, printable
 from fedala.inputs import free_memory
 from fedala.methods import Method, WithALA, catalogue, make
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.randomness import torch_seed
 from fedala.simulation import Fault, Personal, Row, Simulation
-from fedala.store import RunFolder, standing
+from fedala.store import TABLES, RunFolder, standing
 from fedala.version import __version__
 
 
@@ -294,15 +296,19 @@ def execute(
     """
     watcher = watcher or Watcher()
     config = plan.config
-    _check_room(plan, out)
     result = Result(config, {}, out)
     began = time.time()
-    opened = (
-        _reopened(plan, out, resume) if out and resume else RunFolder.create(out, config, force=force) if out else None
-    )
     devices = [plan.device] if plan.device.type == "cuda" else []
-    with opened or nullcontext() as folder, torch.random.fork_rng(devices=devices):
-        identity = _identity(plan) if folder else ""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        about = _describe(plan) if out else Digests()
+        folder, progress = None, dict[str, Progress]()
+        if out and resume:
+            folder, progress = _reopen(stack, plan, out, resume, about, watcher)
+        else:
+            _check_room(plan, out)
+            if out:
+                folder = stack.enter_context(RunFolder.create(out, config, force=force, about=about))
         try:
             if folder:
                 folder.write_split(plan.federation)
@@ -311,22 +317,29 @@ def execute(
                 if folder:
                     outcome.checkpoints = Checkpoints(
                         folder.checkpoints(number),
-                        identity,
+                        about.identity,
                         every=config.checkpoint_every,
                         size=plan.lanes * plan.state_bytes[method.name],
                         say=watcher.say,
                     )
-                _carry_out(plan, method, outcome, folder, bool(resume), watcher, simulate or prepare)
+                _carry_out(plan, method, outcome, folder, progress.get(method.name), watcher, simulate or prepare)
                 if folder:
                     folder.write_summary(_summary(plan, result, time.time() - began))
         except OSError as error:
             if folder is None:
                 raise
             raise RunError(
-                f"{folder.path} cannot be written to any more: {error.strerror or error}. What was finished is kept there; "
-                f"to go on, use fedala run --resume {shlex.quote(str(folder.path))}"
+                f"{folder.path} cannot be written to any more: {error.strerror or error}. "
+                f"What was finished is kept there; {resume_advice(config, folder.path)}."
             ) from error
     return result
+
+
+def resume_advice(config: Config, folder: Path) -> str:
+    """Say how to go on with a run that has stopped, as the end of a sentence."""
+    if config.checkpoint_every == 0:
+        return "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
+    return f"to go on, use fedala run --resume {shlex.quote(str(folder))}"
 
 
 def _carry_out(
@@ -334,31 +347,19 @@ def _carry_out(
     method: Method,
     outcome: MethodResult,
     folder: RunFolder | None,
-    resume: bool,
+    progress: "Progress | None",
     watcher: Watcher,
     simulate: Callable[..., Simulation],
 ) -> None:
     """One method, from its start or from its last checkpoint."""
     config, rounds, checkpoints = plan.config, int(plan.config.rounds or 1), outcome.checkpoints
-    found = checkpoints.newest() if checkpoints and resume else None
-    if folder and resume:
-        finished = found is not None and found.done and found.round == rounds
-        if not finished:
-            folder.cut(method.name, found.round if found else 0)
-        rows = folder.history() if (folder.path / "history.csv").is_file() else []
-        outcome.history = [
-            {key: value for key, value in row.items() if key != "method" and value is not None}
-            for row in rows
-            if row["method"] == method.name
-        ]
-        if finished:
+    if progress:
+        outcome.history = progress.history
+        if progress.is_finished:
             return
-    if found and found.round > rounds:
-        raise UserError(
-            f"{method.title} has been trained for {found.round} rounds already, which is more than {rounds}."
-        )
-    if found and found.server == NOTHING:
-        raise UserError(f"{method.title} is finished and its checkpoint was not kept, so it cannot get more rounds.")
+        if checkpoints:
+            checkpoints.take_up(progress.found)
+    found = progress.found.newest if progress else None
 
     def note(fault: Fault) -> None:
         if folder:
@@ -368,7 +369,7 @@ def _carry_out(
     simulation = simulate(
         plan,
         method,
-        client_files=checkpoints.folder if checkpoints and config.checkpoint_every != 0 else None,
+        client_files=checkpoints.folder if checkpoints else None,
         on_fault=note,
         say=watcher.say,
     )
@@ -388,28 +389,45 @@ def _carry_out(
         if folder and checkpoints and wanted:
             folder.flush()
             checkpoints.write(simulation)
+            folder.seal(method.name, checkpoint=round)
         if stop and round < rounds:
             raise Stopped(f"Stopped after {round} rounds of {method.title}")
 
-    for row in simulation.run(keep if config.save_models else None, after):
-        outcome.history.append(row)
-        if folder:
-            folder.add_history(method.name, [row])
-            folder.add_weights(method.name, row)
-        row.pop("weights", None)
-        if row["round"] < rounds:
-            row.pop("clients")  # every client's part is kept of the last evaluation only
-        elif folder:
-            folder.add_clients(method.name, row)
-        watcher.row(method.name, row)
+    try:
+        for row in simulation.run(keep if config.save_models else None, after):
+            outcome.history.append(row)
+            if folder:
+                folder.add_history(method.name, [row])
+                folder.add_weights(method.name, row)
+            row.pop("weights", None)
+            if row["round"] < rounds:
+                row.pop("clients")  # every client's part is kept of the last evaluation only
+            elif folder:
+                folder.add_clients(method.name, row)
+            watcher.row(method.name, row)
+    finally:
+        if checkpoints and config.checkpoint_every == 0:
+            checkpoints.discard()
     if folder and checkpoints:
         folder.flush()
+        folder.seal(method.name, checkpoint=checkpoints.round, finished=True)
         checkpoints.finish(keep=config.keep_checkpoint)
 
 
-@contextmanager
-def _reopened(plan: Plan, out: Path, source: bool | Path | None) -> Iterator[RunFolder]:
-    """The folder of a run that goes on, or a copy of it, with what has changed noted."""
+@dataclass(frozen=True)
+class Progress:
+    """How far one method of an interrupted or finished run has got."""
+
+    found: Found
+    history: list[Row]
+    is_finished: bool
+    """Whether there is nothing left to do for it."""
+
+
+def _reopen(
+    stack: ExitStack, plan: Plan, out: Path, source: bool | Path, about: Digests, watcher: Watcher
+) -> tuple[RunFolder, dict[str, Progress]]:
+    """Open the folder of a run to go on with it, or a copy of it. Everything is checked before anything is written."""
     folder = RunFolder.existing(source if isinstance(source, Path) else out)
     before = folder.config()
     after = before.changed({f.name: getattr(plan.config, f.name) for f in fields(plan.config)})
@@ -419,13 +437,132 @@ def _reopened(plan: Plan, out: Path, source: bool | Path | None) -> Iterator[Run
                 f"{method.title} plans its rounds ahead, so a run of {before.rounds} cannot be resumed with {after.rounds}."
             )
     elsewhere = out.absolute() != folder.path.absolute()
-    with folder.copied(out) if elsewhere else folder.held() as copy:
-        folder = copy or folder
+    with ExitStack() as held:
+        held.enter_context(folder.held())
+        progress = _inspect(plan, folder, before, about, watcher)
+        _check_room(plan, out, there=0 if elsewhere else folder.size())
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
-        moved = [f"out: {source} → {out}"] if elsewhere else []
-        folder.add_resumption("; ".join([*changes, *moved]))
-        folder.write_config(after)
-        yield folder
+        changes += _other_program(folder.record, about)
+        for change in _other_program(folder.record, about):
+            watcher.say(f"This run began with something else ({change}); its results may differ from now on.")
+        if elsewhere:
+            changes.append(f"out: {folder.path} → {out}")
+            folder = stack.enter_context(folder.copied(out))
+        else:
+            stack.enter_context(held.pop_all())
+    rounds = {name: found.found.newest.round if found.found.newest else 0 for name, found in progress.items()}
+    folder.shorten({name: round for name, round in rounds.items() if not progress[name].is_finished}, about)
+    folder.add_resumption("; ".join(changes))
+    folder.write_config(after)
+    return folder, progress
+
+
+def _inspect(plan: Plan, folder: RunFolder, before: Config, about: Digests, watcher: Watcher) -> dict[str, Progress]:
+    """Find out how far each method has got. Refuse what cannot be resumed, and change nothing."""
+    for sentence in folder.unverified() if folder.record is None else ():
+        watcher.say(sentence)
+    if folder.record and folder.record.identity not in ("", about.identity):
+        raise UserError(
+            f"{folder.path} belongs to a run with another configuration: its options or its data are not the ones given now."
+        )
+    tables = {name: folder.rows(name) for name in TABLES}
+    progress = {}
+    for number, method in enumerate(plan.methods):
+        rows = [
+            {key: value for key, value in row.items() if key != "method" and value is not None}
+            for row in tables["history.csv"]
+            if row["method"] == method.name
+        ]
+        checkpoints = Checkpoints(folder.checkpoints(number), about.identity, say=watcher.say)
+        progress[method.name] = _locate(plan, method, folder, before, rows, checkpoints.find(), watcher)
+    return progress
+
+
+def _locate(
+    plan: Plan,
+    method: Method,
+    folder: RunFolder,
+    before: Config,
+    rows: list[Row],
+    found: Found,
+    watcher: Watcher,
+) -> Progress:
+    """Decide where a method goes on: at its newest checkpoint, at its start, or nowhere because it is finished."""
+    rounds, newest = int(plan.config.rounds or 1), found.newest
+    entry = folder.record.methods.get(method.name) if folder.record else None
+    if newest is None:
+        if entry and entry.checkpoint is not None:
+            raise files.Damaged(
+                f"The checkpoints of {method.title} are gone from {folder.path}: nothing can be resumed."
+            )
+        if entry and entry.finished:
+            if rounds != before.rounds:
+                raise UserError(f"{method.title} is finished and kept no checkpoint, so it cannot get more rounds.")
+            return Progress(found, rows, is_finished=True)
+        if rows and (folder.record is None or before.checkpoint_every == 0):
+            raise UserError(
+                f"{folder.path} has no checkpoint of {method.title}, so it cannot be resumed: "
+                f"run it again, with --config {shlex.quote(str(folder.path / 'config.toml'))} and another --out."
+            )
+        return Progress(found, [], is_finished=False)
+    if newest.round > rounds:
+        raise UserError(
+            f"{method.title} has been trained for {newest.round} rounds already, which is more than {rounds}."
+        )
+    is_finished = newest.done and newest.round == rounds and (entry is None or entry.finished)
+    if is_finished and plan.config.save_models and (damaged := folder.damaged_model(method.name)):
+        sentence = f"{damaged} is gone or damaged"
+        if newest.server == NOTHING:
+            raise files.Damaged(f"{sentence}, and no checkpoint was kept from which it could be written again.")
+        watcher.say(f"{sentence}: the last evaluation is done again to write it.")
+        is_finished = False
+    if not is_finished and newest.server == NOTHING:
+        raise UserError(f"{method.title} is finished and its checkpoint was not kept, so it cannot get more rounds.")
+    evaluations = -(-newest.round // before.eval_every) + is_finished
+    history = rows if is_finished else [row for row in rows if row["round"] < newest.round]
+    if len(history) != evaluations * before.seeds:
+        raise files.Damaged(
+            f"{folder.path / 'history.csv'} is damaged: it has {len(history)} of the {evaluations * before.seeds} rows "
+            f"of {method.title} up to its checkpoint."
+        )
+    return Progress(found, history, is_finished)
+
+
+def _other_program(record: Digests | None, about: Digests) -> list[str]:
+    """Say in what the program or the model is not the one that the run began with."""
+    if record is None:
+        return []
+    changes = [
+        f"{name}: {record.versions[name]} → {version}"
+        for name, version in about.versions.items()
+        if record.versions.get(name, version) != version
+    ]
+    same = len(record.probe) == len(about.probe) and np.allclose(
+        record.probe, about.probe, rtol=1e-3, atol=1e-5, equal_nan=True
+    )
+    if record.probe and not same:
+        changes.append("model: it computes something else from the same initial state")
+    return changes
+
+
+def _describe(plan: Plan) -> Digests:
+    """Say what a run is, for its record."""
+    return Digests(identity=_identity(plan), versions=versions(), probe=_probe(plan))
+
+
+def _probe(plan: Plan) -> list[float]:
+    """Return what the initial model of the first seed computes from the first samples, as far as it can be run alone."""
+    data = plan.federation.dataset
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(plan.config.seed, "initial model"))
+        model = plan.model()
+    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
+    try:
+        with torch.no_grad(), task.mode(training=False):
+            output = model(task.inputs(torch.arange(len(data.y[:2]))))
+        return [round(value, 6) for value in output.double().flatten()[:16].tolist()]
+    except Exception:  # a model of the user's, which may want other samples than these
+        return []
 
 
 def _identity(plan: Plan) -> str:
@@ -526,8 +663,11 @@ def _check_memory(plan: Plan) -> None:
         )
 
 
-def _check_room(plan: Plan, out: Path | None) -> None:
-    """Refuses to keep more than there is room for: every client's model and state, of every method and run."""
+def _check_room(plan: Plan, out: Path | None, there: int = 0) -> None:
+    """Refuse to keep more than there is room for: every client's model and state, of every method and run.
+
+    `there` bytes of it are on the disk already.
+    """
     config, lanes = plan.config, plan.lanes
     models = lanes * sum(method.personal for method in plan.methods) if config.save_models else 0
     need, what = models * _model_bytes(plan), f"Keeping {models} models takes"
@@ -543,9 +683,11 @@ def _check_room(plan: Plan, out: Path | None) -> None:
             need += int(sum(states) + 2 * changed * max(states))
             what = f"Keeping {models} models and the state of {lanes} clients takes"
             advice += ", or --checkpoint-every 0 to do without checkpoints"
+    need = max(0, need - there)
     if need > room:
+        more = "another " if there else ""
         raise UserError(
-            f"{what} {need / 2**30:.1f} GiB of {where}, and there is room for {room / 2**30:.1f}: {advice}."
+            f"{what} {more}{byte_size(need)} of {where}, and there is room for {byte_size(room)}: {advice}."
         )
 
 
@@ -593,8 +735,8 @@ def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
 def _command() -> str:
     """What is running, as one would type it."""
     program = Path(sys.argv[0])
-    is_own = program.stem == "fedala" or program.parts[-2:] == ("fedala", "cli.py")
-    return shlex.join(["fedala" if is_own else sys.argv[0], *sys.argv[1:]])
+    is_own = program.stem == "fedala" or program.parts[-2:] in (("fedala", "cli.py"), ("fedala", "__main__.py"))
+    return printable(shlex.join(["fedala" if is_own else sys.argv[0], *sys.argv[1:]]), 100_000)
 
 
 def _device_name(device: torch.device) -> str:

@@ -36,6 +36,8 @@ class Personal:
     seed: int
     client: int | None
     model: Params
+    is_initial: bool = False
+    """Whether it is Θ⁰, because the client has never taken part."""
 
 
 #: What becomes of a client whose loss or model is no longer finite. In all cases its round does not count.
@@ -517,7 +519,7 @@ class Simulation:
                 state = self.clients.get((run, client))
                 known = self.start[run] if state is None else self.method.left(state.get("local", {}), state)
                 if known:
-                    on_model(Personal(seed, client, known))
+                    on_model(Personal(seed, client, known, is_initial=state is None))
 
 
 def _finite(cohort: Cohort, upload: Params, state: State) -> torch.Tensor:

@@ -6,36 +6,45 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fedala import files
 from fedala.config import Config
 from fedala.data.federation import PARTS, Federation
-from fedala.errors import UserError
-from fedala.inputs import check_room, regular
+from fedala.digests import NAME as DIGESTS
+from fedala.digests import Digests, MethodRecord, RowHash, digest
+from fedala.errors import RunError, UserError, printable, spreadsheet_safe
+from fedala.inputs import check_room, read
 from fedala.simulation import Personal, Row
 
 #: Tables to which a run adds line by line; each line has its method and its round.
 TABLES = ("history.csv", "clients.csv", "weights.csv", "faults.csv")
+#: Files that a run writes as a whole. `digests.json` knows their content, and a run folder is one that it vouches for.
+WHOLE = ("config.toml", "split.csv", "resumed.csv", "summary.json")
 #: What a run folder holds. `--force` replaces a folder only if there is nothing else in it.
-CONTENT = {*TABLES, "split.csv", "resumed.csv", "config.toml", "summary.json", "report.html", "lock", "log-id"}
+CONTENT = {*TABLES, "report.html", "lock", "log-id", *WHOLE, DIGESTS}
 #: And what its sub-folders hold.
 INSIDE = re.compile(
     r"models/[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
     r"|checkpoint/\d+/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)"
-    r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+"
-    r"|wandb/.+",
+    r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+",
     re.ASCII,
 )
+
+#: A logger's own folder. It may hold links, it is never read here, and never deleted.
+FOREIGN = "wandb"
+
+LARGEST = 2**28  # bytes of a file that is read as a whole
 
 #: Columns of its tables that are not numbers.
 _TEXT = {"method", "parameter", "name", "time", "changed"}
@@ -46,6 +55,9 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._record: Digests | None = None
+        self._hashes: dict[tuple[str, str], RowHash] = {}  # by table and method
+        self._initial: dict[Path, Path] = {}  # the file of the initial model, by the folder of a run's models
 
     @classmethod
     def check(cls, path: Path, *, force: bool) -> None:
@@ -66,22 +78,24 @@ class RunFolder:
 
     @classmethod
     @contextmanager
-    def create(cls, path: Path, config: Config, *, force: bool) -> Iterator["RunFolder"]:
-        """A new run folder, which is this process's own for as long as it is used."""
+    def create(cls, path: Path, config: Config, *, force: bool, about: Digests | None = None) -> Iterator["RunFolder"]:
+        """Make a run folder, and keep it to this process while it is in use. `about` says what the run is."""
         cls.check(path, force=force)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folders(path)
         except OSError as error:
             raise UserError(f"The output folder {path} cannot be made: {error.strerror}.") from None
         folder = cls(path)
         with folder.held():
             try:
                 own, folders = _own(path)
-                for entry in own:
+                # The record goes last: until then, it says that all of this is a run's.
+                for entry in sorted(own, key=lambda entry: entry.name == DIGESTS):
                     if entry.name != ".lock":
                         entry.unlink()
                 for entry in folders:  # which fails where something else has come since
                     entry.rmdir()
+                folder._record = about or Digests()
                 folder.write_config(config)
             except OSError as error:
                 raise UserError(f"The output folder {path} cannot be made: {error.strerror}.") from None
@@ -103,13 +117,80 @@ class RunFolder:
             raise UserError(f"{path} is no run folder: there is no config.toml in it.")
         things, folders = _walk(path)
         for entry in (*things, *(folder for folder in folders if _is_own(folder.relative_to(path)))):
-            if entry.relative_to(path).parts[0] == "wandb":
-                continue  # another program's, which has links in it and which is not read here
             if entry.is_symlink() or not entry.is_file():
                 raise UserError(f"{entry} is a link, or no file at all: such a run folder is not used.")
         return cls(path)
 
+    # --- what the run has written, and whether it is still there ---------------------------------------------------
+
+    @property
+    def record(self) -> Digests | None:
+        """The digests of what the run has written; None if the folder has none, so that nothing can be verified."""
+        if self._record is None:
+            self._record = Digests.read(self.path)
+        return self._record
+
+    def verified(self, name: str) -> bytes:
+        """Return the content of a file that the run writes as a whole, held against its digest."""
+        path = self.path / name
+        try:
+            data = read(path, LARGEST)
+        except OSError as error:
+            raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
+        if self.record and not self.record.expects(name, data):
+            raise files.Damaged(f"{path} is damaged: it is not what the run wrote.")
+        return data
+
+    def holds(self, name: str) -> bool:
+        """Tell whether the run has written this file, which may be gone."""
+        return (self.path / name).exists() or (self.record is not None and name in self.record.written)
+
+    def seal(self, method: str, *, checkpoint: int | None = None, finished: bool = False) -> None:
+        """Record the digests of everything that the tables hold of a method now."""
+        entry = self._entry(method)
+        entry.rows = {table: rows.value for (table, own), rows in self._hashes.items() if own == method}
+        entry.checkpoint, entry.finished = checkpoint, finished
+        self._write_record()
+
+    def _entry(self, method: str) -> MethodRecord:
+        return self._kept_record().methods.setdefault(method, MethodRecord())
+
+    def _kept_record(self) -> Digests:
+        """Return the record to add to. A folder that has none gets one, which takes its files as they are."""
+        if self.record is None:
+            there = {name: self.path / name for name in WHOLE if (self.path / name).is_file()}
+            self._record = Digests({name: [digest(read(path, LARGEST))] for name, path in there.items()})
+        assert self._record is not None
+        return self._record
+
+    def _write_record(self) -> None:
+        files.replace(self.path / DIGESTS, self._kept_record().pack())
+
+    def shorten(self, rounds: Mapping[str, int], about: Digests) -> None:
+        """Drop what the tables say of each named method from some evaluation on; `about` says what the run is."""
+        tables = {name: self._lines(name) for name in TABLES if (self.path / name).is_file()}
+        self._hashes, texts = {}, {}
+        for name, (columns, lines) in tables.items():
+            lines = [line for line in lines if int(line["round"]) < rounds.get(line["method"], 2**63)]
+            for line in lines:
+                self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
+            texts[name] = csv_text(columns, lines, header=True)
+        record = self._kept_record()
+        record.identity, record.versions, record.probe = about.identity, about.versions, about.probe
+        for method in {*record.methods, *(method for _, method in self._hashes)}:
+            entry = self._entry(method)
+            entry.rows = {table: rows.value for (table, own), rows in self._hashes.items() if own == method}
+            if method in rounds:
+                entry.finished, entry.models = False, {}
+        self._write_record()  # before the tables get shorter, so that a crash in between is no damage
+        for name, text in texts.items():
+            if (self.path / name).read_bytes() != text.encode():
+                files.replace(self.path / name, text.encode())
+
+    # --- config and copies -----------------------------------------------------------------------------------------
+
     def config(self) -> Config:
+        self.verified("config.toml")
         return Config.of(Config.read(self.path / "config.toml"))
 
     def write_config(self, config: Config) -> None:
@@ -117,10 +198,14 @@ class RunFolder:
 
     @contextmanager
     def copied(self, path: Path) -> Iterator["RunFolder"]:
-        """A copy of the folder somewhere else, held like this one."""
+        """Copy the folder, which the caller holds, to another place, and hold the copy."""
         self.check(path, force=False)
-        with self.held():
-            shutil.copytree(self.path, path, symlinks=True, ignore=shutil.ignore_patterns(".lock", "log-id", "wandb"))
+        try:
+            make_folders(path.parent)
+            ignored = shutil.ignore_patterns(".lock", "log-id", FOREIGN)
+            shutil.copytree(self.path, path, symlinks=True, ignore=ignored)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be copied to {path}: {error.strerror or error}.") from None
         copy = RunFolder(path)
         with copy.held():
             yield copy
@@ -161,7 +246,7 @@ class RunFolder:
         counts = {part: federation.counts(part) for part in PARTS}
         columns = ["client", "class", "name", *counts]
         lines = [
-            {"client": client, "class": label, "name": names[label]}
+            {"client": client, "class": label, "name": spreadsheet_safe(str(names[label]))}
             | {part: count[client, label] for part, count in counts.items()}
             for client, label in np.argwhere(federation.counts()).tolist()
         ]
@@ -172,17 +257,22 @@ class RunFolder:
         self._append(name, [{"method": method, "round": round, **line}])
 
     def add_resumption(self, changes: str) -> None:
-        """Notes that the run goes on, and what is different from now on."""
+        """Note that the run is resumed, and what is different from now on."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._append("resumed.csv", [{"time": now, "changed": changes}])
+        columns, lines = ["time", "changed"], list[dict[str, str]]()
+        if self.holds("resumed.csv"):
+            try:
+                self.verified("resumed.csv")
+                columns, lines = self._lines("resumed.csv")
+            except files.Damaged:
+                lines = [{"time": now, "changed": "resumed.csv was damaged: what it said before is lost"}]
+        lines.append({"time": now, "changed": printable(changes, 10_000)})
+        self._replace("resumed.csv", csv_text(columns, lines, header=True))
 
-    def cut(self, method: str, round: int) -> None:
-        """Takes back what the tables say of a method from some evaluation on, and what was not written to its end."""
-        for name in TABLES:
-            if (self.path / name).is_file():
-                columns, lines = self._lines(name)
-                kept = [line for line in lines if line["method"] != method or int(line["round"]) < round]
-                self._replace(name, csv_text(columns, kept, header=True))
+    def size(self) -> int:
+        """Return how many bytes of models and checkpoints the folder holds."""
+        kept = (self.path / "models").rglob("*"), (self.path / "checkpoint").rglob("*")
+        return sum(path.lstat().st_size for path in chain(*kept) if path.is_file())
 
     def flush(self) -> None:
         """Waits until the tables are on the disk."""
@@ -219,32 +309,47 @@ class RunFolder:
             raise files.Damaged(f"{path} is damaged, or not the table of a run: {error}.") from None
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        texts = [{column: _cell(value) for column, value in line.items()} for line in lines]
         (self.path / name).touch()
         with self._table(name, "r+") as file:
             columns = next(csv.reader(file), [])
-            new = [column for column in lines[0] if column not in columns]
+            new = [column for column in texts[0] if column not in columns]
             if not new:
                 file.seek(0, os.SEEK_END)
-                file.write(csv_text(columns, lines))
-                return
-            file.seek(0)
-            lines = [*csv.DictReader(file), *lines]
-        # Another method may have more to say about a round: its columns are added, empty for the others.
-        self._replace(name, csv_text([*columns, *new], lines, header=True))
+                file.write(csv_text(columns, texts))
+            else:
+                file.seek(0)
+                whole = [*csv.DictReader(file), *texts]
+        if new:  # another method may have more to say about a round: its columns are added, empty for the others
+            files.replace(self.path / name, csv_text([*columns, *new], whole, header=True).encode())
+        for text in texts:
+            self._hashes.setdefault((name, text["method"]), RowHash()).add(text)
 
     def _replace(self, name: str, text: str) -> None:
-        files.replace(self.path / name, text.encode())
+        """Write one of the whole files. Its digest is recorded first, beside that of the version it replaces."""
+        data = text.encode()
+        record = self._kept_record()
+        known = record.written.get(name, [])
+        if known[-1:] != [digest(data)]:
+            record.written[name] = [*known[-1:], digest(data)]
+            self._write_record()
+        files.replace(self.path / name, data)
 
     def history(self) -> list[dict[str, Any]]:
-        """The rows of history.csv, numbers as numbers."""
+        """Return the rows of history.csv, numbers as numbers."""
         return self.rows("history.csv")
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of one of the folder's tables, numbers as numbers."""
-        rows = self._lines(name)[1]
+        """Return the rows of one of the folder's tables, held against their digests, numbers as numbers."""
+        record = self.record  # before the table, which may grow meanwhile
+        if name not in TABLES:
+            self.verified(name)
+        lines = self._lines(name)[1] if (self.path / name).exists() else []
+        if name in TABLES and record:
+            record.check_rows(self.path / name, lines)
         try:
             read: list[dict[str, Any]] = [
-                {key: value if key in _TEXT else _number(value) for key, value in row.items()} for row in rows
+                {key: value if key in _TEXT else _number(value) for key, value in line.items()} for line in lines
             ]
             for accuracy in (row["accuracy"] for row in read if row.get("accuracy") is not None):
                 if accuracy < 0 or accuracy > 1:
@@ -253,20 +358,59 @@ class RunFolder:
             raise files.Damaged(f"{self.path / name} is damaged: {error}.") from None
         return read
 
+    def unverified(self) -> list[str]:
+        """Say, in sentences, what of this folder no digest vouches for."""
+        record = self.record
+        if record is None:
+            return [f"{self.path} has no {DIGESTS}, so nothing in it can be verified."]
+        notes = []
+        for name in TABLES:
+            if (self.path / name).exists() and (newer := record.check_rows(self.path / name, self._lines(name)[1])):
+                notes.append(f"{newer} rows of {self.path / name} are newer than {DIGESTS}, so they are not verified.")
+        return notes
+
     def save_model(self, method: str, personal: Personal) -> None:
         path = self._model(method, personal.seed, personal.client)
         path.parent.mkdir(parents=True, exist_ok=True)
+        models = self._entry(method).models
+        name = path.relative_to(self.path).as_posix()
+        if personal.is_initial and (twin := self._initial.get(path.parent)):
+            with suppress(OSError):  # a disk without hard links gets a file for each
+                path.unlink(missing_ok=True)
+                os.link(twin, path)
+                models[name] = models[twin.relative_to(self.path).as_posix()]
+                return
         model = {name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()}
-        files.replace(path, save(model), durable=False)
+        data = save(model)
+        files.replace(path, data, durable=False)
+        models[name] = digest(data)
+        if personal.is_initial:
+            self._initial[path.parent] = path
 
     def model(self, method: str, seed: int, client: int | None = None) -> dict[str, Tensor]:
-        """A saved model's state, by name: a client's personal one, or the global one."""
+        """Return a saved model's state, by name: a client's personal one, or the global one."""
         path = self._model(method, seed, client)
-        try:
-            tensors: dict[str, Tensor] = load_file(regular(path))
-        except (OSError, SafetensorError) as error:
-            raise files.Damaged(f"{path} is not a readable model: {error}.") from None
+        data = files.read(path, self._model_digest(method, path))
+        with files.damage(path):
+            tensors: dict[str, Tensor] = load(data)
         return tensors
+
+    def _model_digest(self, method: str, path: Path) -> str | None:
+        entry = self.record.methods.get(method) if self.record else None
+        found = entry.models.get(path.relative_to(self.path).as_posix()) if entry else None
+        if found is None and path.exists():
+            warnings.warn(f"{path} cannot be verified: {DIGESTS} does not have its digest.", stacklevel=3)
+        return found
+
+    def damaged_model(self, method: str) -> Path | None:
+        """Return a saved model of the method that is gone or not what the run wrote, if there is one."""
+        entry = self.record.methods.get(method) if self.record else None
+        for name, value in entry.models.items() if entry else ():
+            try:
+                files.read(self.path / name, value)
+            except files.Damaged:
+                return self.path / name
+        return None
 
     def _model(self, method: str, seed: int, client: int | None) -> Path:
         name = "global" if client is None else f"client-{client:05d}"
@@ -276,19 +420,33 @@ class RunFolder:
         self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
 
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it, one after the other: `Path.mkdir` calls itself for each."""
+    for folder in reversed((path, *path.parents)):
+        folder.mkdir(exist_ok=True)
+
+
 def standing(path: Path) -> Path:
     """The nearest folder above a path that is there already."""
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def _walk(path: Path) -> tuple[list[Path], list[Path]]:
-    """Everything in a folder but folders; and these, the deepest first. Links are not followed."""
-    things, folders = [], []
-    for place, below, names in os.walk(path, topdown=False, onerror=_fail):
-        links = [name for name in below if Path(place, name).is_symlink()]
-        things += [Path(place, name) for name in (*names, *links)]
-        folders += [Path(place, name) for name in below if name not in links]
-    return things, folders
+    """Return everything in a run folder but folders; and these, the deepest first. Links are not followed."""
+    things: list[Path] = []
+    folders: list[Path] = []
+    try:
+        for place, below, names in os.walk(path, topdown=False, onerror=_fail):
+            links = [name for name in below if Path(place, name).is_symlink()]
+            things += [Path(place, name) for name in (*names, *links)]
+            folders += [Path(place, name) for name in below if name not in links]
+    except RecursionError:
+        raise UserError(f"{path} has folders in it too deep to be those of a run.") from None
+    foreign = path / FOREIGN
+    return (
+        [entry for entry in things if not entry.is_relative_to(foreign)],
+        [entry for entry in folders if not entry.is_relative_to(foreign)],
+    )
 
 
 def _fail(error: OSError) -> None:
@@ -296,14 +454,23 @@ def _fail(error: OSError) -> None:
 
 
 def _own(path: Path) -> tuple[list[Path], list[Path]]:
-    """What a run has put into its folder; anything else in it is refused."""
+    """Return what a run has put into its folder; refuse a folder that holds anything else."""
     things, folders = _walk(path)
     for entry in sorted((*things, *folders)):
         place = entry.relative_to(path)
-        if not (
-            place.parts[0] in ("models", "checkpoint", "tensorboard", "wandb") if entry in folders else _is_own(place)
-        ):
+        if not (place.parts[0] in ("models", "checkpoint", "tensorboard") if entry in folders else _is_own(place)):
             raise UserError(f"{path} holds {place}, which is no part of a run, so --force will not replace it.")
+    folder = RunFolder(path)
+    for name in WHOLE:
+        if (path / name).exists():
+            if folder.record is None:
+                raise UserError(f"{path} holds {name} but no {DIGESTS}, so --force cannot tell that a run wrote it.")
+            try:
+                folder.verified(name)
+            except files.Damaged:
+                raise UserError(
+                    f"{path / name} is not what the run wrote, so --force will not replace it: move it away first."
+                ) from None
     return things, folders
 
 
@@ -323,7 +490,16 @@ def csv_text(columns: Sequence[str], lines: Iterable[Mapping[str, Any]], *, head
     return text.getvalue()
 
 
+def _cell(value: Any) -> str:
+    """Return a value as it stands in a table; a float comes back as the same float."""
+    return "" if value is None else repr(float(value)) if isinstance(value, float) else str(value)
+
+
 def _number(text: str) -> float | int | None:
     if not text:
         return None
-    return int(text) if text.lstrip("-").isdecimal() else float(text)
+    if not text.lstrip("-").isdecimal():
+        return float(text)
+    if len(text) > 19:
+        raise ValueError(f"{text[:19]}… is a number of more than 64 bits")
+    return int(text)

@@ -287,7 +287,10 @@ def test_a_model_that_is_not_one(tmp_path):
     path.parent.mkdir(parents=True)
     for content in (b"", b"\xff" * 100, (2**62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}x"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="not a readable model"):
+        with (
+            pytest.warns(UserWarning, match="cannot be verified"),
+            pytest.raises(UserError, match="is damaged, or was not written by this program"),
+        ):
             RunFolder(tmp_path).model("fedavg", 0)
 
 

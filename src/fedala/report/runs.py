@@ -12,7 +12,7 @@ import numpy as np
 
 from fedala.config import FREE
 from fedala.data.dataset import first_line
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.inputs import read as bounded
 from fedala.methods import make
 from fedala.running import MethodResult
@@ -113,7 +113,7 @@ def names(paths: Sequence[Path]) -> list[str]:
     most = min(map(len, parts)) - 1
     before = _alike(parts, most)
     after = _alike([part[::-1] for part in parts], most - before)
-    return ["/".join(part[before : len(part) - after]) for part in parts]
+    return [printable("/".join(part[before : len(part) - after]), 1000) for part in parts]
 
 
 def _alike(parts: Sequence[Sequence[str]], most: int) -> int:
