@@ -476,7 +476,7 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="fedala-demo-") as folder, Watch(Console(stderr=True), checked) as watch:
         where = (out or Path(folder) / "demo").absolute()
         found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
-        summary = json.loads((found.path / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(found.verified("summary.json"))
     _console().print(tables.results(summary["methods"]))
     _print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 

@@ -24,7 +24,7 @@ from fedala.data.federation import PARTS, Federation
 from fedala.digests import NAME as DIGESTS
 from fedala.digests import Digests, MethodRecord, RowHash, digest
 from fedala.errors import RunError, UserError, printable, spreadsheet_safe
-from fedala.inputs import check_room, read
+from fedala.inputs import check_room, read, regular
 from fedala.simulation import Personal, Row
 
 #: Tables to which a run adds line by line; each line has its method and its round.
@@ -302,7 +302,7 @@ class RunFolder:
         """A table, opened. What is found not to be one is a damaged file."""
         path = self.path / name
         try:
-            check_room(path.stat().st_size, str(path))
+            check_room(regular(path).stat().st_size, str(path))
             with path.open(mode, newline="", encoding="utf-8") as file:
                 yield file
         except (ValueError, KeyError, csv.Error) as error:
