@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corrupt.worlds import accuracies
 from small import QUICK
 from test_resume import planned, same
 
@@ -248,6 +249,8 @@ def killed_and_resumed(drawn: Drawn, place: Path, rng: random.Random, by_operati
             sort_tables(folder)
     try:
         same(place / "whole", path)
+        assert accuracies(path / "summary.json") == accuracies(place / "whole" / "summary.json")
+        assert not list(path.rglob(".*.new"))
     except AssertionError as error:
         raise AssertionError(f"{drawn}, killed {runs.kills}: {error}") from None
     return runs.kills
