@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-gpu test-kill test-deployment fuzz audit lint clean
+.PHONY: run test test-gpu test-kill test-deployment fuzz corrupt audit lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
@@ -18,14 +18,20 @@ test-gpu:
 	$(PYTEST) -q -m gpu tests/cuda
 	$(PYTEST) -q tests/cuda/test_kernels.py
 
-# The long form of the kill tests.
+# The long form of the kill tests: a hundred kills in configurations drawn at random (KILLS=…).
+KILLS ?= 100
 test-kill: $(READY)
-	FEDALA_KILLS=100 $(BIN)/pytest -q tests/test_kill.py
+	FEDALA_KILLS=$(KILLS) $(BIN)/pytest -q tests/test_kill.py
 
 # The long form of tests/fuzz: damaged input for so many minutes.
 MINUTES ?= 30
 fuzz: $(READY)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.campaign $(MINUTES)
+
+# Every file of finished, stopped and cells' folders × mutations × the commands that read them: a table, and exit code 1
+# for any traceback, hang or silent difference. CORRUPT='finished --only history.csv' for a part of it.
+corrupt: $(READY)
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m corrupt $(CORRUPT)
 
 # Known vulnerabilities in the pinned versions, by pip-audit in an environment of its own that is thrown away. It asks a
 # database on the internet (AUDIT='-s osv' for another one); where it cannot, that is a failure and not a pass.
