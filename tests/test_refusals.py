@@ -152,10 +152,6 @@ def their_folder(name: str) -> Prepare:
     return put(name, "theirs\n")
 
 
-def their_wandb(here: Path) -> None:
-    put("f1/wandb/notes.txt", "not by wandb\n")(here)
-
-
 def no_history(here: Path) -> None:
     (here / "f1" / "history.csv").unlink()
 
@@ -229,10 +225,9 @@ REFUSALS = [
     Refusal("RUN --out notes --force", "diary.txt"),
     Refusal("RUN --out f1 --force", "mine.txt", put("f1/mine.txt", "x")),
     Refusal("RUN --out f1 --force", "mine.txt", put("f1/models/mine.txt", "x")),
-    Refusal("RUN --out f1 --force", "wandb", their_wandb),
-    Refusal("RUN --out tool --force", "config.toml", their_folder("tool/config.toml")),
-    Refusal("RUN --out tool --force", "summary.json", their_folder("tool/summary.json")),
-    Refusal("RUN --out tool --force", "wandb", their_folder("tool/wandb/config.yaml")),
+    Refusal("RUN --out tool --force", "tool", their_folder("tool/config.toml")),
+    Refusal("RUN --out tool --force", "tool", their_folder("tool/summary.json")),
+    Refusal("RUN --out tool --force", "tool", their_folder("tool/wandb/config.yaml")),
     Refusal("RUN --out link --force", "link", link_to_f1),
     Refusal("RUN --out d.npz --force", "d.npz"),
     Refusal("RUN --out d.npz/new", "d.npz"),
@@ -283,9 +278,9 @@ REFUSALS = [
             put("folder.png/x", "")),
     Refusal("partition --dataset d.npz --clients 9999 --save split.json", "clients"),
     # flower and bench
-    Refusal("flower new f1 --dataset d.npz", "f1"),
-    Refusal("flower new d.npz --dataset d.npz", "d.npz"),
-    Refusal("flower new d.npz/app --dataset d.npz", "d.npz"),
+    Refusal("flower new f1 --dataset d.npz --partition iid", "f1"),
+    Refusal("flower new d.npz --dataset d.npz --partition iid", "d.npz"),
+    Refusal("flower new d.npz/app --dataset d.npz --partition iid", "d.npz"),
     Refusal("flower new app --lanes 2", "lanes"),
     Refusal("flower new app --dataset nowhere.npz", "nowhere.npz"),
     Refusal("flower demo --dataset d.npz --out f1", "f1"),

@@ -138,7 +138,7 @@ def test_force_deletes_nothing_that_no_run_wrote(name, folder, tmp_path):
     other = tmp_path / "mine"
     other.mkdir()
     (other / name).write_text("[tool]\nmine = true\n")
-    refused(other, f"holds {name} but no digests.json", force=True)
+    refused(other, "is not empty and has no digests.json", force=True)
     assert (other / name).read_text() == (folder.path / name).read_text() == "[tool]\nmine = true\n"
 
 

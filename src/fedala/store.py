@@ -461,10 +461,10 @@ def _own(path: Path) -> tuple[list[Path], list[Path]]:
         if not (place.parts[0] in ("models", "checkpoint", "tensorboard") if entry in folders else _is_own(place)):
             raise UserError(f"{path} holds {place}, which is no part of a run, so --force will not replace it.")
     folder = RunFolder(path)
+    if folder.record is None and any(entry.name != ".lock" for entry in path.iterdir()):
+        raise UserError(f"{path} is not empty and has no {DIGESTS}, so --force cannot tell that a run wrote it.")
     for name in WHOLE:
         if (path / name).exists():
-            if folder.record is None:
-                raise UserError(f"{path} holds {name} but no {DIGESTS}, so --force cannot tell that a run wrote it.")
             try:
                 folder.verified(name)
             except files.Damaged:
