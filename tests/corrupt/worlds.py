@@ -177,7 +177,8 @@ def accuracies(path: Path) -> Any:
 
 def build(place: Path, names: Sequence[str] = (), *, twins: bool = True) -> list[World]:
     """Make the sound folders in `place`. With `twins`, each has one that was run with other options."""
-    importlib.import_module("torch._dynamo")  # imported here once: every case would import it again
+    for name in ("torch._dynamo", "sklearn.datasets", "matplotlib.figure"):
+        importlib.import_module(name)  # here, once: every case would import it again
     sheets(Results([]))
     makers = {"finished": _finished, "stopped": _stopped, "cells": _cells, "stopped cell": _stopped_cell, "csv": _csv}
     worlds = []
