@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from small import Net, assert_close, ragged_task, start_of
 from torch import nn
 
-from fedala import UserError
+from fedala import UserError, run
 from fedala.ala import Settings, fresh, initialize
 from fedala.cohort import Cohort, average, state_of, steps
+from fedala.data import Dataset as Data
 from fedala.layers import upper
 from fedala.methods import make
 from fedala.simulation import Simulation
@@ -315,6 +316,25 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
         F.cross_entropy(model(task.x[rows]), task.y[rows]).backward()
         optimizer.step()
     assert_close(trained, dict(model.state_dict()), 1e-10)
+
+
+def test_fedala_run_takes_such_models_in_any_number_of_lanes():
+    """Through `run` the skeleton has no numbers; the model ends in batch normalisation, besides."""
+
+    def build():
+        return nn.Sequential(TutorialNet(), nn.BatchNorm1d(3))
+
+    draw = np.random.default_rng(0)
+    x, y = torch.from_numpy(draw.normal(size=(60, 1, 20, 20))).float(), torch.from_numpy(draw.integers(0, 3, 60))
+    losses = []
+    for lanes in ("auto", "1", "3", "all"):
+        result = run(
+            dataset=Data("own", x, y, 3), model=build, method="fedala", rounds=2, clients=4, partition="iid",
+            lanes=lanes, device="cpu", set={"fedala.max_epochs": 2},
+        )  # fmt: skip
+        losses.append([row["loss"] for row in result.history])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_the_trial_depends_on_nothing_that_a_run_changes():

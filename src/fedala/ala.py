@@ -6,9 +6,9 @@ upper p layers (equation 4 of the paper), with weights W that it learns on the c
     ŵ = w + (g − w) ⊙ W                        W in [0, 1], starts at ones, kept for the client's whole life
     W ← clip₀₁( W − η · ∂L/∂ŵ ⊙ (g − w) )      after every mini-batch
 
-Numbers that are not finite (NaN, infinity) never get into W. A round whose weight learning comes to such a number
-leaves W as it was, and the blend is made with that W; a client that has not learned any W takes the received model.
-So does a client whose own model is not finite.
+Numbers that are not finite (NaN, infinity) never get into W. If weight learning comes to such a
+number, W stays as it was, and the blend is made with that W. A client that has not learned any W
+takes the received model. So does a client whose own model is not finite.
 
 `ALA` is the drop-in for anybody's training loop. `initialize` is the same for a cohort of lanes, which is what it is
 made of.
@@ -40,7 +40,7 @@ BINS = 10
 #: The initial stage looks at the spread of this many of the last epoch losses.
 WINDOW = 10
 
-#: The most samples that ALA takes from data of unknown length, such as an `IterableDataset` without `__len__`.
+#: The most samples that ALA takes from data of unknown length: an `IterableDataset` without `__len__`.
 STREAM_LIMIT = 100_000
 
 #: What can go wrong in a lane's round, by the number in `Outcome.faults`; 0: nothing.
@@ -92,11 +92,14 @@ class Report:
     weight_mean: float
     """Mean of W: 1 takes everything from the received model, 0 keeps everything of the local one."""
     fault: str | None = None
-    """What was not finite, and what was done about it; None in a sound round. W and the stage are as before the round."""
+    """What was not finite, and what was done about it. None if all was well; else W is as before."""
 
     @property
     def skipped(self) -> bool:
-        """Nothing was learned: the models are equal on the governed layers, there is no data, W is frozen, or `fault`."""
+        """Nothing was learned.
+
+        The models are equal on the governed layers, or there is no data, or W is frozen, or `fault`.
+        """
         return self.epochs == 0
 
 
@@ -165,8 +168,8 @@ def initialize(
     learning = blending & finite & ~trained if settings.freeze else blending & finite
     weights: Params = {name: value.clone() for name, value in state["weights"].items()}
     losses, epochs, sound = _learn(cohort, settings, learning, trained, weights, local, update, start)
-    # From here on, a lane whose learning failed is a lane that did not learn. No lane waits for another's verdict: all
-    # of this stays on the device.
+    # From here on, a lane whose learning failed counts as one that did not learn. All of this stays
+    # on the device: nobody waits for it.
     sound &= _finite_lanes(weights)
     failed = learning & ~sound
     learned = learning & sound
@@ -219,9 +222,7 @@ def _learn(
         if task.device.type == "cuda" and not rest and _is_plain_head(task, cut, tuple(update)):
             done = _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, samples)
             if done is not None:
-                losses_, epochs_ = done
-                past = torch.arange(losses_.shape[1], device=losses_.device) >= epochs_.unsqueeze(1)
-                return losses_, epochs_, (losses_.isfinite() | past).all(1)
+                return *done, are_finite(*done)
 
         losses: list[list[float]] = [[] for _ in cohort.clients]
         past_initial = trained.tolist()
@@ -319,10 +320,17 @@ def _learn_head(
         return None
 
 
-def _goes_on(losses: Sequence[float], trained: bool, settings: Settings) -> bool:
-    """Whether a client learns for another epoch: its first ALA until the loss has settled, every later one for one epoch.
+def are_finite(losses: Tensor, epochs: Tensor) -> Tensor:
+    """Tell for each lane whether the losses [lane, epoch] of its first `epochs` are finite."""
+    past = torch.arange(losses.shape[1], device=losses.device) >= epochs.unsqueeze(1)
+    return (losses.isfinite() | past).all(1)
 
-    A loss that is not finite spoils the round, so there is no other epoch.
+
+def _goes_on(losses: Sequence[float], trained: bool, settings: Settings) -> bool:
+    """Tell whether a client learns for another epoch.
+
+    Its first ALA lasts until the loss has settled, every later one for one epoch. A loss that is
+    not finite spoils the round, so there is no other epoch.
     """
     if not np.isfinite(losses[-1]):
         return False
@@ -427,18 +435,20 @@ class ALA:
         tuple or a dict of them, passed to the model as arguments or keywords —, a `Dataset` of such pairs, or a
         `DataLoader`, of which the samples that its sampler yields are used, in the dataset's order. Inputs reach the model
         as they are; only floating-point ones are brought to its precision.
-        Of data whose length is not known, at most `STREAM_LIMIT` samples are taken; more are refused.
+        Data of unknown length may have at most `STREAM_LIMIT` samples; more are refused.
         `loss(output, target)` is the mean loss of a batch, a tensor of one number.
 
         Numbers that are not finite do no lasting harm; `report.fault` says what was wrong:
 
         - In the received model: `local_model` stays as it is, and so does W.
         - In the governed layers of the local model: the received model replaces it, and W stays.
-        - In the data, the loss or the gradients of weight learning: W stays as it was before the round, and the blend
-          is made with it; if no W has been learned yet, the received model replaces the local one.
+        - In the data, the loss or the gradients of weight learning: W stays as it was before the
+          round, and the blend is made with it. If no W has been learned yet, the received model
+          replaces the local one.
         - In both models: a `UserError`, because neither can be trained on.
 
-        The round counts in all cases but the last. A buffer may hold infinities that both models share, such as a mask.
+        The round counts in all cases but the last. A buffer may hold infinities that both models
+        share: an attention mask does.
         """
         local, received = (_state_to_blend(model) for model in (local_model, received_model))
         governed = self.governs(local_model)
@@ -470,7 +480,7 @@ class ALA:
             scale=False,
         )
         task.dtype = dtype
-        task.uses_channels_last = False  # one pass does not repay the trial: the model sees what it is used to
+        task.uses_channels_last = False  # one pass over the samples would not repay the trial
         cohort = Cohort(task, [0], [self.settings.seed], round=self.round + 1, received=received, source=[0])
         whole = replace(self.settings, sample=1.0)  # what was collected is the sample
         initialized, state, outcome = initialize(cohort, whole, state, local, received, governed=governed)
@@ -508,7 +518,7 @@ class ALA:
         return {name: value.detach().clone() for name, value in tensors.items()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `state_dict` gave. A state that is not sound is refused, and nothing changes."""
+        """Take up what `state_dict` gave. If it is not sound, refuse it and change nothing."""
         round, state = _checked_state(tensors)
         self.round, self._state = round, state
 
@@ -544,7 +554,7 @@ def _checked_state(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Any] |
 def first_not_finite(model: nn.Module, twin: nn.Module) -> str | None:
     """Name the first parameter or buffer of `model` that is not finite, if there is one.
 
-    A buffer may hold infinities where its twin in the other model has the same ones: an attention mask does.
+    A buffer may hold infinities where its twin in the other model has the same ones.
     """
     for name, parameter in model.named_parameters():
         if not parameter.detach().isfinite().all():
@@ -628,7 +638,10 @@ def _endless() -> UserError:
 
 
 def _up_to_the_end(sampler: Any) -> list[Any]:
-    """List what a sampler yields, up to the length that it names. One that names none is refused if it does not end."""
+    """List what a sampler yields, up to the length that it names.
+
+    If it names no length and does not end, refuse it.
+    """
     length = _length(sampler)
     yielded = list(islice(sampler, STREAM_LIMIT + 1 if length is None else length))
     if length is None and len(yielded) > STREAM_LIMIT:

@@ -147,13 +147,17 @@ class Task:
             return value.squeeze(0).clone(memory_format=torch.channels_last).unsqueeze(0)
         return value.clone(memory_format=torch.contiguous_format)
 
-    # Layouts and vmap only save time, but a model may depend on them: its forward pass or its loss may call `view`,
-    # `stride`, `is_contiguous`, `data_ptr` or `item`. So the task tries the model both ways, once. The trial depends
-    # on nothing that changes during a run, so a resumed run decides as the uninterrupted one.
+    # Layouts and vmap only save time, but a model may depend on them: its forward pass or its loss
+    # may call `view`, `stride`, `is_contiguous`, `data_ptr` or `item`. So the task tries the model
+    # both ways, once. The trial depends on nothing that changes during a run: a resumed run decides
+    # as the uninterrupted one did.
 
     @cached_property
     def uses_channels_last(self) -> bool:
-        """Tell whether convolution weights stand channels last: on a CPU, if the model does not notice."""
+        """Tell whether convolution weights stand channels last.
+
+        They do so on a CPU, where it is faster, if the model does not notice.
+        """
         if self.device.type != "cpu" or not any(p.dim() == 4 for p in self.model.parameters()):
             return False
         if isinstance(self.model, Layered):
@@ -180,11 +184,12 @@ class Task:
         return self._agrees_with_plain(run)
 
     def _agrees_with_plain(self, run: Callable[..., Any]) -> bool:
-        """Tell whether `run(objective, state, x, y)` gives what `objective(state, x, y)` gives, but for rounding.
+        """Tell whether `run(objective, state, x, y)` gives what `objective(state, x, y)` gives.
 
-        Compared are outputs and losses in evaluation and in training mode, and gradients in evaluation mode: batch
-        normalisation over a few samples would blow up the rounding in the other. A model that draws random numbers need
-        not draw the same ones. If the plain model fails, the answer is no.
+        Rounding aside, outputs and losses must agree in evaluation and in training mode, gradients
+        in evaluation mode only: in training, batch normalisation over a few samples magnifies
+        rounding. A model that draws random numbers may draw others. If the plain model fails, the
+        answer is no.
         """
         for training in (False, True):
             try:
@@ -197,7 +202,10 @@ class Task:
         return True
 
     def _try_model(self, run: Callable[..., Any], training: bool) -> tuple[list[Tensor], bool]:
-        """Run a made-up state on four samples. Return all results, and whether the model drew random numbers."""
+        """Run a made-up state on four samples.
+
+        Returns all results, and whether the model drew random numbers.
+        """
         rows = torch.arange(min(4, len(next(leaf for _, leaf in leaves(self.y)))), device=self.device)
         generator = torch.Generator().manual_seed(0)
         state, learning = {}, []
@@ -313,7 +321,7 @@ class Task:
             return tree_map(lambda t: t.unsqueeze(0), f(*(tree_map(lambda t: t.squeeze(0), tree) for tree in trees)))
         if self.uses_vmap:
             return vmap(f, randomness="different")(*trees)
-        # Views of the lanes: what a module changes in place, such as running statistics, arrives in the trees.
+        # Lanes are views: what a module changes in place (running statistics) changes in the trees.
         return tree_map(lambda *parts: torch.stack(parts), *(f(*take(trees, lane)) for lane in range(lanes)))
 
     def losses(self, params: Params, x: Any, y: Any, cut: Cut | None = None) -> Tensor:
@@ -391,7 +399,7 @@ def _lanes_of(trees: Any) -> int:
 
 
 def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Tell whether all tensors agree within five percent: what is not rounding is usually all of it."""
+    """Tell whether all tensors agree within five percent, which is more than rounding."""
     if [a.shape for a in found] != [b.shape for b in expected]:
         return False
     for a, b in zip(found, expected, strict=True):

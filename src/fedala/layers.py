@@ -23,8 +23,8 @@ State = Mapping[str, Tensor]
 class Layered(nn.Module):
     """A model whose forward pass is a chain of stages, one per layer or block.
 
-    It promises to take weights and activations in any memory layout, and to run under `vmap`: it uses `flatten` or
-    `reshape`, not `view`.
+    It promises to take weights and activations in any memory layout, and to run under `vmap`: it
+    uses `flatten` or `reshape`, not `view`.
     """
 
     #: Names of the sub-modules that form each layer, output first.
@@ -67,7 +67,7 @@ def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def _owner(name: str) -> str:
     """Name the module that a parameter or buffer belongs to.
 
-    What stands for a parametrised weight (`fc.parametrizations.weight.original0`) belongs to the layer, `fc`.
+    A parametrised weight (`fc.parametrizations.weight.original0`) belongs to the layer, `fc`.
     """
     before, found, _ = f".{name}".partition(".parametrizations.")
     return before[1:] if found else name.rpartition(".")[0]
@@ -183,9 +183,9 @@ class Cut:
         return set(own) == set(names) and others.isdisjoint(own.values())
 
     def _comes_last(self, names: tuple[str, ...], state: State, x: Any) -> bool:
-        """Whether the features are rows, one for each sample and its alone, in which the last layer has no part.
+        """Tell whether the features are rows, one per sample, that do not depend on the last layer.
 
-        Only the layer's parameters are followed: its buffers do not change while weights are learned.
+        Only its parameters are followed: its buffers do not change while weights are learned.
         """
         parameters = {name for name, _ in self.model.named_parameters()}
         free = {name: value.detach() for name, value in state.items()}

@@ -53,7 +53,7 @@ class ALAMod:
         return reply
 
     def _keep(self, kept: Kept, ala: ALA, record: ArrayRecord, twin: nn.Module) -> str | None:
-        """Keep what training left, with W, for the next round. Return why not, if it is not fit to be kept."""
+        """Keep what training left, with W, for the next round. Return why, if it cannot be kept."""
         fault = None
         if set(record) <= {EMPTY_TENSOR_KEY}:
             fault = "the app's training returned no model"
@@ -73,9 +73,9 @@ class ALAMod:
     ) -> tuple[nn.Module, ArrayRecord, str | None]:
         """Blend the received model and the client's own by ALA.
 
-        Returns the blend, the arrays to train from, and what was not finite, if anything. The arrays are the blend's
-        in the layers that ALA governs and the received ones elsewhere. If the received model is not finite, they are
-        all the client's own.
+        Returns the blend, the arrays to train from, and what was not finite, if anything. The
+        arrays are the blend's in the layers that ALA governs, and the received ones elsewhere. If
+        the received model is not finite, they are all the client's own.
         """
         model, data, loss = (*self.setup(context), F.cross_entropy)[:3]
         theirs = _into(model, _decode(received))
@@ -117,9 +117,10 @@ def ala_mod(setup: Setup, *, experiment: str | None = None, **settings: Any) -> 
     The local model and the weights are kept in files on the node (`state-dir` in its node config), so that they survive a
     restart. They belong to the Flower run; an `experiment` of your naming carries them on into other runs.
 
-    Numbers that are not finite (NaN, infinity) are never kept: `fedala.ALA.initialize` says what becomes of the round, and a
-    model that comes out of training like that does not replace the client's last one. The log says so, and the metric
-    `ala-fault` of every reply is 1 in such a round, else 0 (with the legacy API, in `FitRes.metrics`).
+    Numbers that are not finite (NaN, infinity) are never kept. `fedala.ALA.initialize` says what
+    becomes of such a round, and a trained model that is not finite does not replace the client's
+    last one. The log says so, and so does the metric `ala-fault`, which every reply has: 1 in such
+    a round, else 0. With the legacy API it stands in `FitRes.metrics`.
     """
     return ALAMod(setup, experiment, settings)
 
@@ -159,7 +160,7 @@ def _names(
 
 
 def _decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Read arrays as tensors. The legacy API's say nothing of their type and shape, but their bytes do."""
+    """Read arrays as tensors. Their bytes tell type and shape; the legacy API tells neither."""
     if EMPTY_TENSOR_KEY in record:
         raise UserError("The message carries no arrays: ALA needs the model in it.")
     try:
@@ -169,7 +170,10 @@ def _decode(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def _add_metric(reply: Message, fault: str | None) -> None:
-    """Say in the reply's metrics whether something was not finite: in every reply, since Flower compares their names."""
+    """Say in the reply's metrics whether something was not finite.
+
+    Every reply says it, because Flower skips a round whose replies have different metrics.
+    """
     content = reply.content
     legacy = {key: record for key, record in content.config_records.items() if key == "fitres.metrics"}
     metrics: dict[str, Any] = legacy or dict(content.metric_records)
