@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from fedala import UserError
 from fedala.layers import Cut, layers_of, upper
@@ -251,3 +252,98 @@ def test_what_is_cut_and_what_is_not(name):
     assert Cut(model, 1, (state(model), x[:2])).cuts == (name in ("sequential", "branches", "rows of features"))
     assert [p.requires_grad for p in model.parameters()] == before
     assert not any(module._forward_hooks for module in model.modules())
+
+
+# --- last layers of every kind -----------------------------------------------------------------------------------------
+
+
+class Listed(nn.Module):
+    """A last layer that is no module with a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.list = nn.ParameterList([nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.zeros(3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) @ self.list[0] + self.list[1]
+
+
+class WholeBuffers(nn.Module):
+    """A last layer with a buffer of whole numbers and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.fc.register_buffer("order", torch.tensor([2, 0, 1]))
+        self.fc.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+        self.fc.register_forward_hook(lambda fc, args, output: output[:, fc.order] * fc.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.body(x))
+
+
+class SixRows(nn.Module):
+    """Takes batches of six samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.body(x.view(6, 4)))
+
+
+def after(*last: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *last)
+
+
+IMAGES = torch.linspace(-1, 1, 96).reshape(6, 1, 4, 4)
+#: How the model is built, its inputs, how many parameters its last layer has, and whether it can be cut off.
+LAST: dict[str, tuple[Callable[[], nn.Module], Tensor, int, bool]] = {
+    "batch norm": (lambda: after(nn.BatchNorm1d(6)), POINTS, 2, True),
+    "layer norm": (lambda: after(nn.LayerNorm(6)), POINTS, 2, True),
+    "group norm": (lambda: after(nn.GroupNorm(2, 6)), POINTS, 2, True),
+    "prelu": (lambda: after(nn.PReLU()), POINTS, 1, True),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.Conv2d(2, 3, 3)), IMAGES, 2, True),
+    "instance norm": (
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.InstanceNorm2d(2, affine=True, track_running_stats=True)),
+        IMAGES,
+        2,
+        True,
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Identity(), nn.Embedding(9, 3)),
+        torch.arange(24).reshape(6, 4) % 9,
+        1,
+        False,
+    ),
+    "weight norm": (lambda: after(weight_norm(nn.Linear(6, 3))), POINTS, 3, True),
+    "spectral norm": (lambda: after(spectral_norm(nn.Linear(6, 3, bias=False))), POINTS, 1, True),
+    "parameter list": (Listed, POINTS, 2, False),
+    "buffers": (WholeBuffers, POINTS, 2, True),
+    "fixed batch": (SixRows, POINTS, 2, False),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_a_last_layer_of_any_kind_is_cut_off_or_left(name):
+    build, x, parameters, cuts = LAST[name]
+    torch.manual_seed(0)
+    model, skeleton = build().eval(), build().eval()
+    assert len(upper(model, 1)) == parameters
+    cut = Cut(skeleton, 1, (state(model), x[:2]))
+    assert cut.cuts == cuts
+    with torch.no_grad():
+        features = cut.lower(state(model), x)
+        needed = {n: state(model)[n] for layer in layers_of(model)[: cut.p] for n in layer}
+        torch.testing.assert_close(cut.upper(needed, features), model(x))
+    assert not any(value.requires_grad for _, value in model.named_buffers())
+
+
+def test_a_parametrised_weight_and_its_bias_are_one_layer():
+    model = after(weight_norm(nn.Linear(6, 3)))
+    assert len(layers_of(model)) == 2
+    assert upper(model, 1) == ("2.bias", "2.parametrizations.weight.original0", "2.parametrizations.weight.original1")
+    alone = weight_norm(nn.Linear(6, 3))
+    assert len(layers_of(alone)) == 1

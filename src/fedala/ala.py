@@ -6,13 +6,18 @@ upper p layers (equation 4 of the paper), with weights W that it learns on the c
     ŵ = w + (g − w) ⊙ W                        W in [0, 1], starts at ones, kept for the client's whole life
     W ← clip₀₁( W − η · ∂L/∂ŵ ⊙ (g − w) )      after every mini-batch
 
+Numbers that are not finite (NaN, infinity) never get into W. If weight learning comes to such a
+number, W stays as it was, and the blend is made with that W. A client that has not learned any W
+takes the received model. So does a client whose own model is not finite.
+
 `ALA` is the drop-in for anybody's training loop. `initialize` is the same for a cohort of lanes, which is what it is
 made of.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from fedala.cohort import Cohort, Loss, Params, Samples, Task, lanewise, onto, state_of, steps
+from fedala.cohort import Cohort, Loss, Params, Samples, Task, few, lanewise, onto, state_of, steps
 from fedala.cuda import has_kernels
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.layers import Cut, Layered, upper
 from fedala.options import build, option
 from fedala.randomness import draw
@@ -34,6 +39,17 @@ BINS = 10
 
 #: The initial stage looks at the spread of this many of the last epoch losses.
 WINDOW = 10
+
+#: The most samples that ALA takes from data of unknown length: an `IterableDataset` without `__len__`.
+STREAM_LIMIT = 100_000
+
+#: What can go wrong in a lane's round, by the number in `Outcome.faults`; 0: nothing.
+FAULTS = (
+    None,
+    "the local model is not finite, so the received model replaced it and W was not learned",
+    "the loss or the gradient of weight learning was not finite, so W is as it was before this round",
+)
+RECEIVED_FAULT = "the received model is not finite, so the local model stayed as it was and W was not learned"
 
 
 @dataclass(frozen=True)
@@ -75,15 +91,26 @@ class Report:
     """Whether the initial stage ended by `max_epochs`."""
     weight_mean: float
     """Mean of W: 1 takes everything from the received model, 0 keeps everything of the local one."""
+    fault: str | None = None
+    """What was not finite, and what was done about it. None if all was well; else W is as before."""
 
     @property
     def skipped(self) -> bool:
-        """Nothing was learned: the two models are equal on the governed layers, or there is no data, or W is frozen."""
+        """Nothing was learned.
+
+        The models are equal on the governed layers, or there is no data, or W is frozen, or `fault`.
+        """
         return self.epochs == 0
 
 
 def fresh(received: Params, governed: Sequence[str]) -> dict[str, Any]:
     """The state of clients that have never learned: W of ones, one per lane of `received`."""
+    for name in governed:
+        if not received[name].is_floating_point():
+            raise UserError(
+                f"ALA blends real floating-point parameters, and {printable(name, 100)} is {received[name].dtype}: "
+                "choose other layers."
+            )
     lanes = len(next(iter(received.values())))
     device = next(iter(received.values())).device
     return {
@@ -100,13 +127,16 @@ class Outcome(NamedTuple):
     """[lane, epoch], NaN beyond a lane's last."""
     initial: Tensor
     weight_mean: Tensor
+    faults: Tensor
+    """Places in `FAULTS`."""
 
     def reports(self, settings: Settings) -> list[Report]:
         reports = []
         columns = (tensor.tolist() for tensor in self)
-        for epochs, losses, initial, mean in zip(*columns, strict=True):
+        for epochs, losses, initial, mean, fault in zip(*columns, strict=True):
             settled = initial and _has_settled(losses[:epochs], settings)
-            reports.append(Report(epochs, tuple(losses[:epochs]), initial, settled, initial and not settled, mean))
+            capped = initial and not settled
+            reports.append(Report(epochs, tuple(losses[:epochs]), initial, settled, capped, mean, FAULTS[fault]))
         return reports
 
 
@@ -128,26 +158,39 @@ def initialize(
     trained = state["trained"]
     none = torch.zeros(len(cohort), dtype=torch.int64, device=trained.device)
     if cohort.round < settings.start_round or not governed:
-        return (
-            dict(start),
-            state,
-            Outcome(none, none.new_zeros(len(none), 0), none.bool(), torch.ones_like(none).float()),
-        )
+        nothing = none.new_zeros(len(none), 0)
+        return dict(start), state, Outcome(none, nothing, none.bool(), torch.ones_like(none).float(), none)
 
     update = {name: received[name] - local[name] for name in governed}  # the paper's "update", g − w
     differs = torch.stack([(update[name] != 0).flatten(1).any(1) for name in governed]).any(0)
     blending = differs & onto(differs.device, [size > 0 for size in cohort.sizes()])
-    learning = blending & ~trained if settings.freeze else blending
+    finite = _finite_lanes(update)
+    learning = blending & finite & ~trained if settings.freeze else blending & finite
     weights: Params = {name: value.clone() for name, value in state["weights"].items()}
-    losses, epochs = _learn(cohort, settings, learning, trained, weights, local, update, start)
+    losses, epochs, sound = _learn(cohort, settings, learning, trained, weights, local, update, start)
+    # From here on, a lane whose learning failed counts as one that did not learn. All of this stays
+    # on the device: nobody waits for it.
+    sound &= _finite_lanes(weights)
+    failed = learning & ~sound
+    learned = learning & sound
+    for name, before in state["weights"].items():
+        weights[name] = torch.where(lanewise(sound, before), weights[name], before)
+    blendable = blending & finite & (trained | learned)
 
     def blend(name: str) -> Tensor:
         blended = local[name] + update[name] * weights[name]
-        return torch.where(lanewise(blending, blended), blended, received[name])
+        return torch.where(lanewise(blendable, blended), blended, received[name])
 
     initialized = {name: blend(name) if name in update else value for name, value in start.items()}
-    outcome = Outcome(epochs, losses, learning & ~trained, _weight_means(weights))
-    return initialized, {"weights": weights, "trained": trained | learning}, outcome
+    faults = (blending & ~finite).long() + 2 * failed.long()
+    epochs = torch.where(failed, 0, epochs)
+    outcome = Outcome(epochs, losses, learned & ~trained, _weight_means(weights), faults)
+    return initialized, {"weights": weights, "trained": trained | learned}, outcome
+
+
+def _finite_lanes(params: Params) -> Tensor:
+    """Tell for each lane whether all its numbers are finite."""
+    return torch.stack([value.isfinite().flatten(1).all(1) for value in params.values()]).all(0)
 
 
 def _learn(
@@ -159,8 +202,11 @@ def _learn(
     local: Params,
     update: Params,
     start: Params,
-) -> tuple[Tensor, Tensor]:
-    """Learns W in place in the lanes that are `learning`. Returns each lane's epoch losses and number of epochs."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Learn W in place in the lanes that are `learning`.
+
+    Returns each lane's epoch losses, its number of epochs, and whether all its losses are finite.
+    """
     task = cohort.task
     samples = cohort.drawn("ala sample", lambda cohort: _samples(cohort, settings.sample))
     with task.mode(training=False):
@@ -176,7 +222,7 @@ def _learn(
         if task.device.type == "cuda" and not rest and _is_plain_head(task, cut, tuple(update)):
             done = _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, samples)
             if done is not None:
-                return done
+                return *done, are_finite(*done)
 
         losses: list[list[float]] = [[] for _ in cohort.clients]
         past_initial = trained.tolist()
@@ -198,7 +244,10 @@ def _learn(
                     x, y = cohort.rows(table, where[lanes, columns]), task.targets(which[lanes, columns])
                     loss = task.losses({**take(others, lanes), **hat}, x, y, cut)
                     if not loss.requires_grad:
-                        raise UserError(f"The model uses none of the parameters that ALA governs: {', '.join(update)}.")
+                        raise UserError(
+                            "The loss does not depend on the parameters that ALA governs "
+                            f"({few(list(update))}): choose other layers, and do not detach the loss."
+                        )
                     gradients = torch.autograd.grad(loss.sum(), list(hat.values()), materialize_grads=True)
                     for name, gradient in zip(update, gradients, strict=True):
                         weights_[name].sub_(gradient * update_[name], alpha=settings.eta).clamp_(0, 1)
@@ -211,7 +260,8 @@ def _learn(
             active = goes_on
     epochs = [len(own) for own in losses]
     padded = [own + [float("nan")] * (max(epochs) - len(own)) for own in losses]
-    return torch.tensor(padded, dtype=torch.float64), torch.tensor(epochs, device=trained.device)
+    sound = onto(trained.device, [bool(np.isfinite(own).all()) for own in losses])
+    return torch.tensor(padded, dtype=torch.float64), torch.tensor(epochs, device=trained.device), sound
 
 
 def _is_plain_head(task: Task, cut: Cut, governed: tuple[str, ...]) -> bool:
@@ -244,7 +294,7 @@ def _learn_head(
     task = cohort.task
     table, places = cohort.features(cut, start, samples)
     if table is None:  # nobody has a sample
-        return torch.empty(len(cohort), 0), torch.zeros_like(trained, dtype=torch.int64)
+        return torch.empty(len(cohort), 0, device=trained.device), torch.zeros_like(trained, dtype=torch.int64)
     if table.dim() != 2:
         return None
     lengths = samples.counts
@@ -270,8 +320,20 @@ def _learn_head(
         return None
 
 
+def are_finite(losses: Tensor, epochs: Tensor) -> Tensor:
+    """Tell for each lane whether the losses [lane, epoch] of its first `epochs` are finite."""
+    past = torch.arange(losses.shape[1], device=losses.device) >= epochs.unsqueeze(1)
+    return (losses.isfinite() | past).all(1)
+
+
 def _goes_on(losses: Sequence[float], trained: bool, settings: Settings) -> bool:
-    """Whether a client learns for another epoch: its first ALA until the loss has settled, every later one for one epoch."""
+    """Tell whether a client learns for another epoch.
+
+    Its first ALA lasts until the loss has settled, every later one for one epoch. A loss that is
+    not finite spoils the round, so there is no other epoch.
+    """
+    if not np.isfinite(losses[-1]):
+        return False
     enough = trained or _has_settled(losses, settings) or len(losses) >= settings.max_epochs
     return not enough or len(losses) < settings.min_epochs
 
@@ -373,14 +435,35 @@ class ALA:
         tuple or a dict of them, passed to the model as arguments or keywords —, a `Dataset` of such pairs, or a
         `DataLoader`, of which the samples that its sampler yields are used, in the dataset's order. Inputs reach the model
         as they are; only floating-point ones are brought to its precision.
-        `loss(output, target)` is the mean loss of a batch.
+        Data of unknown length may have at most `STREAM_LIMIT` samples; more are refused.
+        `loss(output, target)` is the mean loss of a batch, a tensor of one number.
+
+        Numbers that are not finite do no lasting harm; `report.fault` says what was wrong:
+
+        - In the received model: `local_model` stays as it is, and so does W.
+        - In the governed layers of the local model: the received model replaces it, and W stays.
+        - In the data, the loss or the gradients of weight learning: W stays as it was before the
+          round, and the blend is made with it. If no W has been learned yet, the received model
+          replaces the local one.
+        - In both models: a `UserError`, because neither can be trained on.
+
+        The round counts in all cases but the last. A buffer may hold infinities that both models
+        share: an attention mask does.
         """
+        local, received = (_state_to_blend(model) for model in (local_model, received_model))
         governed = self.governs(local_model)
-        local, received = state_of(local_model), state_of(received_model)
         _check_twins(local, received)
         device = next(iter(local.values())).device
         received = {name: value.to(device, copy=True) for name, value in received.items()}
         state = self._state_for(received, governed)
+        if (bad := first_not_finite(received_model, local_model)) is not None:
+            if (own := first_not_finite(local_model, received_model)) is not None:
+                raise UserError(
+                    f"Neither model can be used: {printable(bad, 100)} of the received one and {printable(own, 100)} of "
+                    "the local one are not finite. Start again from a finite model."
+                )
+            self.round += 1
+            return self._fault_report(RECEIVED_FAULT)
         draw_ = draw(self.settings.seed, "ala sample", round=self.round + 1)
         x, y = _collect(data, lambda size: _positions(draw_, size, self.settings.sample))
         rows = np.arange(len(next(leaf for _, leaf in leaves(x))))
@@ -390,13 +473,14 @@ class ALA:
             x,
             y,
             [rows],
-            loss=loss,
+            loss=loss if loss is F.cross_entropy else _checked(loss),
             batch_size=self.settings.batch_size,
             device=device,
             precision="float64" if dtype == torch.float64 else "float32",
             scale=False,
         )
         task.dtype = dtype
+        task.uses_channels_last = False  # one pass over the samples would not repay the trial
         cohort = Cohort(task, [0], [self.settings.seed], round=self.round + 1, received=received, source=[0])
         whole = replace(self.settings, sample=1.0)  # what was collected is the sample
         initialized, state, outcome = initialize(cohort, whole, state, local, received, governed=governed)
@@ -406,6 +490,11 @@ class ALA:
         self._state, self.round = state, self.round + 1
         [report] = outcome.reports(self.settings)
         return report
+
+    def _fault_report(self, fault: str) -> Report:
+        """Report a round in which nothing was done."""
+        mean = float(_weight_means(self._state["weights"])) if self._state and self._state["weights"] else 1.0
+        return Report(0, (), False, False, False, mean, fault)
 
     def _state_for(self, received: Params, governed: Sequence[str]) -> dict[str, Any]:
         """What this client has learned so far, as `received` is: in the model's order, on its device."""
@@ -429,18 +518,84 @@ class ALA:
         return {name: value.detach().clone() for name, value in tensors.items()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up what `state_dict` gave."""
-        if "round" not in tensors or ("trained" not in tensors and any(n.startswith("weights.") for n in tensors)):
-            raise UserError("This is not the state of an ALA: it needs round, trained and weights.*.")
-        self.round = int(tensors["round"])
-        self._state = None
-        if "trained" in tensors:
-            weights = {
-                name.removeprefix("weights."): value.detach().clone().unsqueeze(0)
-                for name, value in tensors.items()
-                if name.startswith("weights.")
-            }
-            self._state = {"weights": weights, "trained": tensors["trained"].detach().clone().reshape(1)}
+        """Take up what `state_dict` gave. If it is not sound, refuse it and change nothing."""
+        round, state = _checked_state(tensors)
+        self.round, self._state = round, state
+
+
+def _checked_state(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Any] | None]:
+    """Read the round and what was learned out of a state dict, or refuse it."""
+    wrong = "This is not the state of an ALA: "
+    if not isinstance(tensors, Mapping):
+        raise UserError(f"{wrong}it must be a dict of tensors, not {type(tensors).__name__}.")
+    weights = {name.removeprefix("weights."): value for name, value in tensors.items() if name.startswith("weights.")}
+    if "round" not in tensors or ("trained" not in tensors and weights):
+        raise UserError(f"{wrong}it needs round, trained and weights.*.")
+    try:
+        round = operator.index(tensors["round"])
+    except (TypeError, ValueError, RuntimeError):
+        round = -1
+    if isinstance(tensors["round"], bool) or not 0 <= round < 2**62:
+        raise UserError(f"{wrong}round must be a whole number from 0 on, not {tensors['round']}.")
+    if "trained" not in tensors:
+        return round, None
+    trained = tensors["trained"]
+    if not isinstance(trained, Tensor) or trained.dtype != torch.bool or trained.numel() != 1:
+        raise UserError(f"{wrong}trained must be a tensor of one bool.")
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise UserError(f"{wrong}the weights of {printable(name, 100)} must be a tensor of floating-point numbers.")
+        if not ((value >= 0) & (value <= 1)).all():  # NaN is neither
+            raise UserError(f"{wrong}the weights of {printable(name, 100)} must be between 0 and 1.")
+    copies = {name: value.detach().clone().unsqueeze(0) for name, value in weights.items()}
+    return round, {"weights": copies, "trained": trained.detach().clone().reshape(1)}
+
+
+def first_not_finite(model: nn.Module, twin: nn.Module) -> str | None:
+    """Name the first parameter or buffer of `model` that is not finite, if there is one.
+
+    A buffer may hold infinities where its twin in the other model has the same ones.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.detach().isfinite().all():
+            return name
+    others = dict(twin.named_buffers())
+    for name, buffer in model.named_buffers():
+        if not (buffer.isfinite() | (buffer == others[name].to(buffer.device))).all():
+            return name
+    return None
+
+
+def _state_to_blend(model: nn.Module) -> Params:
+    """Give a model's state as one lane, provided that there is one: real numbers on one device."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"ALA blends two models of type nn.Module, not {type(model).__name__}.")
+    state = state_of(model)
+    if not any(True for _ in model.parameters()):
+        raise UserError("The model has no parameters: there is nothing to blend.")
+    devices = {str(value.device) for value in state.values()}
+    if "meta" in devices:
+        raise UserError(
+            "The model is on the device meta, so it has no numbers: move it with to_empty and load a state."
+        )
+    if len(devices) > 1:
+        raise UserError(f"The model is spread over {', '.join(sorted(devices))}: ALA needs it on one device.")
+    return state
+
+
+def _checked(loss: Loss) -> Loss:
+    """Wrap a loss so that it is refused unless it gives one number."""
+
+    def one_number(output: Any, target: Any) -> Tensor:
+        value: Any = loss(output, target)
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
+            return value.reshape(())
+        what = type(value).__name__
+        if isinstance(value, Tensor):
+            what = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+        raise UserError(f"The loss must return the mean loss of the batch as a tensor of one number, not {what}.")
+
+    return one_number
 
 
 def _check_twins(local: Params, received: Params) -> None:
@@ -453,25 +608,75 @@ def _check_twins(local: Params, received: Params) -> None:
 def _collect(data: Any, choose: Callable[[int], np.ndarray]) -> tuple[Any, Any]:
     """Inputs and targets of the chosen samples, as trees of tensors whose first dimension is the sample."""
     if isinstance(data, Dataset):
+        if not isinstance(data, IterableDataset) and _length(data) is None:
+            raise UserError(f"The dataset has no length: give {type(data).__name__} a __len__.")
         data = DataLoader(data, batch_size=256)
     if isinstance(data, DataLoader):
         if data.batch_sampler is not None and not isinstance(data.dataset, IterableDataset):
             x, y = tree_map(torch.as_tensor, _pick(data, choose))
             return x, y
-        data = _concatenate([_pair(batch) for batch in data])
+        data = _concatenate(_batches(data))
     pair = _pair(data)
     rows = choose(len(next(leaf for _, leaf in leaves(pair))))
     x, y = tree_map(lambda leaf: torch.as_tensor(leaf[rows]), pair)
     return x, y
 
 
+def _length(data: Any) -> int | None:
+    """Give the length that a dataset says it has, or None."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _endless() -> UserError:
+    return UserError(
+        f"The data has not ended after {STREAM_LIMIT} samples and names no length: give the dataset (or its sampler) a "
+        "__len__, or hand over a finite part of it."
+    )
+
+
+def _up_to_the_end(sampler: Any) -> list[Any]:
+    """List what a sampler yields, up to the length that it names.
+
+    If it names no length and does not end, refuse it.
+    """
+    length = _length(sampler)
+    yielded = list(islice(sampler, STREAM_LIMIT + 1 if length is None else length))
+    if length is None and len(yielded) > STREAM_LIMIT:
+        raise _endless()
+    return yielded
+
+
+def _batches(loader: DataLoader[Any]) -> list[tuple[Any, Any]]:
+    """Take the batches of a loader without a sampler, up to the length that its dataset names.
+
+    A stream may never end. One that names no length is refused beyond `STREAM_LIMIT` samples.
+    """
+    length = _length(loader.dataset) if isinstance(loader.dataset, IterableDataset) else None
+    pairs: list[tuple[Any, Any]] = []
+    taken = 0
+    for batch in loader:
+        if length is not None and taken >= length:
+            break
+        pair = _pair(batch)
+        pairs.append(pair)
+        taken += len(next(leaf for _, leaf in leaves(pair)))
+        if length is None and taken > STREAM_LIMIT:
+            raise _endless()
+    if length is not None and taken > length:
+        pairs[-1] = tree_map(lambda leaf: leaf[: len(leaf) - (taken - length)], pairs[-1])
+    return pairs
+
+
 def _pick(loader: DataLoader[Any], choose: Callable[[int], np.ndarray]) -> tuple[Any, Any]:
     """The chosen ones of the samples that a loader yields in an epoch, each once and in the dataset's own order."""
     batches: Any = loader.batch_sampler
-    yielded = batches.sampler if type(batches) is BatchSampler else chain.from_iterable(batches)
+    yielded = batches.sampler if type(batches) is BatchSampler else list(chain.from_iterable(_up_to_the_end(batches)))
     if type(yielded) is RandomSampler and not yielded.replacement and yielded.num_samples == len(yielded.data_source):
         yielded = range(yielded.num_samples)  # a shuffle: all of them, and its generator is the user's
-    own = np.unique(np.array(list(yielded)))
+    own = np.unique(np.array(_up_to_the_end(yielded)))
     samples = [loader.dataset[key] for key in own[choose(len(own))].tolist()]
     try:
         return _pair(loader.collate_fn(samples)) if samples else (torch.empty(0), torch.empty(0))

@@ -23,9 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn.parameter import is_lazy
 
 from fedala.embedding import RowGradient, RowGradients, large_embeddings
-from fedala.layers import Cut, call, layers_of
+from fedala.errors import UserError, printable
+from fedala.layers import Cut, Layered, call, layers_of
 from fedala.randomness import draw
 from fedala.trees import leaves, take, tree_map
 
@@ -40,6 +42,11 @@ Objective = Callable[..., Tensor]
 def state_of(model: nn.Module) -> Params:
     """A model's parameters and buffers as one lane."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if lazy := [name for name, value in state.items() if is_lazy(value)]:
+        raise UserError(
+            f"{printable(lazy[0], 100)} of the model has no shape yet, because its layer is a lazy one: "
+            "run the model on a batch before you hand it over."
+        )
     return {name: value.detach().unsqueeze(0) for name, value in state.items()}
 
 
@@ -85,13 +92,17 @@ class Task:
         self._feature_bytes: dict[int, int] = {}
         if self.device.type == "cuda":
             sample = sum(leaf[:1].numel() for _, leaf in leaves(self.x))
-            activations = 400 * sample  # bytes: the widest layers of image models are some hundred times their input
+            activations = 400 * max(
+                1, sample
+            )  # bytes: the widest layers of image models are some hundred times their input
             memory = torch.cuda.get_device_properties(self.device).total_memory
             self.chunk = max(16, min(16384, memory // 8 // activations))
             if feature_memory is None:
                 self.feature_memory = memory // 8
         self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
         self.layers = layers_of(model)
+        if not any(True for _ in model.parameters()):
+            raise UserError("The model has no parameters: there is nothing to learn.")
         self.trainable = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         #: On a GPU: the steps that have been captured, by what they do; what rounds to come have drawn; whom evaluations test.
         self.captured: dict[Any, Any] = {}
@@ -128,10 +139,103 @@ class Task:
             return not torch.equal(before, torch.get_rng_state())
 
     def laid_out(self, value: Tensor) -> Tensor:
-        """A copy of one lane's [1, …] tensor in the order that the device likes best: on a CPU, channels last."""
-        if self.device.type == "cpu" and value.dim() == 5 and len(value) == 1:
+        """Copy a tensor of lanes into the memory order that is fastest for this model.
+
+        One lane's [1, out, in, height, width] stands channels last if `uses_channels_last`.
+        """
+        if value.dim() == 5 and len(value) == 1 and self.uses_channels_last:
             return value.squeeze(0).clone(memory_format=torch.channels_last).unsqueeze(0)
         return value.clone(memory_format=torch.contiguous_format)
+
+    # Layouts and vmap only save time, but a model may depend on them: its forward pass or its loss
+    # may call `view`, `stride`, `is_contiguous`, `data_ptr` or `item`. So the task tries the model
+    # both ways, once. The trial depends on nothing that changes during a run: a resumed run decides
+    # as the uninterrupted one did.
+
+    @cached_property
+    def uses_channels_last(self) -> bool:
+        """Tell whether convolution weights stand channels last.
+
+        They do so on a CPU, where it is faster, if the model does not notice.
+        """
+        if self.device.type != "cpu" or not any(p.dim() == 4 for p in self.model.parameters()):
+            return False
+        if isinstance(self.model, Layered):
+            return True
+
+        def run(objective: Objective, state: Params, x: Any, y: Any) -> Any:
+            def lay_out(value: Tensor) -> Tensor:
+                return value.clone(memory_format=torch.channels_last) if value.dim() == 4 else value
+
+            return objective(tree_map(lay_out, state), x, y)
+
+        return self._agrees_with_plain(run)
+
+    @cached_property
+    def uses_vmap(self) -> bool:
+        """Tell whether several lanes run as one program: if the model does not notice."""
+        if isinstance(self.model, Layered):
+            return True
+
+        def run(objective: Objective, *trees: Any) -> Any:
+            stacked = vmap(objective, randomness="different")
+            return take(stacked(*tree_map(lambda t: torch.stack([t, t]), trees)), 0)
+
+        return self._agrees_with_plain(run)
+
+    def _agrees_with_plain(self, run: Callable[..., Any]) -> bool:
+        """Tell whether `run(objective, state, x, y)` gives what `objective(state, x, y)` gives.
+
+        Rounding aside, outputs and losses must agree in evaluation and in training mode, gradients
+        in evaluation mode only: in training, batch normalisation over a few samples magnifies
+        rounding. A model that draws random numbers may draw others. If the plain model fails, the
+        answer is no.
+        """
+        for training in (False, True):
+            try:
+                expected, draws = self._try_model(lambda objective, *trees: objective(*trees), training)
+                found, _ = self._try_model(run, training)
+            except Exception:  # whatever the user's model or loss may raise
+                return False
+            if not draws and not _are_close(found, expected):
+                return False
+        return True
+
+    def _try_model(self, run: Callable[..., Any], training: bool) -> tuple[list[Tensor], bool]:
+        """Run a made-up state on four samples.
+
+        Returns all results, and whether the model drew random numbers.
+        """
+        rows = torch.arange(min(4, len(next(leaf for _, leaf in leaves(self.y)))), device=self.device)
+        generator = torch.Generator().manual_seed(0)
+        state, learning = {}, []
+        for name, p in self.model.named_parameters():
+            inputs = p.numel() // p.shape[0] if p.dim() and len(p) else 1
+            value = torch.randn(p.shape, generator=generator) / max(1, inputs) ** 0.5  # no layer makes it overflow
+            state[name] = value.to(self.device, self.dtype if p.is_floating_point() else p.dtype)
+            if p.is_floating_point():
+                learning.append(state[name].requires_grad_())
+        for name, b in self.model.named_buffers():
+            made_up = torch.ones_like if b.is_floating_point() else torch.zeros_like
+            value = made_up(b, device=self.device) if b.is_meta else b.detach().to(self.device, copy=True)
+            state[name] = value.to(self.dtype) if b.is_floating_point() else value
+
+        def objective(state: Params, x: Any, y: Any) -> tuple[list[Tensor], Tensor]:
+            output = call(self.model, state, x)
+            return [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)], self.loss(output, y)
+
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self.mode(training), torch.enable_grad(), torch.random.fork_rng(devices=devices):
+            before = self._random_states()
+            outputs, loss = run(objective, state, self.inputs(rows), self.targets(rows))
+            draws = not all(map(torch.equal, before, self._random_states()))
+            gradients = () if training else torch.autograd.grad(loss, learning, materialize_grads=True)
+        joined = [torch.cat([gradient.flatten() for gradient in gradients])] if gradients else []
+        return [value.detach().float() for value in (*outputs, loss, *joined)], draws
+
+    def _random_states(self) -> list[Tensor]:
+        on_device = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_device]
 
     @cached_property
     def embeddings(self) -> dict[str, int | None]:
@@ -212,16 +316,22 @@ class Task:
 
     def per_lane(self, f: Callable[..., Any], *trees: Any) -> Any:
         """`f` of each lane's part of the trees. A single lane is called plainly, as a module would be."""
-        first = next(leaf for _, leaf in leaves(trees))
-        if len(first) == 1:
+        lanes = _lanes_of(trees)
+        if lanes == 1:
             return tree_map(lambda t: t.unsqueeze(0), f(*(tree_map(lambda t: t.squeeze(0), tree) for tree in trees)))
-        return vmap(f, randomness="different")(*trees)
+        if self.uses_vmap:
+            return vmap(f, randomness="different")(*trees)
+        # Lanes are views: what a module changes in place (running statistics) changes in the trees.
+        return tree_map(lambda *parts: torch.stack(parts), *(f(*take(trees, lane)) for lane in range(lanes)))
 
     def losses(self, params: Params, x: Any, y: Any, cut: Cut | None = None) -> Tensor:
         """Each lane's loss on its batch; with a `cut`, from the features below it."""
 
         def loss(state: Params, x: Any, y: Any) -> Tensor:
-            return self.loss(cut.upper(state, x) if cut else call(self.model, state, x), y)
+            output = cut.upper(state, x) if cut else call(self.model, state, x)
+            if self.loss is F.cross_entropy:
+                check_scores(output)
+            return self.loss(output, y)
 
         result: Tensor = self.per_lane(loss, params, x, y)
         return result
@@ -247,11 +357,15 @@ class Task:
         `objective(state, x, y, *fixed)`, for one lane, may stand for the loss. Buffers (running statistics) are updated in place.
         """
         names = self.trainable if names is None else names
-        rows = RowGradients(name for name in self.embeddings if name in names)
+        by_rows = self.embeddings if _lanes_of(params) == 1 or self.uses_vmap else {}
+        rows = RowGradients(name for name in by_rows if name in names)
         with torch.enable_grad(), rows if rows.found else nullcontext():
             state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
             losses = self.per_lane(objective, state, x, y, *fixed) if objective else self.losses(state, x, y)
-            values = torch.autograd.grad(losses.sum(), [state[name] for name in names], allow_unused=True)
+            if names and not losses.requires_grad:
+                raise UserError(f"The loss does not depend on the parameters that should learn: {few(names)}.")
+            wanted = [state[name] for name in names]
+            values = torch.autograd.grad(losses.sum(), wanted, allow_unused=True) if names else ()
         gradients: Gradients = {
             name: rows.gradient(name, params[name].shape, self.embeddings[name])
             if rows.found.get(name)
@@ -265,6 +379,37 @@ class Task:
             if isinstance(whole, Tensor):
                 whole.select(1, row).zero_()
         return losses.detach(), gradients
+
+
+def check_scores(output: Any, dimensions: int | None = None) -> None:
+    """Refuse a model whose output is not class scores: a tensor, of so many dimensions."""
+    shape = tuple(output.shape) if isinstance(output, Tensor) else None
+    if shape is None or (dimensions is not None and len(shape) != dimensions):
+        what = f"a tensor of {len(shape)} dimensions per lane" if shape is not None else f"a {type(output).__name__}"
+        raise UserError(f"The model must return a tensor of scores [sample, class], and it returns {what}.")
+
+
+def few(names: Sequence[str]) -> str:
+    """Name parameters in a sentence: the first five of them."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _lanes_of(trees: Any) -> int:
+    return len(next(leaf for _, leaf in leaves(trees)))
+
+
+def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Tell whether all tensors agree within five percent, which is more than rounding."""
+    if [a.shape for a in found] != [b.shape for b in expected]:
+        return False
+    for a, b in zip(found, expected, strict=True):
+        finite = a.isfinite()
+        if not torch.equal(finite, b.isfinite()):
+            return False
+        a, b = a[finite], b[finite]
+        if (a - b).norm() > 0.05 * b.norm():
+            return False
+    return True
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -316,7 +461,8 @@ Step = Callable[[Task, Any, Any, Any, Any], Tensor]
 def descend(params: Params, gradients: Gradients, lr: float) -> None:
     """One step of gradient descent, in place."""
     whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
-    torch._foreach_add_([params[name].detach() for name in whole], list(whole.values()), alpha=-lr)
+    if whole:
+        torch._foreach_add_([params[name].detach() for name in whole], list(whole.values()), alpha=-lr)
     for name, value in gradients.items():
         if isinstance(value, RowGradient):
             value.add_to(params[name].detach(), -lr)
@@ -526,6 +672,7 @@ class Cohort:
                 lanes = slice(0, sum(length > start for length in samples.lengths))
                 x, y = self.rows(table, where[lanes, columns]), task.targets(samples.matrix[lanes, columns])
                 output = task.per_lane(cut.upper, take(state, lanes), x) if cut.p else x
+                check_scores(output, y.dim() + 1)
                 # No sample's output depends on its neighbours here: shorter lanes are padded, the padding is not counted.
                 real = torch.arange(columns.start, columns.stop, device=task.device) < samples.counts[lanes, None]
                 correct[lanes] += ((output.argmax(-1) == y) & real).sum(1)

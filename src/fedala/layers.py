@@ -21,7 +21,11 @@ State = Mapping[str, Tensor]
 
 
 class Layered(nn.Module):
-    """A model whose forward pass is a chain of stages, one per layer or block."""
+    """A model whose forward pass is a chain of stages, one per layer or block.
+
+    It promises to take weights and activations in any memory layout, and to run under `vmap`: it
+    uses `flatten` or `reshape`, not `view`.
+    """
 
     #: Names of the sub-modules that form each layer, output first.
     layers: ClassVar[tuple[tuple[str, ...], ...]]
@@ -41,23 +45,32 @@ def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Names of the parameters and buffers of each layer, output first. A linear layer's weight and bias are one layer."""
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     if isinstance(model, Layered):
-        groups = model.layers
-    else:  # every module that holds parameters of its own is a layer
-        groups = tuple(
-            (name,) for name, m in reversed(list(model.named_modules())) if any(True for _ in m.parameters(False))
-        )
-    layers = []
-    for group in groups:
-        below = {name for name in names for prefix in group if not prefix or name.startswith(prefix + ".")}
-        if not isinstance(model, Layered):  # a parent's own parameters only: its children are layers themselves
-            depth = group[0].count(".") + 1 if group[0] else 0
-            below = {name for name in below if name.count(".") == depth}
-        layers.append(tuple(name for name in names if name in below))
+        layers = [
+            tuple(name for name in names if any(not prefix or name.startswith(prefix + ".") for prefix in group))
+            for group in model.layers
+        ]
+    else:  # every module that holds parameters of its own is a layer; its children are layers themselves
+        owners = {name: _owner(name) for name in names}
+        holders = [
+            _owner(f"{name}.") if name else ""
+            for name, module in reversed(list(model.named_modules()))
+            if any(True for _ in module.parameters(False))
+        ]
+        layers = [tuple(n for n in names if owners[n] == holder) for holder in dict.fromkeys(holders)]
     layers = [layer for layer in layers if layer]
     rest = tuple(name for name in names if not any(name in layer for layer in layers))
     if rest:  # buffers of modules without parameters: below every cut
         layers[-1:] = [(*(layers[-1] if layers else ()), *rest)]
     return tuple(layers)
+
+
+def _owner(name: str) -> str:
+    """Name the module that a parameter or buffer belongs to.
+
+    A parametrised weight (`fc.parametrizations.weight.original0`) belongs to the layer, `fc`.
+    """
+    before, found, _ = f".{name}".partition(".parametrizations.")
+    return before[1:] if found else name.rpartition(".")[0]
 
 
 def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
@@ -104,7 +117,7 @@ class Cut:
         self.model = model
         self.p = p
         self.depth = len(layers)
-        self._last = layers[0][0].rpartition(".")[0] if layers else ""
+        self._last = _owner(layers[0][0]) if layers else ""
         if not isinstance(model, Layered) and 0 < p < self.depth:
             possible = p == 1 and probe is not None and self._owns(layers[0]) and self._comes_last(layers[0], *probe)
             self.p = 1 if possible else self.depth
@@ -170,12 +183,19 @@ class Cut:
         return set(own) == set(names) and others.isdisjoint(own.values())
 
     def _comes_last(self, names: tuple[str, ...], state: State, x: Any) -> bool:
-        """Whether the features are rows, one for each sample and its alone, in which the last layer has no part."""
+        """Tell whether the features are rows, one per sample, that do not depend on the last layer.
+
+        Only its parameters are followed: its buffers do not change while weights are learned.
+        """
+        parameters = {name for name, _ in self.model.named_parameters()}
         free = {name: value.detach() for name, value in state.items()}
-        for name in names:
+        for name in parameters.intersection(names):
             free[name].requires_grad_(free[name].is_floating_point())
-        with torch.enable_grad():
-            two, three = (self._features(free, take(x, rows)) for rows in ([0, 1], [0, 1, 0]))
+        try:
+            with torch.enable_grad():
+                two, three = (self._features(free, take(x, rows)) for rows in ([0, 1], [0, 1, 0]))
+        except Exception:  # it may want batches of another size: then it runs whole
+            return False
         if two is None or three is None or two.requires_grad:
             return False
         if len({two.shape[1:], three.shape[1:]}) > 1 or (two.shape[:1], three.shape[:1]) != ((2,), (3,)):

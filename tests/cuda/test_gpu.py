@@ -3,11 +3,16 @@
 import pytest
 import torch
 from small import QUICK, assert_close, ragged_task, start_of
+from torch import nn
 
+from fedala import ALA, UserError
+from fedala.ala import Settings, fresh, initialize
 from fedala.cohort import Cohort
+from fedala.layers import upper
 from fedala.methods import everything, make
 from fedala.models import cnn, resnet18
 from fedala.simulation import Simulation
+from fedala.trees import join
 
 pytestmark = pytest.mark.gpu
 
@@ -117,3 +122,66 @@ def test_lower_precisions_are_near(precision):
     rows, _ = go("fedala", image_task("cuda", precision), rounds=3)
     exact, _ = go("fedala", image_task("cuda"), rounds=3)
     assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.05)
+
+
+@pytest.mark.parametrize("max_epochs", [3, 20])
+def test_a_lane_that_is_not_finite_keeps_its_weights_in_the_kernel_too(max_epochs):
+    """ALA in one kernel: a NaN in one client's data leaves its W alone, and the others' bits as they are."""
+    settings, found = Settings(max_epochs=max_epochs, sample=1.0), []
+    for value in (1.0, float("nan")):
+        task = image_task("cuda")
+        clients = sorted(range(len(SIZES)), key=lambda client: -SIZES[client])
+        cohort = Cohort(task, clients, [0] * len(clients), round=2)
+        task.x[torch.as_tensor(task.parts["train"][clients[1]])] *= value
+        start = start_of(task, small_cnn)
+        local, received = (join([start(first + i) for i in range(len(clients))]) for first in (0, 50))
+        governed = upper(task.model, 1)
+        state = fresh(local, governed)
+        initialized, state, outcome = initialize(cohort, settings, state, local, received, governed=governed)
+        found.append((initialized, state, outcome, received))
+    (sound, good, _, _), (initialized, state, outcome, received) = found
+    others = [lane for lane in range(len(SIZES)) if lane != 1]
+    assert [report.fault is not None for report in outcome.reports(settings)] == [
+        lane == 1 for lane in range(len(SIZES))
+    ]
+    assert state["trained"].tolist() == [size > 0 and lane != 1 for lane, size in enumerate(cohort.sizes())]
+    for name, value in state["weights"].items():
+        assert (value[1] == 1).all()
+        assert torch.equal(initialized[name][1], received[name][1])
+        assert torch.equal(value[others], good["weights"][name][others])
+        assert torch.equal(initialized[name][others], sound[name][others])
+
+
+def test_a_client_without_samples_on_the_gpu():
+    local, received = (nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).cuda() for _ in range(2))
+    report = ALA().initialize(local, received, (torch.empty(0, 4), torch.empty(0, dtype=torch.int64)))
+    assert report.skipped
+    assert all(map(torch.equal, local.parameters(), received.parameters()))
+
+
+def test_a_model_on_two_devices_is_refused():
+    model = nn.Sequential(nn.Linear(4, 5).cuda(), nn.Linear(5, 3))
+    with pytest.raises(UserError, match="spread over cpu, cuda:0"):
+        ALA().initialize(model, model, (torch.randn(3, 4), torch.zeros(3, dtype=torch.int64)))
+
+
+class Views(nn.Module):
+    """A model of the user's own that cannot run under vmap."""
+
+    def __init__(self, fussy=True):
+        super().__init__()
+        self.conv, self.fc, self.fussy = nn.Conv2d(1, 4, 3), nn.Linear(784, 3), fussy
+
+    def forward(self, x):
+        h = self.conv(x).relu()
+        return self.fc(h.view(-1).view(-1, 784) if self.fussy else h.flatten(1))
+
+
+def test_a_model_that_notices_vmap_runs_lane_by_lane_on_the_gpu():
+    fussy = image_task("cuda", model=Views)
+    fussy.x = fussy.x[:, :1].contiguous()
+    plain = image_task("cuda", model=lambda: Views(fussy=False))
+    plain.x = plain.x[:, :1].contiguous()
+    (rows, _), (expected, _) = go("fedala", fussy, Views), go("fedala", plain, Views)
+    assert (fussy.uses_vmap, plain.uses_vmap) == (False, True)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
+from fedala.ala import are_finite
 from fedala.cuda.kernels import LaneKernels
 from fedala.cuda.weights import Head, learn
 
@@ -146,3 +147,24 @@ def test_weight_learning_is_the_plain_loops(classes):
         assert torch.allclose(learned.bias[lane].cpu(), bias, atol=1e-5)
         assert np.allclose(losses[lane, : len(history)].cpu(), history, atol=1e-5)
         assert losses[lane, len(history) :].isnan().all()
+
+
+@pytest.mark.parametrize("classes", [5, 200], ids=["in registers", "in memory"])
+@pytest.mark.parametrize("what", ["features", "local"])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter is NumPy
+def test_weight_learning_that_is_not_finite_shows_in_its_losses(classes, what):
+    """The kernel's clipping turns NaN into a number, so W alone would not tell."""
+    lanes, width = 3, 24
+    draw = torch.Generator().manual_seed(0)
+    features, places = torch.randn(12, width, generator=draw), torch.arange(12).reshape(lanes, 4)
+    w, d = (Head(torch.randn(lanes, classes, width, generator=draw), torch.randn(lanes, classes)) for _ in range(2))
+    if what == "features":
+        features[places[1, 3], 5] = float("nan")
+    else:
+        w.weight[1, 2, 3] = float("inf")
+    counts = [torch.tensor(numbers) for numbers in ([4, 4, 0], [1, 1, 1], [3, 3, 3])]
+    moved = [t.to(DEVICE) for t in (features, places, places % classes, *counts)]
+    local, update = (Head(*(t.to(DEVICE) for t in head)) for head in (w, d))
+    learned = Head(*(torch.ones_like(t) for t in local))
+    done = learn(*moved, local, update, learned, batch_size=2, eta=1.0, threshold=0.0, most=3, window=10)
+    assert are_finite(*done).tolist() == [True, False, True]

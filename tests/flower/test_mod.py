@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import logging
 import os
 import stat
 from pathlib import Path
@@ -15,11 +16,15 @@ flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 
 
 from flower.inprocess import Here  # noqa: E402
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.client import NumPyClient  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.clientapp.mod import fixedclipping_mod  # noqa: E402
+from flwr.common import EvaluateIns, FitIns, ndarrays_to_parameters, parameters_to_ndarrays  # noqa: E402
+from flwr.compat.common import recorddict_compat as compat  # noqa: E402
 from flwr.serverapp.strategy import FedAvg  # noqa: E402
 
 from fedala import ALA, UserError  # noqa: E402
+from fedala.files import load, save  # noqa: E402
 from fedala.flower import ala_mod, mods  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -219,3 +224,183 @@ def test_arrays_without_names_are_known_by_their_place(example, tmp_path):
             reply = app(message_with(arrays), context_at(tmp_path / folder))
         named.append(reply.content["arrays"])
     assert distance(*named) == 0
+
+
+# --- the legacy API ------------------------------------------------------------------------------------------------------
+
+
+def legacy_app(example, *around, returns=lambda arrays, round: arrays):
+    """A `NumPyClient` behind a `client_fn`, as Flower's older examples have it."""
+
+    class Client(NumPyClient):
+        def __init__(self, context):
+            self.context, self.model = context, example.make_model()
+
+        def fit(self, parameters, config):
+            names = self.model.state_dict()
+            arrays = zip(names, map(torch.from_numpy, parameters), strict=True)
+            message = Message(RecordDict({"arrays": ArrayRecord(dict(arrays))}), dst_node_id=7, message_type="train")
+            content = example.train(message, self.context).content
+            trained = returns(content["arrays"].to_numpy_ndarrays(), config["round"])
+            return trained, 200, {"accuracy": content["metrics"]["accuracy"], "note": "text is allowed here"}
+
+        def evaluate(self, parameters, config):
+            return 0.5, 200, {"sum": float(sum(p.sum() for p in parameters))}
+
+    return ClientApp(client_fn=lambda context: Client(context).to_client(), mods=list(around))
+
+
+def fit(app, arrays, round, folder):
+    """A legacy server's `fit`, as its `GridClientProxy` asks for it: through messages without types and shapes."""
+    ins = FitIns(ndarrays_to_parameters(arrays), {"round": round, "rate": 0.1, "name": "x"})
+    message = Message(compat.fitins_to_recorddict(ins, keep_input=True), dst_node_id=7, message_type="train")
+    assert {array.dtype for array in message.content["fitins.parameters"].values()} == {""}
+    reply = app(message, context_at(folder))
+    return compat.recorddict_to_fitres(reply.content, keep_input=True)
+
+
+def test_a_legacy_numpy_client_does_what_an_app_of_today_does(example, tmp_path):
+    old, new = legacy_app(example, ala_mod(example.setup, layers=1)), example.after
+    for round in range(3):
+        torch.manual_seed(round)
+        model = example.make_model()
+        result = fit(old, [value.numpy() for value in model.state_dict().values()], round, tmp_path / "old")
+        reply = new(message_with(ArrayRecord(model.state_dict())), context_at(tmp_path / "new"))
+        expected = reply.content["arrays"].to_numpy_ndarrays()
+        for found, value in zip(parameters_to_ndarrays(result.parameters), expected, strict=True):
+            assert found.dtype == value.dtype
+            np.testing.assert_array_equal(found, value)
+        assert result.num_examples == 200
+        assert result.metrics["accuracy"] == reply.content["metrics"]["accuracy"]
+        assert (result.metrics["note"], result.metrics["ala-fault"]) == ("text is allowed here", 0)
+    # ALA had a part in it: without it, training starts elsewhere.
+    plain = fit(legacy_app(example), [value.numpy() for value in model.state_dict().values()], 2, tmp_path)
+    assert not np.array_equal(parameters_to_ndarrays(plain.parameters)[2], expected[2])
+    assert "ala-fault" not in plain.metrics
+
+
+def test_other_legacy_messages_go_by(example, tmp_path):
+    app = legacy_app(example, ala_mod(example.setup))
+    ins = EvaluateIns(ndarrays_to_parameters([np.ones(3)]), {})
+    message = Message(compat.evaluateins_to_recorddict(ins, True), dst_node_id=7, message_type="evaluate")
+    assert compat.recorddict_to_evaluateres(app(message, context_at(tmp_path)).content).metrics == {"sum": 3.0}
+
+
+def test_a_legacy_client_that_returns_no_model_keeps_its_last_one(example, tmp_path):
+    app = legacy_app(example, ala_mod(example.setup), returns=lambda arrays, round: [] if round == 1 else arrays)
+    arrays = [value.numpy() for value in example.make_model().state_dict().values()]
+    results = [fit(app, arrays, round, tmp_path) for round in range(3)]
+    assert [result.metrics["ala-fault"] for result in results] == [0, 1, 0]
+    assert [len(result.parameters.tensors) for result in results] == [4, 0, 4]
+
+
+@pytest.mark.parametrize("arrays", [[], [np.array(["text"])] * 4])
+def test_a_legacy_message_without_a_model_is_refused(example, tmp_path, arrays):
+    with pytest.raises(UserError, match=r"no arrays|cannot be read"):
+        fit(legacy_app(example, ala_mod(example.setup)), arrays, 0, tmp_path)
+
+
+# --- numbers that are not finite -----------------------------------------------------------------------------------------
+
+
+def rounds_with(example, folder, poison, caplog, rounds=4, where=1):
+    """The replies of some rounds, in one of which something is not finite; and what the client had kept after each."""
+    bad = {"now": False}
+
+    def setup(context):
+        model, (x, y) = example.setup(context)
+        return model, (x * float("nan") if bad["now"] and poison == "data" else x, y)
+
+    def spoil(message, context, call_next):
+        reply = call_next(message, context)
+        if bad["now"] and poison == "training":
+            reply.content["arrays"]["2.weight"] = Array(reply.content["arrays"]["2.weight"].numpy() * np.nan)
+        return reply
+
+    app = ClientApp(mods=[ala_mod(setup, layers=1), spoil])
+    app.train()(example.train)
+    replies, kept = [], []
+    for round in range(rounds):
+        torch.manual_seed(round)
+        arrays = ArrayRecord(example.make_model().state_dict())
+        bad["now"] = round == where
+        if bad["now"] and poison == "received":
+            arrays["0.bias"] = Array(arrays["0.bias"].numpy() * np.inf)
+        caplog.clear()
+        replies.append(app(message_with(arrays), context_at(folder)).content)
+        warned = any(record.levelname == "WARNING" and "not finite" in record.message for record in caplog.records)
+        assert warned == bad["now"]
+        [file] = folder.rglob("*.safetensors")
+        kept.append(load(file)[0])
+    return replies, kept
+
+
+@pytest.mark.parametrize("poison", ["data", "received", "training"])
+def test_one_bad_round_does_not_outlive_itself(example, tmp_path, caplog, monkeypatch, poison):
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)  # so that caplog sees it
+    replies, kept = rounds_with(example, tmp_path, poison, caplog)
+    assert [reply["metrics"]["ala-fault"] for reply in replies] == [0, 1, 0, 0]
+    for state in kept:
+        assert all(value.isfinite().all() for part in state.values() for value in part.values())
+    for name in ("weights.2.weight", "weights.2.bias"):
+        assert torch.equal(kept[1]["ala"][name], kept[0]["ala"][name])
+        assert not torch.equal(kept[3]["ala"][name], kept[0]["ala"][name])
+    same = all(torch.equal(kept[1]["local"][name], value) for name, value in kept[0]["local"].items())
+    assert same == (poison == "training")
+    finite = [all(np.isfinite(array).all() for array in reply["arrays"].to_numpy_ndarrays()) for reply in replies]
+    assert finite == [True, poison != "training", True, True]
+
+
+def test_a_first_model_that_is_not_finite_is_refused(example, tmp_path):
+    arrays = ArrayRecord(example.make_model().state_dict())
+    arrays["0.bias"] = Array(arrays["0.bias"].numpy() * np.nan)
+    with pytest.raises(UserError, match=r"Neither model.*0\.bias"):
+        moving_app(example, ala_mod(example.setup))(message_with(arrays), context_at(tmp_path))
+
+
+def test_kept_weights_that_are_not_finite_are_learned_from_the_start(example, tmp_path):
+    """States of an older version may hold them."""
+    app = moving_app(example, ala_mod(example.setup))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        reply = app(message_with(ArrayRecord(example.make_model().state_dict())), context_at(tmp_path))
+        [file] = tmp_path.rglob("*.safetensors")
+        state, about = load(file)
+        if seed == 0:
+            state["ala"]["weights.2.bias"] = torch.full((4,), float("nan"))
+            state["ala"]["trained"] = torch.tensor(True)
+            save(file, state, about, private=True)
+    assert reply.content["metrics"]["ala-fault"] == 0
+    assert state["ala"]["round"] == 2
+    assert all(value.isfinite().all() for value in state["ala"].values())
+
+
+def test_metrics_can_be_averaged_over_clients_with_and_without_a_fault(example, tmp_path):
+    """Flower skips a round whose replies have different metrics, so every reply has this one."""
+
+    def setup(context):
+        model, (x, y) = example.setup(context)
+        return model, (x * float("nan") if context.node_config["partition-id"] == 0 else x, y)
+
+    app = ClientApp(mods=[ala_mod(setup, layers=1)])
+    app.train()(example.train)
+    _, result = federate(example, app, tmp_path, rounds=2)
+    assert result.train_metrics_clientapp[2]["ala-fault"] == 0.5
+
+
+def test_a_model_that_flattens_with_view_goes_through_the_mod(tmp_path):
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.Linear(36, 4)
+
+        def forward(self, x):
+            return self.fc(self.conv(x).relu().view(-1, 36))
+
+    data = torch.randn(20, 1, 5, 5), torch.randint(0, 4, (20,))
+    app = moving_app(None, ala_mod(lambda context: (Views(), data)))
+    for _ in range(2):
+        reply = app(message_with(ArrayRecord(Views().state_dict())), context_at(tmp_path))
+    [file] = tmp_path.rglob("*.safetensors")
+    assert load(file)[0]["ala"]["trained"]
+    assert reply.content["metrics"]["ala-fault"] == 0
