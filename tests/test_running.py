@@ -198,3 +198,34 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
 def test_the_command_is_told_as_one_would_type_it(monkeypatch, typed, told):
     monkeypatch.setattr("sys.argv", typed)
     assert running._command() == told
+
+
+class Drops(Net):
+    """Its rates are made from a tensor's values, and it holds a tensor that is neither parameter nor buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_a_model_that_needs_real_tensors_to_be_made():
+    result = run(method="fedala", dataset=small_dataset(), model=Drops, **QUICK)
+    assert result.history[-1]["round"] == QUICK["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Net(2), r"turns 2 samples into a tensor of shape \(2, 2\); it must give a score for each of the 3"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), r"cannot be run on samples of shape .*: mat1 and mat2"),
+        (lambda: nn.LSTM(6, 3), r"cannot be run on samples of shape|turns 2 samples into a tuple"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused_before_work_starts(make, says, tmp_path):
+    with pytest.raises(UserError, match=says):
+        run(method="fedavg", dataset=small_dataset(), model=make, out=tmp_path / "run", **QUICK)
+    assert not (tmp_path / "run").exists()

@@ -26,6 +26,7 @@ from fedala.clients import NOTHING, size
 from fedala.cohort import Params, Task, state_of
 from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
+from fedala.data.dataset import first_line
 from fedala.digests import Digests
 from fedala.errors import RunError, UserError, byte_size, printable
 from fedala.inputs import free_memory
@@ -194,11 +195,12 @@ def plan(
         config = replace(config, model="own")
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
-    with torch.device("meta"):
-        skeleton = make_model()
+    skeleton = _skeleton(make_model, is_own=model is not None)
     for method in methods:
         if isinstance(method, WithALA):
             method.governed(skeleton, method.ala.layers)
+    if model is not None:
+        _try_model(skeleton, federation.dataset)
     state_bytes = _rehearse(methods, make_model(), federation)
     checked = Plan(config, federation, make_model, methods, device, state_bytes)
     _check_memory(checked)
@@ -574,10 +576,8 @@ def _identity(plan: Plan) -> str:
 def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
     """The task, and the initial model Θ⁰ of every seed."""
     config, federation = plan.config, plan.federation
-    with torch.device("meta"):
-        skeleton = plan.model()
     task = Task(
-        skeleton,
+        _skeleton(plan.model, is_own=config.model == "own"),
         federation.dataset.x,
         federation.dataset.y,
         federation.train,
@@ -641,9 +641,35 @@ def _rehearse(methods: tuple[Method, ...], model: nn.Module, federation: Federat
     return found
 
 
-def _model_bytes(plan: Plan) -> int:
+def _skeleton(make_model: Callable[[], nn.Module], *, is_own: bool) -> nn.Module:
+    """Make a model for its structure alone. One of the user's own may need real tensors to be made, or to run."""
+    if is_own:
+        return make_model()
     with torch.device("meta"):
-        return size(state_of(plan.model()))
+        return make_model()
+
+
+def _try_model(model: nn.Module, data: Dataset) -> None:
+    """Refuse a model that does not turn samples into a score for each class."""
+    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
+    try:
+        with torch.no_grad(), task.mode(training=False):
+            output = model(task.inputs(torch.arange(len(data.y[:2]))))
+    except Exception as error:  # whatever the user's own code may raise
+        raise UserError(
+            f"The model cannot be run on samples of shape {tuple(data.x.shape[1:])}: {first_line(error)}."
+        ) from error
+    shape = getattr(output, "shape", None)
+    if shape is None or len(shape) != 2 or shape[1] < data.classes:
+        found = f"a {type(output).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+        raise UserError(
+            f"The model turns {len(data.y[:2])} samples into {found}; "
+            f"it must give a score for each of the {data.classes} classes: ({len(data.y[:2])}, {data.classes})."
+        )
+
+
+def _model_bytes(plan: Plan) -> int:
+    return size(state_of(_skeleton(plan.model, is_own=plan.config.model == "own")))
 
 
 def _check_memory(plan: Plan) -> None:
