@@ -3,11 +3,9 @@
 import contextlib
 import ctypes
 import inspect
-import json
 import re
 import shlex
 import sys
-import tempfile
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
@@ -474,10 +472,8 @@ def demo(
         raise UserError(f"A federation runs one method at a time, not {checked.config.method}.")
     if out:
         RunFolder.check(out, force=False)
-    with tempfile.TemporaryDirectory(prefix="fedala-demo-") as folder, Watch(Console(stderr=True), checked) as watch:
-        where = (out or Path(folder) / "demo").absolute()
-        found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
-        summary = json.loads((found.path / "summary.json").read_text(encoding="utf-8"))
+    with Watch(Console(stderr=True), checked) as watch:
+        summary = show(checked, out, row=watch.row, say=watch.say)
     _console().print(tables.results(summary["methods"]))
     print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 
