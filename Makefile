@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-gpu test-kill test-deployment fuzz corrupt audit lint clean
+.PHONY: run test test-gpu test-kill test-deployment fuzz corrupt audit resolve lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
@@ -43,6 +43,12 @@ audit:
 	elif grep -q '^Found ' $$folder/log; then cat $$folder/log; exit 1; \
 	else tail -n 1 $$folder/log; \
 	echo "The audit could not be done: no vulnerability database was reached, so nothing is known about these versions."; exit 2; fi
+
+# Resolves the constraints for each Python and each build of torch, with uv and from metadata alone.
+# It asks a package registry; if that cannot be reached, it fails.
+resolve: $(READY)
+	FEDALA_REGISTRY=1 $(BIN)/pytest -q -m 'registry or not registry' \
+		-k can_be_installed tests/test_supply_chain.py
 
 # Real federations on this machine: killed nodes, a killed server, poisoned updates, and more. About a quarter of an hour.
 test-deployment: $(READY)

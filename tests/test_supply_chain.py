@@ -1,7 +1,11 @@
 """What comes in from outside: nothing is unpickled or evaluated, dependencies are pinned and freely licensed."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
+import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -70,9 +74,76 @@ def needed(*extras):
 
 def test_whatever_is_installed_is_pinned():
     pinned = {canonicalize_name(line.split("==")[0]) for line in pins()}
-    # What torch brings along for a GPU is pinned by torch itself.
-    missing = {name for name in needed("dev") if not name.startswith(("nvidia-", "cuda-"))} - pinned
-    assert not missing
+    assert not set(needed("dev", "flower-simulation")) - pinned
+
+
+def write_cpu_build(folder):
+    """Write a wheel with the metadata of torch's CPU build, which registries lack for Linux.
+
+    It needs what the CUDA build needs, except the libraries for GPUs.
+    """
+    version = next(line for line in pins() if line.startswith("torch==")).split("==")[1] + "+cpu"
+    lines = ["Metadata-Version: 2.1", "Name: torch", f"Version: {version}"]
+    for requirement in distribution("torch").requires or ():
+        if not re.match(r"nvidia-|cuda-|triton", requirement):
+            lines.append(f"Requires-Dist: {requirement}")
+    about = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{about}/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+def resolve(python, system, folder, *extras):
+    """Resolve the installation for another Python and system; return the versions by name."""
+    pytest.importorskip("uv", reason="uv is not installed: pip install 'fedala[flower]'")
+    command = [sys.executable, "-m", "uv", "pip", "compile", str(ROOT / "pyproject.toml")]
+    command += ["--python", sys.executable]
+    command += ["--constraint", str(ROOT / "constraints.txt"), "--python-version", python]
+    platform = "aarch64-apple-darwin" if system == "macOS" else "x86_64-manylinux_2_28"
+    command += ["--python-platform", platform]
+    command += ["--only-binary", ":all:", "--no-header", "--no-annotate", "--quiet", *extras]
+    if system == "Linux, CPU":
+        write_cpu_build(folder)
+        command += ["--find-links", str(folder)]
+    environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": "14.0"}
+    environment |= {"UV_HTTP_RETRIES": "1", "UV_HTTP_CONNECT_TIMEOUT": "5"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode and re.search(r"error sending request|network was disabled", done.stderr):
+        report = pytest.fail if os.environ.get("FEDALA_REGISTRY") else pytest.skip
+        report(f"No package registry can be reached: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(" ")[0].split("==") for line in done.stdout.splitlines() if "==" in line)
+
+
+#: Torch from the registry is the CUDA build on Linux and a CPU build on macOS.
+SYSTEMS = [
+    "Linux, CUDA",
+    pytest.param("Linux, CPU", marks=pytest.mark.registry),
+    pytest.param("macOS", marks=pytest.mark.registry),
+]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_constraints_can_be_installed(python, system, tmp_path):
+    """There are wheels of all pinned versions, they go together, and they are all that comes."""
+    pinned = dict(line.split("==") for line in pins())
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    found = resolve(python, system, tmp_path, "--extra", "dev", "--extra", "flower-simulation")
+    assert found["torch"] == pinned["torch"] + "+cpu" * (system == "Linux, CPU")
+    assert ("nvidia-cublas" in found) == (system == "Linux, CUDA")
+    assert ("triton" in found) == system.startswith("Linux")
+    found["torch"] = pinned["torch"]
+    assert found.items() <= pinned.items()
+
+
+@pytest.mark.registry
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_loggers_can_be_installed_with_the_constraints(python, tmp_path):
+    """The constraints do not pin the loggers, but must leave room for all of them at once."""
+    found = resolve(python, "Linux, CUDA", tmp_path, "--all-extras")
+    assert {"tensorboard", "wandb", "mlflow"} <= set(found)
 
 
 FREE = re.compile(r"MIT|BSD|Apache|Python|PSF|ISC|MPL|Mozilla|HPND|Zlib|CC0|Unlicense|0BSD|CNRI", re.I)

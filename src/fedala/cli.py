@@ -3,11 +3,9 @@
 import contextlib
 import ctypes
 import inspect
-import json
 import re
 import shlex
 import sys
-import tempfile
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
@@ -473,10 +471,8 @@ def demo(
         raise UserError(f"A federation runs one method at a time, not {checked.config.method}.")
     if out:
         RunFolder.check(out, force=False)
-    with tempfile.TemporaryDirectory(prefix="fedala-demo-") as folder, Watch(Console(stderr=True), checked) as watch:
-        where = (out or Path(folder) / "demo").absolute()
-        found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
-        summary = json.loads(found.verified("summary.json"))
+    with Watch(Console(stderr=True), checked) as watch:
+        summary = show(checked, out, row=watch.row, say=watch.say)
     _console().print(tables.results(summary["methods"]))
     _print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 

@@ -17,13 +17,15 @@ import torch
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from flower.inprocess import OWN, RUN, Here, together  # noqa: E402
+from flower.test_processes import marked  # noqa: E402
 from small import Net, assert_close  # noqa: E402
 
 import fedala  # noqa: E402
 from fedala import files  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.demo import follow  # noqa: E402
-from fedala.flower.local import LocalFederation, family, make_certificates, make_key  # noqa: E402
+from fedala.flower.local import LocalFederation, make_certificates, make_key  # noqa: E402
+from fedala.flower.processes import family  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 from fedala.store import RunFolder  # noqa: E402
 
@@ -200,9 +202,9 @@ def test_a_damaged_state_file_is_survived(federation, tmp_path):
     assert "The damaged file is now" in federation.log("node-1")
 
 
-@pytest.mark.deployment
-def test_the_simulation_engine_is_the_simulation(tmp_path):
-    """`flwr run` with Ray in the place of SuperNodes."""
+@pytest.fixture
+def simulate(tmp_path):
+    """`flwr run` with Ray instead of SuperNodes: a function of app, run config, environment."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedala[flower-simulation]'")
     from fedala.flower.local import OFFLINE, program
 
@@ -213,53 +215,107 @@ def test_the_simulation_engine_is_the_simulation(tmp_path):
         "options.backend.client-resources.num-cpus = 1\n"
     )
     paths = os.pathsep.join(map(str, [HERE.parents[1] / "src", HERE.parent]))
-    environment = {**os.environ, **OFFLINE, "FLWR_HOME": str(home), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), "FEDALA_FEDERATION": f"{tmp_path}/engine"}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    common = {**os.environ, **OFFLINE, "FLWR_HOME": str(home)}
+    common |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    common |= {"XDG_STATE_HOME": str(tmp_path / "state"), "FEDALA_FEDERATION": f"{tmp_path}/engine"}
+    common["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    def run(app, run_config, **environment):
+        values = {"out": f"'{tmp_path}/runs'", **run_config}
+        overrides = " ".join(f"{key}={value}" for key, value in values.items())
+        command = [program("flwr"), "run", str(app), "local", "--stream", "--run-config", overrides]
+        whole = common | environment
+        done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=300)
+        return done.stdout + done.stderr
+
     try:
-        for method in ("fedavg", "fedala", "ditto", "fedrep", "fedfomo"):
-            values = {
-                **RUN,
-                "clients": 2,
-                "method": f"'{method}'",
-                "experiment": f"'{method}'",
-                "out": f"'{tmp_path}/runs'",
-            }
-            overrides = " ".join(f"{key}={value}" for key, value in values.items())
-            command = [program("flwr"), "run", str(APP), "local", "--stream", "--run-config", overrides]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-            assert (tmp_path / "runs" / method / "summary.json").exists(), done.stdout + done.stderr
-            assert_same_rows(RunFolder(tmp_path / "runs" / method).history(), simulated(method=method).history)
+        yield run
     finally:
         for pid in family(f"{tmp_path}/engine"):
             os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.deployment
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_demo_that_is_interrupted_leaves_nothing_running(number, tmp_path):
+def test_the_simulation_engine_is_the_simulation(simulate, tmp_path):
+    for method in ("fedavg", "fedala", "ditto", "fedrep", "fedfomo"):
+        names = {"method": f"'{method}'", "experiment": f"'{method}'"}
+        said = simulate(APP, {**RUN, "clients": 2, **names})
+        folder = RunFolder(tmp_path / "runs" / method)
+        assert (folder.path / "summary.json").exists(), said
+        assert_same_rows(folder.history(), simulated(method=method).history)
+
+
+#: Flower as it comes, which installs what an app depends on; and no index to install from.
+INSTALLING = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "0", "UV_OFFLINE": "1"}
+
+
+@pytest.fixture
+def generated(tmp_path):
+    """An app folder by `fedala flower new`."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src")}
+    command = [sys.executable, "-m", "fedala.cli", "flower", "new", str(tmp_path / "my-app")]
+    subprocess.run([*command, "--clients", "2", "--rounds", "1"], env=environment, check=True)
+    return tmp_path / "my-app"
+
+
+@pytest.mark.deployment
+def test_the_simulation_engine_runs_a_generated_app(simulate, generated, tmp_path):
+    said = simulate(generated, {}, **INSTALLING)
+    assert "App dependencies installed successfully" in said
+    assert (tmp_path / "runs" / "fedala" / "summary.json").exists(), said
+
+
+@pytest.mark.deployment
+def test_a_superlink_runs_a_generated_app(generated, tmp_path):
+    environment = {"PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1", **INSTALLING}
+    with LocalFederation(tmp_path / "federation", environment=environment) as federation:
+        for client in range(2):
+            federation.node(client)
+        run = federation.run(generated)
+        folder = RunFolder(federation.folder / "runs" / "fedala")
+        history = follow(federation, run, folder, seconds=240).history()
+        assert [row["round"] for row in history] == [0, 1]
+        assert "App dependencies installed successfully" in federation.run_log(run)
+
+
+#: As in the foreground: a shell's background jobs ignore Ctrl-C.
+DEMO = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from fedala.cli import main
+main()
+"""
+
+
+@pytest.mark.deployment
+@pytest.mark.parametrize(
+    ("signals", "moment", "delay"),
+    [
+        ("INT", "is submitted", 5),
+        ("TERM", "is submitted", 5),
+        ("HUP", "is submitted", 5),
+        ("KILL", "is submitted", 5),
+        ("INT INT", "is submitted", 0),
+        ("TERM TERM", "is submitted", 5),
+        ("TERM TERM", "SuperNode of client 0", 0.5),
+        ("INT INT INT INT INT", "SuperNode of client 1", 0),
+        ("HUP TERM", "SuperLink on", 0),
+        ("TERM KILL", "SuperLink on", 0.5),
+    ],
+)
+def test_a_demo_that_is_interrupted_leaves_nothing(signals, moment, delay, tmp_path):
+    """Neither a process nor a file, private keys above all. Signals come 0.2 s apart."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1] / "src")}
-    environment["FEDALA_DEMO_MARK"] = mark = str(tmp_path)
-    command = [sys.executable, "-m", "fedala.cli", "flower", "demo"]
-
-    def heed() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs, and what they start, do not
-
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as demo:
-        assert any("is submitted" in line for line in demo.stderr)
-        time.sleep(5)
-        demo.send_signal(number)
-        assert demo.wait(60) == 130
-
-    def running():
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if f"FEDALA_DEMO_MARK={mark}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found  # of one that has ended, nothing can be read
-
-    wait_for(lambda: not running(), 10)
-    assert not list(tmp_path.glob("fedala-demo-*"))
+    environment["FEDALA_TEST"] = str(tmp_path)
+    command = [sys.executable, "-c", DEMO, "flower", "demo"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as demo:
+        assert any(moment in line for line in demo.stderr)
+        time.sleep(delay)
+        assert list(tmp_path.glob("fedala-demo-*/**/server.key"))
+        assert len(marked(tmp_path)) > 2
+        for name in signals.split():
+            demo.send_signal(signal.Signals[f"SIG{name}"])
+            time.sleep(0.2)
+        assert demo.wait(60) == (-signal.SIGKILL if "KILL" in signals else 130)
+    wait_for(lambda: not marked(tmp_path), 10)
+    wait_for(lambda: not list(tmp_path.iterdir()), 2)

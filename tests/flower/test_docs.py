@@ -1,9 +1,11 @@
 """What docs/deployment.md tells people to type works."""
 
+import os
 import re
 import shutil
 import ssl
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from flower.inprocess import Here, samples  # noqa: E402
+from flwr.common.config import validate_config  # noqa: E402
 from flwr.supercore import object_ref  # noqa: E402
 from small import Net  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -20,7 +23,8 @@ from fedala.cli import app  # noqa: E402
 from fedala.flower.experiment import read  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 
-PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
 
 
 def blocks(language):
@@ -82,6 +86,23 @@ def test_the_python_of_the_page_runs(tmp_path):
     assert scope["app"]._mods
 
 
+def assert_installs_without_an_index(folder, tmp_path):
+    """Flower accepts the app, and the `uv sync` by which a SuperLink installs it needs no index."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    valid, errors, _ = validate_config(project, project_dir=folder)
+    assert valid, errors
+    copy = shutil.copytree(folder, tmp_path / "installed")
+    uv = [sys.executable, "-m", "uv", "sync", "--python", sys.executable]
+    command = [*uv, "--no-install-project", "--offline", "--no-cache"]
+    environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "env")}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_app_installs_without_an_index(tmp_path):
+    assert_installs_without_an_index(ROOT / "examples" / "flower_ala_mod", tmp_path)
+
+
 def test_a_new_app_holds_every_option_and_runs(tmp_path):
     folder = tmp_path / "my-app"
     arguments = [
@@ -110,6 +131,7 @@ def test_a_new_app_holds_every_option_and_runs(tmp_path):
     scope = {}
     exec((folder / "app.py").read_text(encoding="utf-8"), scope)
     assert {"client", "server"} <= scope.keys()
+    assert_installs_without_an_index(folder, tmp_path)
     again = CliRunner().invoke(app, ["flower", "new", str(folder)])
     assert again.exit_code == 2
     assert "not empty" in again.output

@@ -1,9 +1,11 @@
 """`fedala flower demo`: a federation of several machines, on one."""
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fedala.errors import RunError
 from fedala.flower.experiment import Deployment
@@ -15,19 +17,28 @@ from fedala.store import RunFolder
 
 
 def demo(
-    plan: Plan, folder: Path, out: Path, *, row: Callable[[str, Row], None], say: Callable[[str], None]
-) -> RunFolder:
-    """Starts a SuperLink and a SuperNode for every client in `folder`, runs the plan's method on them into `out`, ends them."""
+    plan: Plan, out: Path | None, *, row: Callable[[str, Row], None], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run the plan's method on a SuperLink and one SuperNode per client; return the run's summary.
+
+    Everything is in a temporary folder, which is deleted in the end. `out`: where to keep the
+    server's run folder.
+    """
     clients = int(plan.config.clients or 1)
-    write(folder / "app", plan.config, Deployment(experiment=out.name, out=str(out.parent), min_nodes=clients))
-    with LocalFederation(folder / "federation") as federation:
+    with LocalFederation() as federation:
         say(f"SuperLink on 127.0.0.1:{federation.port}, with TLS and node authentication")
+        folder = (out or federation.folder / "demo").absolute()
+        app = federation.folder / "app"
+        deployment = Deployment(experiment=folder.name, out=str(folder.parent), min_nodes=clients)
+        write(app, plan.config, deployment)
         for client in range(clients):
             federation.node(client)
             say(f"SuperNode of client {client}: registered, started")
-        run = federation.run(folder / "app")
+        run = federation.run(app)
         say(f"Run {run} is submitted; Flower starts a process for every message, which takes seconds")
-        return follow(federation, run, RunFolder(out), row)
+        follow(federation, run, RunFolder(folder), row)
+        summary: dict[str, Any] = json.loads(RunFolder(folder).verified("summary.json"))
+        return summary
 
 
 def follow(

@@ -2,14 +2,12 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -22,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from fedala.config import toml
 from fedala.errors import RunError
+from fedala.flower.processes import FAMILY, Processes
 
 #: Flower as it is used offline: it installs nothing, reports nothing and looks for no updates.
 OFFLINE = {
@@ -31,23 +30,36 @@ OFFLINE = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
-#: What the processes of a SuperLink or a node are known by.
-FAMILY = "FEDALA_FEDERATION"
 
+class LocalFederation(Processes):
+    """A SuperLink and its SuperNodes, with all their files in `folder`. They end with the context.
 
-class LocalFederation:
-    """Everything is in `folder`, and everything that was started ends with the context."""
+    Without a folder, they get a temporary one. It is deleted however this process ends, so that no
+    private key is left.
+    """
 
-    def __init__(self, folder: Path, *, environment: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
-        self.environment = {**os.environ, **OFFLINE, **(environment or {}), "FLWR_HOME": str(folder / "flwr")}
+    def __init__(self, folder: Path | None = None, *, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(folder)
+        self.environment = {**os.environ, **OFFLINE, **(environment or {})}
         # Flower starts programs of its own by their names.
         self.environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         self.port = free_port()
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        try:
+            super().__enter__()
+            self._set_up()
+            self.start()
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError):
+                why = error.strerror or error
+                raise RunError(f"No federation can be set up in {self.folder}: {why}.") from None
+            raise
+        return self
+
+    def _set_up(self) -> None:
+        self.environment["FLWR_HOME"] = str(self.folder / "flwr")
         for name in ("flwr", "keys", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         make_certificates(self.folder / "keys")
@@ -55,21 +67,11 @@ class LocalFederation:
         lines = ["[superlink]", 'default = "here"', "", "[superlink.here]"]
         lines += [f"{key} = {toml(value)}" for key, value in connection.items()]
         (self.folder / "flwr" / "config.toml").write_text("\n".join(lines) + "\n")
-        with ExitStack() as stack:
-            stack.callback(self.stop)
-            if threading.current_thread() is threading.main_thread():  # who is asked to end ends what it has started
-                stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-            self.start()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def start(self, seconds: float = 60) -> None:
         """Starts the SuperLink, anew or again, and waits until it answers."""
         keys = self.folder / "keys"
-        process = self._spawn(
+        process = self._start(
             "superlink", "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
             "--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt"),
             "--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth",
@@ -94,7 +96,7 @@ class LocalFederation:
         known = self.folder / "keys" / f"node-{client}"
         key = key or (known if known.exists() else self.register(f"node-{client}"))
         config = {"partition-id": client, "state-dir": str(self.folder / f"node-{client}"), **config}
-        self._spawn(
+        self._start(
             f"node-{client}", "flower-supernode", "--superlink", f"127.0.0.1:{self.port}",
             "--root-certificates", str(ca or self.folder / "keys" / "ca.crt"),
             "--auth-supernode-private-key", str(key), "--port", str(free_port()),
@@ -103,8 +105,7 @@ class LocalFederation:
 
     def flwr(self, *arguments: str) -> dict[str, Any]:
         """A command of `flwr`, and its answer."""
-        command = [program("flwr"), *arguments, "--format", "json"]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+        done = self._run(120, *arguments, "--format", "json")
         try:
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -126,58 +127,25 @@ class LocalFederation:
 
     def run_log(self, run: str) -> str:
         """What the server app has said."""
-        command = [program("flwr"), "log", run, "here", "--show"]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = self._run(60, "log", run, "here", "--show")
         return done.stdout + done.stderr
-
-    def kill(self, name: str) -> None:
-        """Ends the SuperLink or a node, with everything that it has started: Flower's own processes leave its group."""
-        end = time.monotonic() + 10
-        while (left := family(f"{self.folder}/{name}")) and time.monotonic() < end:  # they may be starting others
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-        with suppress(subprocess.TimeoutExpired):
-            self.processes[name].wait(10)
-
-    def stop(self) -> None:
-        """Ends everything that was started."""
-        for process in self.processes.values():
-            process.terminate()
-        end = time.monotonic() + 5
-        for name, process in self.processes.items():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, end - time.monotonic()))
-            self.kill(name)
 
     def log(self, name: str) -> str:
         """What the SuperLink or a node has said."""
         return (self.folder / "logs" / f"{name}.log").read_text(errors="replace")
 
-    def _spawn(self, name: str, command: str, *arguments: str) -> "subprocess.Popen[bytes]":
-        with (self.folder / "logs" / f"{name}.log").open("ab") as output:
-            self.processes[name] = subprocess.Popen(
-                [program(command), *arguments],
-                env={**self.environment, FAMILY: f"{self.folder}/{name}"},
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a Ctrl-C is for whoever started this, who then ends it in order
-            )
-        return self.processes[name]
+    def _start(self, name: str, command: str, *arguments: str) -> "subprocess.Popen[bytes]":
+        log = self.folder / "logs" / f"{name}.log"
+        return self.spawn(name, [program(command), *arguments], self.environment, log)
 
-
-def family(name: str) -> list[int]:
-    """The processes that were started under this name, and all that they have started, whoever their parent is now."""
-    mark = f"{FAMILY}={name}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if mark in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+    def _run(self, seconds: float, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [program("flwr"), *arguments],
+            env={**self.environment, FAMILY: f"{self.folder}/flwr"},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
 
 
 def program(name: str) -> str:

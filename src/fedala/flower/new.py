@@ -22,7 +22,10 @@ PROJECT = """\
 name = "{name}"
 version = "1.0.0"
 description = "{method} on Flower, by fedala"
-dependencies = ["fedala[flower,digits]"]
+requires-python = ">=3.11"
+# Leave fedala out: Flower installs these from a package index, and fedala is not on one.
+# Install it on the server and on every node from a copy of its repository: see docs/deployment.md.
+dependencies = []
 
 [tool.flwr.app]
 publisher = "fedala"
