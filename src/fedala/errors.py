@@ -1,4 +1,6 @@
-"""The one kind of error that a user is meant to read."""
+"""The one kind of error that a user is meant to read, and text that is safe to show."""
+
+from typing import Any
 
 
 class UserError(ValueError):
@@ -17,3 +19,14 @@ def printable(text: str, most: int) -> str:
     if len(text) > most:
         text = f"{text[: most // 2]} … {text[-most // 2 :]}"
     return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
+
+
+def spreadsheet_safe(value: Any) -> Any:
+    """`value` for a csv file that people open: text that a spreadsheet would run as a formula gets an apostrophe."""
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+        return value
+    try:
+        float(value)  # a negative number stays a number
+    except ValueError:
+        return f"'{value}"
+    return value
