@@ -304,7 +304,8 @@ def test_a_file_that_takes_no_tables_is_refused_before_anything_is_written(tmp_p
         path.symlink_to("/dev/zero")
     else:
         path.write_text("nothing")
-    assert call("report", tmp_path, "--insert", path).exit_code == 2
+    outcome = attempt(["paper", "report", str(tmp_path), "--insert", str(path)], tmp_path)
+    assert (outcome.code, outcome.fault) == (2, ""), outcome.says
     assert not (tmp_path / "report").exists()
 
 
