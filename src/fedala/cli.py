@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import inspect
-import json
 import re
 import shlex
 import sys
@@ -27,6 +26,7 @@ except ModuleNotFoundError:
 from fedala.config import Config
 from fedala.data import federate, known, load, write_partition
 from fedala.errors import RunError, UserError
+from fedala.inputs import read_json
 from fedala.methods import catalogue
 from fedala.options import suggest
 from fedala.paper import commands as paper
@@ -477,7 +477,7 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="fedala-demo-") as folder, Watch(Console(stderr=True), checked) as watch:
         where = (out or Path(folder) / "demo").absolute()
         found = show(checked, Path(folder), where, row=watch.row, say=watch.say)
-        summary = json.loads((found.path / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(found.path / "summary.json", 2**28)
     _console().print(tables.results(summary["methods"]))
     print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 
