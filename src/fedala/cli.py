@@ -280,7 +280,7 @@ def _show(result: Result) -> None:
 def _report(folder: Path) -> None:
     """The page of a run that is done; whatever is wrong with the page, the run is not lost."""
     try:
-        _print(f"Report: {page.write([folder])}")
+        _print(f"Report: {page.write([folder], say=_say)}")
     except Exception as error:
         _say(f"The report could not be written ({error}); try again with: fedala report {shlex.quote(str(folder))}")
 
@@ -357,7 +357,7 @@ def report(
     ] = None,
 ) -> None:
     """Make one HTML page of one or several runs, finished or not: figures, curves, clients, split, W, cost, set-up."""
-    _print(f"Written: {page.write(folders, out)}")
+    _print(f"Written: {page.write(folders, out, say=_say)}")
     if plots_:
         _print(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
 

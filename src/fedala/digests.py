@@ -85,6 +85,14 @@ class Digests:
             probe = [float(value) for value in values["probe"]]
             return cls(written, methods, str(values["identity"]), versions, probe)
 
+    def note(self, name: str, data: bytes) -> bool:
+        """Record a file's next version beside the last; return whether it is another one."""
+        known = self.written.get(name, [])
+        if known[-1:] == [digest(data)]:
+            return False
+        self.written[name] = [*known[-1:], digest(data)]
+        return True
+
     def expects(self, name: str, data: bytes) -> bool:
         """Tell whether a file's content is what the run wrote."""
         return digest(data) in self.written.get(name, ())

@@ -1,4 +1,6 @@
-"""The one kind of error that a user is meant to read."""
+"""The one kind of error that a user is meant to read, and text that is safe to show."""
+
+from typing import Any
 
 
 class UserError(ValueError):
@@ -19,11 +21,6 @@ def printable(text: str, most: int) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "�" for c in text)
 
 
-def spreadsheet_safe(text: str) -> str:
-    """`text` as a cell of a table that no spreadsheet takes for a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
-
-
 def byte_size(size: float) -> str:
     """A number of bytes for people: `22.6 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -31,3 +28,14 @@ def byte_size(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def spreadsheet_safe(value: Any) -> Any:
+    """`value` for a csv file that people open: text that a spreadsheet would run as a formula gets an apostrophe."""
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+        return value
+    try:
+        float(value)  # a negative number stays a number
+    except ValueError:
+        return f"'{value}"
+    return value

@@ -57,6 +57,7 @@ class RunFolder:
         self.path = path
         self._record: Digests | None = None
         self._hashes: dict[tuple[str, str], RowHash] = {}  # by table and method
+        self._newer: dict[str, int] = {}  # by table: rows that the record does not cover
         self._initial: dict[Path, Path] = {}  # the file of the initial model, by the folder of a run's models
 
     @classmethod
@@ -246,7 +247,7 @@ class RunFolder:
         counts = {part: federation.counts(part) for part in PARTS}
         columns = ["client", "class", "name", *counts]
         lines = [
-            {"client": client, "class": label, "name": spreadsheet_safe(str(names[label]))}
+            {"client": client, "class": label, "name": spreadsheet_safe(names[label])}
             | {part: count[client, label] for part, count in counts.items()}
             for client, label in np.argwhere(federation.counts()).tolist()
         ]
@@ -328,10 +329,7 @@ class RunFolder:
     def _replace(self, name: str, text: str) -> None:
         """Write one of the whole files. Its digest is recorded first, beside that of the version it replaces."""
         data = text.encode()
-        record = self._kept_record()
-        known = record.written.get(name, [])
-        if known[-1:] != [digest(data)]:
-            record.written[name] = [*known[-1:], digest(data)]
+        if self._kept_record().note(name, data):
             self._write_record()
         files.replace(self.path / name, data)
 
@@ -342,11 +340,11 @@ class RunFolder:
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of one of the folder's tables, held against their digests, numbers as numbers."""
         record = self.record  # before the table, which may grow meanwhile
-        if name not in TABLES:
+        if name not in TABLES and self.holds(name):
             self.verified(name)
-        lines = self._lines(name)[1] if (self.path / name).exists() else []
+        lines = self._lines(name)[1] if regular(self.path / name).exists() else []
         if name in TABLES and record:
-            record.check_rows(self.path / name, lines)
+            self._newer[name] = record.check_rows(self.path / name, lines)
         try:
             read: list[dict[str, Any]] = [
                 {key: value if key in _TEXT else _number(value) for key, value in line.items()} for line in lines
@@ -359,15 +357,14 @@ class RunFolder:
         return read
 
     def unverified(self) -> list[str]:
-        """Say, in sentences, what of this folder no digest vouches for."""
-        record = self.record
-        if record is None:
+        """Say, in sentences, what no digest vouches for of the tables that have been read."""
+        if self.record is None:
             return [f"{self.path} has no {DIGESTS}, so nothing in it can be verified."]
-        notes = []
-        for name in TABLES:
-            if (self.path / name).exists() and (newer := record.check_rows(self.path / name, self._lines(name)[1])):
-                notes.append(f"{newer} rows of {self.path / name} are newer than {DIGESTS}, so they are not verified.")
-        return notes
+        return [
+            f"{newer} rows of {self.path / name} are newer than {DIGESTS}, so they are not verified."
+            for name, newer in self._newer.items()
+            if newer
+        ]
 
     def save_model(self, method: str, personal: Personal) -> None:
         path = self._model(method, personal.seed, personal.client)

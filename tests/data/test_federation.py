@@ -112,7 +112,15 @@ def test_a_partition_file_is_checked(tmp_path, changes, says):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"{", "not a readable"), (b"\xff", "not a readable"), (b"[1]", "does not say"), (b"[" * 10**5, "not a readable")],
+    [
+        (b"{", "not readable JSON"),
+        (b"\xff", "not readable JSON"),
+        (b"[1]", "does not say"),
+        (b"[" * 10**5, "nested too deeply"),
+        (b'{"a": 1, "a": 2}', "'a' is there twice"),
+        (b'{"samples": 1' + b"0" * 99 + b"}", "more than 64 bits"),
+        (b'"\\ud800"', "not Unicode"),
+    ],
 )
 def test_a_file_that_is_no_partition(tmp_path, content, says):
     (tmp_path / "p.json").write_bytes(content)

@@ -335,8 +335,8 @@ HUGE = bytes((0, 0, 8, 3)) + struct.pack(">3I", 2**31, 2**31, 2**31)
     [
         ("", HUGE + b"some", "do not fit its length"),
         (".gz", gzip.compress(HUGE + b"some"), "do not fit its length"),
-        ("", bytes((0, 0, 8, 3)) + struct.pack(">3I", 1, 2, 4) + b"seven__", "and does not"),
-        ("", bytes((0, 0, 8, 3)) + struct.pack(">3I", 1, 2, 4) + b"nine_____", "and does not"),
+        ("", bytes((0, 0, 8, 3)) + struct.pack(">3I", 1, 28, 28) + bytes(783), "and does not"),
+        ("", bytes((0, 0, 8, 3)) + struct.pack(">3I", 1, 28, 28) + bytes(785), "and does not"),
         ("", b"GIF89a..........", "not an IDX file"),
         ("", bytes((0, 0, 8, 3)) + b"\0\0", "not a readable IDX file"),
         (".gz", b"not gzip at all", "not a readable IDX file"),

@@ -3,13 +3,15 @@
 import io
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
 import pytest
 import torch
 
-from fedala.data import Dataset, load
+from fedala import inputs
+from fedala.data import Dataset, arrays, load
 from fedala.errors import UserError
 
 Y = np.array([0, 1, 2, 1])
@@ -167,6 +169,61 @@ def test_a_size_that_no_compression_could_reach_is_refused_before_memory_is_take
     data[at : at + 4] = (size + len(file.getvalue())).to_bytes(4, "little")
     path.write_bytes(data)
     refused("not what the file holds", path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"x": (40_000, 28, 28)}, 40_000 * 784), ({"x": (10_000, 32, 32, 3)}, 10_000 * 3072),
+        ({"x_train": (8_000, 32, 32, 3), "x_test": (2_000, 32, 32, 3)}, 10_000 * 3072),
+        ({"x": (10_000, 800)}, 4 * 10_000 * 800),
+    ],
+)  # fmt: skip
+def test_reading_takes_the_memory_of_the_result_alone(tmp_path, parts, expected, compressed):
+    arrays = {name: np.random.RandomState(0).randint(0, 99, shape, np.uint8) for name, shape in parts.items()}
+    arrays |= {name.replace("x", "y"): np.arange(shape[0]) % 3 for name, shape in parts.items()}
+    path = npz(tmp_path, compressed, **arrays)
+    del arrays
+    tracemalloc.start()
+    try:
+        assert load(path).x.numel() == expected // (4 if len(parts.get("x", ())) == 2 else 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < expected + 20 * 2**20
+
+
+def test_wide_numbers_are_converted_piece_by_piece(tmp_path):
+    x = np.random.RandomState(0).normal(size=(3_000, 1_000))
+    path = npz(tmp_path, x=x, y=np.arange(3_000) % 3)
+    tracemalloc.start()
+    try:
+        own = load(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(own.x.numpy(), x.astype(np.float32))
+    assert peak < 4 * x.size + 20 * 2**20
+
+
+def test_all_that_conversion_takes_is_held_against_memory_before_anything_is_read(tmp_path, monkeypatch):
+    """100 kB of uint8 become 400 kB of float32."""
+    path = npz(tmp_path, compressed=True, x=np.zeros((100, 1000), np.uint8), y=np.arange(100) % 3)
+    monkeypatch.setattr(arrays, "_CHUNK", 2**10)
+    monkeypatch.setattr(arrays, "_unpack", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(inputs, "free_memory", lambda: 400_000)
+    refused("of memory, and there are", path)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 2**22])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("kind", ["u1", ">f8", "f2"])
+def test_what_is_read_in_pieces_is_what_was_written(tmp_path, monkeypatch, chunk, order, kind):
+    monkeypatch.setattr(arrays, "_CHUNK", chunk)
+    x = np.asarray(IMAGES, dtype=kind, order=order)
+    expected = IMAGES.transpose(0, 3, 1, 2) if kind == "u1" else IMAGES.astype(np.float32)
+    np.testing.assert_array_equal(load(npz(tmp_path, x=x, y=Y)).x.numpy(), expected)
 
 
 def save(path, array, **options):

@@ -25,6 +25,8 @@ from fuzz.mutations import misplace, mutate, repaired_png
 import fedala.files
 from fedala import cli
 from fedala.config import Config
+from fedala.paper.experiments import tables
+from fedala.paper.results import COLUMNS
 from fedala.running import Stopped, Watcher, execute, plan
 
 RNG = np.random.default_rng(0)
@@ -363,6 +365,68 @@ def _another(tree: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return rest if rng.random() < 0.2 else {**rest, key: rng.choice(new)}
 
 
+def _reported() -> Files:
+    """The run folder of a finished run, as far as a report reads it."""
+    with tempfile.TemporaryDirectory() as place:
+        interrupted(Path(place), 4)
+        read = ("config.toml", "summary.json", "history.csv", "clients.csv", "split.csv", "weights.csv")
+        found = {f"run/{name}": Path(place, "run", name).read_bytes() for name in read}
+    return {**found, "run/resumed.csv": b"time,changed\n2026-01-01T00:00:00+00:00,device (cuda to cpu)\n"}
+
+
+def _results() -> Files:
+    """A results folder: a cell of a table, and the line about it."""
+    [column] = [column for column in tables()["table2"].columns if column.name == "mnist-pathological"]
+    config = column.cell("fedala").config(rounds=2, seeds=1)
+    columns = "method,seed,round,accuracy,loss,accuracy_joined,sent,uploaded,diverged,seconds"
+    rows = "".join(f"fedala,0,{round},0.{round}1,0.5,0.{round}1,9,9,0,1.5\n" for round in range(3))
+    about = {"samples": 70000, "data": "", "device": "CPU", "version": "x"}
+    line = "mnist-dir,fedavg,,false,0,300,300,1,0.98,260,0.98,0.97,0.4,1,1,582,582,70000,,NVIDIA H200,fedala 0.1.0"
+    cell = "results/mnist-pathological/fedala"
+    return {
+        f"{cell}/cell.json": json.dumps(about).encode(),
+        f"{cell}/seeds-0-0/config.toml": config.text().encode(),
+        f"{cell}/seeds-0-0/history.csv": f"{columns}\n{rows}".encode(),
+        "results/results.csv": f"{','.join(COLUMNS)}\n{line}\n".encode(),
+        "results/figures/figure-wl.png": _picture(),
+    }
+
+
+_WORDS = [
+    "", "0", "-1", "1", "7.5", "-3", "nan", "inf", "-inf", "1e999", "9" * 400, "9" * 5000, "0.5", "1e308", "true", "x",
+    "<script>", "=1+1", "a|b", "\u202e", "\x1b[2J", "\x00", "fedavg", "fedala", "local", "2", "99999999", "-0", "1_0", "٣",
+]  # fmt: skip
+_JSON = [
+    None, True, -1, 0, 2**62, 10**400, 0.5, float("nan"), float("inf"), "", "x", "\ud800", "<b>", "\x1b", [], {}, [[1]],
+    {"a": None}, "a" * 9999,
+]  # fmt: skip
+
+
+def _fields(files: Files, rng: random.Random) -> Files:
+    """Tables and JSON that are sound but for one or two values."""
+    files = dict(files)
+    for _ in range(rng.choice((1, 1, 2))):
+        name = rng.choice([name for name in sorted(files) if name.endswith((".csv", ".json", ".toml"))])
+        text = files[name].decode(errors="replace")
+        if name.endswith(".json"):
+            content = json.loads(text)
+            target = content
+            while isinstance(inner := target.get(rng.choice(sorted(target))), dict) and inner and rng.random() < 0.8:
+                target = inner
+            target[rng.choice(sorted(target))] = rng.choice(_JSON)
+            text = json.dumps(content)
+        else:
+            separator = "," if name.endswith(".csv") else " = "
+            lines = text.split("\n")
+            row = rng.randrange(len(lines))
+            fields_ = lines[row].split(separator)
+            fields_[rng.randrange(len(fields_))] = rng.choice(_WORDS)
+            lines[row] = separator.join(fields_)
+            text = "\n".join(lines)
+        files[name] = text.encode()
+    return files
+
+
 def _only(name: str) -> Callable[[Files, random.Random], Files]:
     return lambda files, rng: {**files, name: mutate(files[name], rng)}
 
@@ -391,6 +455,8 @@ def targets() -> dict[str, Target]:
         ),
         Target("config", ("run", "--config", "my.toml", "--out", "run"), _config, _only("my.toml"), plan_only),
         Target("resume", ("run", "--resume", "run"), _resumed, _consistent),
+        Target("report", ("report", "run"), _reported, _fields),
+        Target("paper-report", ("paper", "report", "results"), _results, _fields),
         Target(
             "arguments",
             ("run", "--dataset", "my.npz", "--clients", "2", "--rounds", "1", "--out", "run"),

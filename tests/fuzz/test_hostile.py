@@ -8,8 +8,10 @@ import os
 import pickle
 import shutil
 import struct
+import time
 import tomllib
 import zipfile
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -59,7 +61,8 @@ def bomb_npz(folder):
     shape = {"descr": "|u1", "fortran_order": False, "shape": (len(ZEROS) // 784, 28, 28)}
     np.lib.format.write_array_header_1_0(header, shape)
     x = header.getvalue() + ZEROS[: len(ZEROS) // 784 * 784]
-    (folder / "my.npz").write_bytes(zipped({"x.npy": x, "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED))
+    y = npy(np.arange(shape["shape"][0]) % 3)
+    (folder / "my.npz").write_bytes(zipped({"x.npy": x, "y.npy": y}, zipfile.ZIP_DEFLATED))
     return read("npz")
 
 
@@ -99,6 +102,68 @@ def test_a_bomb_is_refused_before_it_takes_memory(bomb, here):
     arguments = bomb(here)
     assert sum(file.stat().st_size for file in here.rglob("*")) < 2**20
     refused("of memory, and there are", arguments, here, little_memory)
+
+
+def unpacks_much():
+    inputs.FREELY = 2**20
+
+
+@pytest.mark.parametrize(
+    ("bomb", "instead"),
+    [
+        (bomb_npz, "save it with np.savez"),
+        (bomb_gzip, "unpack it with gunzip"),
+        (bomb_images, "save the pixels with np.savez"),
+        (bomb_dictionary, "save it as a .csv or .npz file"),
+    ],
+)
+def test_what_unpacks_to_far_more_than_samples_do_is_refused_and_says_what_to_do(bomb, instead, here):
+    """There would be room for it: the bound is on what a file may unpack to, not on what the machine can hold."""
+    refused(f"More than 100 times its size is only read up to 1 MiB: if that is right, {instead}", bomb(here), here,
+            unpacks_much)  # fmt: skip
+
+
+def test_two_gigabytes_in_two_megabytes_are_refused_at_once(here):
+    """A zip of one deflate stream, repeated: x says what it holds, and holds it."""
+    size = 2**31 - 2**20
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (size // 256, 16, 16)}
+    )
+    press = zlib.compressobj(wbits=-15)
+    block = press.compress(header.getvalue()) + press.flush(zlib.Z_FULL_FLUSH)
+    zeros = zlib.compressobj(wbits=-15)
+    mebibyte = zeros.compress(bytes(2**20)) + zeros.flush(zlib.Z_FULL_FLUSH)
+    stream = block + mebibyte * (size // 2**20) + b"\x03\x00"
+    path = zip_of(here / "my.npz", stream, len(header.getvalue()) + size, npy(np.arange(size // 256) % 4))
+    assert path.stat().st_size < 3 * 2**20
+    began = time.monotonic()
+    refused("has 2.2 MiB that unpack to 2.06 GiB", read("npz"), here)
+    assert time.monotonic() - began < 10
+
+
+def zip_of(path, stream, size, y):
+    """A zip archive whose x.npy is this deflate stream. Its checksum is wrong, and not looked at before the end."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("x.npy", "w") as file:
+            file.write(b"")
+        archive.writestr("y.npy", y)
+    data = bytearray(path.read_bytes())
+    local = data.index(b"PK\x03\x04")
+    name_end = local + 30 + len("x.npy")
+    old = data.index(b"PK\x03\x04", 4) - name_end
+    data[name_end : name_end + old] = stream
+    grown = len(stream) - old
+    sizes = len(stream).to_bytes(4, "little") + size.to_bytes(4, "little")
+    data[local + 18 : local + 26] = sizes
+    first = data.index(b"PK\x01\x02", name_end + len(stream))
+    data[first + 20 : first + 28] = sizes
+    second = data.index(b"PK\x01\x02", first + 4)
+    for place, width in ((second + 42, 4), (data.index(b"PK\x05\x06", second) + 16, 4)):
+        moved = int.from_bytes(data[place : place + width], "little") + grown
+        data[place : place + width] = moved.to_bytes(width, "little")
+    path.write_bytes(data)
+    return path
 
 
 # --- what leads elsewhere -------------------------------------------------------------------------------------------

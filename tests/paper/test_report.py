@@ -25,7 +25,7 @@ BASE = Run(
 
 def seeds(*bests, **changes):
     return [
-        replace(BASE, seed=seed, best=best, best_joined=round(best - 0.1, 6), **changes)
+        replace(BASE, seed=seed, best=best, best_joined=round(best - 0.1, 6), final=min(0.5, best), **changes)
         for seed, best in enumerate(bests)
     ]
 

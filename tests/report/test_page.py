@@ -3,8 +3,10 @@
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -329,6 +331,9 @@ def broken(name, text):
     return make
 
 
+CLIENTS = "method,seed,round,client,samples,accuracy,loss\nfedala,0,6,0,{},0.5,0.5\n"
+
+
 def damaged(place, line):
     def make(path):
         folder = made_up(path / "run")
@@ -346,7 +351,11 @@ def damaged(place, line):
         (no_run, "is not a run folder, and holds none"),
         (just_begun, "nothing to report yet"),
         (broken("config.toml", "a: b"), "cannot be read"),
-        (broken("summary.json", "{"), "cannot be read"),
+        (broken("summary.json", "{"), "not readable JSON"),
+        (broken("summary.json", "[" * 99_999), "nested too deeply"),
+        (broken("summary.json", '{"command": "\\ud800"}'), "text that is not Unicode"),
+        (broken("summary.json", '{"seconds": 1, "seconds": 2}'), "'seconds' is there twice"),
+        (broken("summary.json", '{"seconds": 1' + "0" * 400 + "}"), "more than 64 bits"),
         (broken("summary.json", "[1]"), "is not a run's summary"),
         (broken("history.csv", "method,seed\nfedavg,0\n"), "not the table of a run"),
         (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv is damaged"),
@@ -355,12 +364,67 @@ def damaged(place, line):
         (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "an accuracy of 5.0 is not from 0 to 1"),
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
         (broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"), "no whole number"),
+        (
+            broken("split.csv", "client,class,name,train,validation,test\n0,0,a,-1,1,1\n"),
+            "train = -1, which is less than 0",
+        ),
+        (broken("clients.csv", CLIENTS.format("1" + "0" * 400)), "which has more than 64 bits"),
+        (broken("clients.csv", CLIENTS.format(2**63)), "samples = 9223372036854775808, which has more than 64 bits"),
+        (broken("clients.csv", CLIENTS.format("1" + "0" * 5000)), "clients.csv is damaged"),
+        (damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,1"), "accuracy_joined = -2, which is not from 0 to 1"),
+        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,-1,1"), "seconds = -1, which is not a time"),
+        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,inf,1"), "seconds = inf, which is not a time"),
+        (damaged(3, "fedala,0,-1,0.5,0,0.5,1,1,1,1"), "round = -1, which is less than 0"),
     ],
 )
 def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):
     with pytest.raises(UserError, match=says) as refusal:
         page.write([make(tmp_path)])
     assert re.fullmatch(r"[^\n]+\.", str(refusal.value))
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0.5, 2**62, "x\n<b>", [], [[1]], {}, {"a": {"b": [None]}}])
+@pytest.mark.parametrize("key", ["methods", "seconds", "command", "versions", "data"])
+def test_a_summary_of_other_types_is_shown_as_text(tmp_path, key, value):
+    folder = made_up(tmp_path / "run")
+    for summary in ({key: value}, {key: {"fedala": value, "title": value}}, {key: {"fedala": {"title": value}}}):
+        (folder.path / "summary.json").write_text(json.dumps(summary))
+        text = page.write([folder.path]).read_text(encoding="utf-8")
+        assert "<b>" not in text
+
+
+@pytest.mark.parametrize("word", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_are_none_are_shown(tmp_path, word):
+    """A run whose clients have diverged writes them itself."""
+    folder = made_up(tmp_path / "run")
+    (folder.path / "summary.json").write_text(f'{{"seconds": {word}, "versions": {{"torch": {word}}}}}')
+    assert "nan" in page.write([folder.path]).read_text(encoding="utf-8") or word != "NaN"
+
+
+@pytest.mark.parametrize(
+    "name", ["summary.json", "history.csv", "clients.csv", "split.csv", "weights.csv", "resumed.csv"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "folder"])
+def test_what_is_not_a_file_is_not_passed_over(tmp_path, name, kind):
+    path = made_up(tmp_path / "run").path / name
+    path.unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "zeros":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+    with pytest.raises(UserError, match=f"{name} is not a file"):
+        page.write([path.parent])
+
+
+def test_a_folder_whose_name_is_not_unicode_is_reported(tmp_path):
+    place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[2J"))
+    place.mkdir()
+    runs_ = [made_up(place / name).path for name in ("a", "b")]
+    text = page.write([*runs_, made_up(tmp_path / "c").path], tmp_path / "all.html").read_text(encoding="utf-8")
+    assert "\ufffd\ufffd[2J/a" in text
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 from fedala.data.dataset import Dataset, first_line
 from fedala.data.partition import Indices, check_seed, partitioner
 from fedala.errors import UserError
-from fedala.inputs import read
+from fedala.inputs import read_json
 from fedala.randomness import draw
 
 _FORMAT, _VERSION = "fedala-partition", 1
@@ -121,12 +121,12 @@ def _checksum(dataset: Dataset) -> str:
 
 def _read(path: Path, dataset: Dataset, clients: int | None, seed: int) -> list[dict[str, Indices]]:
     try:
-        content = json.loads(read(path, 2**24 + 100 * len(dataset.y)))
+        content = read_json(path, 2**24 + 100 * len(dataset.y))
     except FileNotFoundError:
         raise UserError(f"There is no partition file {path}.") from None
     except UserError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise UserError(f"{path} is not a readable partition file ({first_line(error)}).") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UserError(f'{path} is not a partition file: it does not say "format": "{_FORMAT}".')

@@ -12,7 +12,7 @@ import torch
 
 from fedala.data.dataset import Raw, need
 from fedala.errors import UserError
-from fedala.inputs import check_room, read
+from fedala.inputs import check_expansion, check_room, read
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not what else pillow knows: one starts a program
@@ -52,8 +52,19 @@ def _source(file: Path) -> Source:
 def decode(sources: Sequence[Source]) -> torch.Tensor:
     """Images of one size as uint8 N×C×H×W: RGB, or one channel where all of them are grey."""
     pillow = need("PIL.Image", "pillow", "images", "Reading image files")
+    stored = 0
+
+    def counted(source: Source) -> Source:
+        def data() -> BytesIO:
+            nonlocal stored
+            content = source[1]()
+            stored += content.getbuffer().nbytes
+            return content
+
+        return source[0], data
+
     # Headers first: the size and the kind of all images have to be known before room is made for them.
-    headers = [_read(pillow, source, lambda image: (image.size, image.mode)) for source in sources]
+    headers = [_read(pillow, counted(source), lambda image: (image.size, image.mode)) for source in sources]
     (width, height), _ = headers[0]
     for (name, _), (size, mode) in zip(sources, headers, strict=True):
         if size != (width, height):
@@ -64,15 +75,17 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
         if mode[0] in "IF":
             raise UserError(f"{name} has more than 8 bits per channel ({mode}); save it with 8.")
     grey = all(mode in _GREY for _, mode in headers)
-    shape = (len(sources), height, width, 1 if grey else 3)
-    check_room(2 * math.prod(shape), f"{sources[0][0]} and all other images")
+    shape = (len(sources), 1 if grey else 3, height, width)
+    every = f"{sources[0][0]} and all other images together"
+    check_expansion(math.prod(shape), stored, every, "if that is right, save the pixels with np.savez")
+    check_room(math.prod(shape) + 8 * width * height, every)
     pixels = np.empty(shape, dtype=np.uint8)
     for row, source in zip(pixels, sources, strict=True):
         image = _read(pillow, source, lambda image: _pixels(image, grey))
-        if image.shape != row.shape:
+        if image.shape != (height, width, shape[1]):
             raise UserError(f"{source[0]} is not a readable image (its header says another size).")
-        row[...] = image
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+        row[...] = image.transpose(2, 0, 1)
+    return torch.from_numpy(pixels)
 
 
 def _pixels(image: Any, grey: bool) -> Any:

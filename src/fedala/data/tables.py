@@ -1,6 +1,7 @@
 """Tables of an image or text column and a label column: parquet files on disk, and the Hugging Face hub."""
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from io import BytesIO
@@ -12,7 +13,7 @@ import numpy as np
 from fedala.data.dataset import Raw, encode, first_line, need
 from fedala.data.images import LARGEST, decode
 from fedala.errors import UserError
-from fedala.inputs import check_room, read, regular
+from fedala.inputs import check_expansion, check_room, opened, read
 
 _INPUTS = ("image", "img", "text", "sentence", "content")
 _LABELS = ("label", "labels", "fine_label", "target", "class")
@@ -45,7 +46,7 @@ def parquet(folder: Path, parts: Sequence[str] = _PARTS) -> Raw | None:
     if not files:
         return None
     need("pyarrow", "pyarrow", "hub", f"Reading {files[0]}")
-    return _merge([_table(regular(file)) for file in files], str(folder))
+    return _merge([_table(file) for file in files], str(folder), stored=sum(file.stat().st_size for file in files))
 
 
 def _table(path: Path) -> Any:
@@ -53,9 +54,9 @@ def _table(path: Path) -> Any:
     from pyarrow import Table
     from pyarrow.parquet import ParquetFile
 
-    check_room(path.stat().st_size, str(path))
     try:
-        with ParquetFile(path) as file:
+        with opened(path) as data, ParquetFile(data) as file:
+            check_room(os.fstat(data.fileno()).st_size, str(path))
             schema = file.schema_arrow
             check_room(file.metadata.num_rows * _OBJECT, str(path))
             columns = [_first(names, schema.names) for names in (_INPUTS, _LABELS)]
@@ -75,8 +76,9 @@ def _first(wanted: Sequence[str], names: Sequence[str]) -> str | None:
     return next((name for name in wanted if name in names), None)
 
 
-def _merge(tables: list[Any], where: str, caches: Sequence[Path] = ()) -> Raw:
-    """`caches`: the only folders that images may be read from where a table holds their paths."""
+def _merge(tables: list[Any], where: str, caches: Sequence[Path] = (), stored: int | None = None) -> Raw:
+    """`caches`: the only folders that images may be read from where a table holds their paths. `stored`: bytes of the
+    files, where there are some."""
     columns = tables[0].column_names
     x, y = _first(_INPUTS, columns), _first(_LABELS, columns)
     if x is None or y is None or any({x, y} - set(table.column_names) for table in tables):
@@ -84,7 +86,7 @@ def _merge(tables: list[Any], where: str, caches: Sequence[Path] = ()) -> Raw:
             f"{where} has the columns {', '.join(columns)}; it needs an image or text column and a label column."
         )
     try:
-        inputs, labels = (_values(tables, name, where) for name in (x, y))
+        inputs, labels = (_values(tables, name, where, stored) for name in (x, y))
     except UserError:
         raise
     except Exception as error:  # a column that is there twice, text that is not UTF-8, times beyond the calendar, …
@@ -100,7 +102,7 @@ def _merge(tables: list[Any], where: str, caches: Sequence[Path] = ()) -> Raw:
     return Raw(where, decode(images), numbers, names)
 
 
-def _values(tables: list[Any], name: str, where: str) -> list[Any]:
+def _values(tables: list[Any], name: str, where: str, stored: int | None) -> list[Any]:
     """A column as Python's values, piece by piece: one text can stand there a million times and be kept once until here."""
     values: list[Any] = []
     held = 0
@@ -109,6 +111,8 @@ def _values(tables: list[Any], name: str, where: str) -> list[Any]:
             new = piece.slice(first, _ROWS).to_pylist()
             held += sum(len(content) for value in new if isinstance(content := _content(value), str | bytes))
             check_room(held, where)
+            if stored is not None:
+                check_expansion(held, stored, where, "if that is right, save it as a .csv or .npz file")
             values += new
     return values
 

@@ -1,6 +1,8 @@
 """Texts: tokens, vocabulary, and the comma-separated files they come in."""
 
 import csv
+import io
+import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -12,7 +14,7 @@ import torch
 from fedala.data.catalogue import LENGTH
 from fedala.data.dataset import Raw, encode, first_line
 from fedala.errors import UserError
-from fedala.inputs import check_room, regular
+from fedala.inputs import check_room, opened
 
 # torchtext's `basic_english`, which the paper's vocabulary was made with: punctuation stands alone, or is dropped.
 _BASIC_ENGLISH = str.maketrans(
@@ -81,8 +83,8 @@ def ag_news_csv(paths: list[Path]) -> Raw:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The line number and the fields of every row that is not blank."""
     try:
-        check_room(regular(path).stat().st_size, str(path))
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with opened(path) as data, io.TextIOWrapper(data, newline="", encoding="utf-8-sig") as file:
+            check_room(os.fstat(data.fileno()).st_size, str(path))
             reader = csv.reader(file, strict=True)
             yield from ((reader.line_num, row) for row in reader if row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table as Shown
 
 from fedala.config import Config
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.paper import report as reporting
 from fedala.paper import running
 from fedala.paper.board import Board
@@ -211,6 +211,8 @@ def report(
     results = Results.read(folder)
     if out and out.resolve() == folder.resolve():
         raise UserError(f"The report cannot go into {out} itself, where its tables would be taken for results.")
+    if insert:
+        reporting.around(insert)  # a file without a place for the tables is refused before anything is written
     written = reporting.write(results, out or folder / "report", sorted((folder / "figures").glob("*.png")))
     if insert:
         reporting.insert(results, insert)
@@ -228,5 +230,7 @@ def report(
         )
     console().print(shown)
     print(reporting.overview(results))
+    for sentence in [*results.contradictions, *results.unverified]:
+        print(printable(f"Note: {sentence}", 1000), file=sys.stderr)
     for path in [*written, *([insert] if insert else [])]:
         print(f"Written: {path}")

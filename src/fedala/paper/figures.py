@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala import ala
+from fedala import ala, files
 from fedala.cohort import Cohort, Params
-from fedala.errors import UserError
+from fedala.errors import UserError, spreadsheet_safe
 from fedala.layers import call
 from fedala.methods import Method, WithALA
 from fedala.methods.method import State
@@ -47,7 +47,8 @@ def draw(
     for name, figure, rows in _MAKERS[drawing.name](replace(drawing, settings=tuple(there)), shelf, options, stop):
         table = folder / f"{name}.csv"
         written += [*plots.write({name: figure}, folder), table]
-        table.write_bytes(csv_text(list(rows[0]), rows, header=True).encode())
+        lines = [{key: spreadsheet_safe(value) for key, value in row.items()} for row in rows]
+        files.replace(table, csv_text(list(rows[0]), lines, header=True).encode())
     return written
 
 

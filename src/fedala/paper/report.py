@@ -9,11 +9,13 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from fedala.errors import UserError
+from fedala import files
+from fedala.errors import UserError, spreadsheet_safe
+from fedala.inputs import read
 from fedala.methods import catalogue
 from fedala.paper.experiments import Column, Printed, Table, drawings, tables
 from fedala.paper.results import Figure, Results
-from fedala.report.markup import Html, join, tag
+from fedala.report.markup import Html, escape_markdown, join, tag
 from fedala.report.progress import clock
 from fedala.store import csv_text
 
@@ -34,6 +36,8 @@ def legend(keys: Mapping[str, str], between: str = " ") -> str:
 
 
 LEGEND = f"{legend(SIGNS)}; the best round is picked on test data, as in the paper"
+#: Bytes of a figure, and of a page that tables are put into, at most.
+_LARGEST = 2**25
 #: Between these two lines of a Markdown file, `insert` puts the tables.
 BEGIN, END = "<!-- begin: fedala paper report -->", "<!-- end: fedala paper report -->"
 
@@ -191,12 +195,13 @@ def markdown(sheet: Sheet) -> str:
     lines = [f"### {_name(sheet)}", "", "| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
 
     def ours(o: Ours) -> str:
-        return f"**{o.text}**{_mark(sheet, o, '<sup>{}</sup>')}{_change(o)}"
+        return f"**{escape_markdown(o.text)}**{_mark(sheet, o, '<sup>{}</sup>')}{_change(o)}"
 
     for method, boxes in _rows(sheet):
         cells = ["<br>".join([box.paper, *map(ours, box.ours)]) if box else "—" for box in boxes]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"<sup>{letter}</sup> {what}<br>" for what, letter in sheet.notes.items()), ""])
+    notes = [f"<sup>{letter}</sup> {escape_markdown(what)}<br>" for what, letter in sheet.notes.items()]
+    return "\n".join([*lines, "", *notes, ""])
 
 
 def latex(sheet: Sheet) -> str:
@@ -313,7 +318,7 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            files.replace(folder / name, text.encode(), durable=False)
     except OSError as error:
         raise UserError(f"The report cannot be written to {folder}: {error.strerror}.") from None
     return [folder / name for name in texts]
@@ -323,7 +328,10 @@ def _picture(path: Path) -> Html:
     """A figure with its title, which says in words what is to be seen."""
     what = next((drawing.title for name, drawing in drawings().items() if path.stem.startswith(name)), "")
     text = f"{path.stem}: {what}" if what else path.stem
-    image = base64.b64encode(path.read_bytes()).decode()
+    try:
+        image = base64.b64encode(read(path, _LARGEST)).decode()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     return tag("figure", tag("figcaption", text), tag("img", alt=text, src=f"data:image/png;base64,{image}"))
 
 
@@ -333,17 +341,26 @@ def body(results: Results) -> str:
     return f"{intro}\n\n" + "\n".join(map(markdown, sheets(results)))
 
 
-def insert(results: Results, path: Path) -> None:
-    """Puts the Markdown tables between the two marks of a file, in the place of what stands there."""
+def around(path: Path) -> tuple[str, str]:
+    """What stands before and after the tables in a Markdown file, up to the two marks and with them."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read(path, _LARGEST).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise UserError(f"{path} has no place for the tables: it lacks the lines {BEGIN} and {END}.")
-    path.write_text(f"{before}{BEGIN}\n\n{body(results)}\n{END}{after}", encoding="utf-8")
+    return before + begin, end + after
+
+
+def insert(results: Results, path: Path) -> None:
+    """Puts the Markdown tables between the two marks of a file, in the place of what stands there."""
+    before, after = around(path)
+    try:
+        files.replace(path.resolve(), f"{before}\n\n{body(results)}\n{after}".encode())
+    except OSError as error:
+        raise UserError(f"The tables cannot be written to {path}: {error.strerror}.") from None
 
 
 def overview(results: Results) -> str:
@@ -358,9 +375,13 @@ def overview(results: Results) -> str:
     every = len({column.cell(method) for _, column, method, _ in _printed()})
     shuffled = sum(figure.runs[0].shuffle for figure in seen)
     besides = f", and {shuffled} with shuffling" if shuffled else ""
+    twice = len(results.contradictions)
+    doubts = f" {twice} of the seeds are given twice, with different accuracies." if twice else ""
+    if results.unverified:
+        doubts += " Not all of them are verified: the command that makes this report says which."
     return (
         f"{len(seen) - shuffled} of the paper's {every} cells have been run{besides}. Of these results, {counts['agrees']} "
-        f"agree with the paper (●), {counts['near']} are near it (◐), {counts['differs']} further off (○)."
+        f"agree with the paper (●), {counts['near']} are near it (◐), {counts['differs']} further off (○).{doubts}"
     )
 
 
@@ -392,7 +413,7 @@ def comparison(results: Results) -> list[dict[str, Any]]:
 
 
 def _long(results: Results) -> str:
-    rows = comparison(results)
+    rows = [{key: spreadsheet_safe(value) for key, value in row.items()} for row in comparison(results)]
     return csv_text(list(rows[0]), rows, header=True) if rows else ""
 
 
@@ -450,6 +471,9 @@ _TEX = {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "\\": r"\textbackslash{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
 }
 
 

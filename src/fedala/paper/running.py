@@ -21,7 +21,7 @@ from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, load
 from fedala.errors import RunError, UserError
 from fedala.paper.experiments import Cell, Setting
-from fedala.paper.results import about, histories, run_folders
+from fedala.paper.results import about, histories, run_folders, write_about
 from fedala.running import Plan, Stopped, Watcher, execute, plan, versions
 from fedala.simulation import Row
 from fedala.store import RunFolder
@@ -163,7 +163,7 @@ def _run(
         reached = row["round"]
         watch.row(str(cell), row)
 
-    files.replace(folder.parent / "cell.json", json.dumps(words, indent=2).encode())
+    write_about(folder.parent / "cell.json", words)
     watcher = Watcher(row=follow, stop=lambda: reached >= order.rounds or order.left <= 0)
     # A run that has ended and kept no checkpoint is made again: it gives the same, and more.
     ended = begun and not begun.keep_checkpoint and _rounds(folder, seeds) >= int(begun.rounds or 0)

@@ -8,9 +8,12 @@ import hashlib
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
+
+from fedala.errors import printable
 
 _VOID = {"meta", "input", "img"}
 
@@ -45,6 +48,19 @@ def join(children: Iterable[object]) -> Html:
         elif child is not None:
             parts.append(Html(html.escape(str(child))))
     return Html("".join(parts))
+
+
+#: What Markdown takes for more than text, beside HTML. A bare address or name becomes a link without these, too.
+_MARKDOWN = re.compile(r"[\\`*_\[\]|~$]|(?<=:)//|(?i:(?<=www)\.)|@")
+
+
+def escape_markdown(text: str) -> str:
+    """`text` as one line of Markdown, inside a table or not, that shows exactly these characters."""
+
+    def escaped(found: re.Match[str]) -> str:
+        return "&#64;" if found[0] == "@" else f"\\{found[0]}"
+
+    return _MARKDOWN.sub(escaped, html.escape(printable(text, 1000), quote=False))
 
 
 def table(

@@ -1,6 +1,6 @@
 """The HTML page of one or several run folders: what came out, how it got there, who gains, and what made it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,11 +89,19 @@ class Series:
         return spread(self.run, self.result.method)
 
 
-def write(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the page of these folders; without `out`, as report.html into the only one."""
+def write(
+    paths: Sequence[Path], out: Path | None = None, *, say: Callable[[str], None] = lambda sentence: None
+) -> Path:
+    """Write the page of these folders; without `out`, as report.html into the only one.
+
+    `say` gets a sentence about everything that is unverified.
+    """
     if out is None and len(paths) != 1:
         raise UserError("Several folders make one page: say where it goes, such as --out report.html.")
     runs = find(paths)
+    for run in runs:
+        for sentence in run.unverified:
+            say(sentence)
     target = out or paths[0] / "report.html"
     if not target.absolute().parent.is_dir():
         raise UserError(f"The page {target} cannot be written: there is no folder {target.absolute().parent}.")
@@ -225,7 +233,7 @@ def _warnings(run: Run) -> list[str]:
             found.append(f"{result.title} in {run.name}: {_counted(lost, 'client round')} diverged and did not count.")
     if run.missing:
         found.append(f"{run.name} has not begun with {', '.join(run.missing)}.")
-    return found
+    return [*found, *(sentence.replace(str(run.path), run.name) for sentence in run.unverified)]
 
 
 # --- sections ------------------------------------------------------------------------------------------------------

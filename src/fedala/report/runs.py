@@ -1,6 +1,5 @@
 """Run folders as they are looked at: finished or not, one's own or somebody else's."""
 
-import json
 import math
 import tomllib
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import numpy as np
 from fedala.config import FREE
 from fedala.data.dataset import first_line
 from fedala.errors import UserError, printable
-from fedala.inputs import read as bounded
+from fedala.inputs import read_json
 from fedala.methods import make
 from fedala.running import MethodResult
 from fedala.store import RunFolder
@@ -32,7 +31,7 @@ _NEEDED = {
 #: What two runs may differ in, and their accuracies can still be compared.
 _APART = {*FREE, "method", "set", "seed", "seeds", "eval_every"}
 
-_WHOLE = {"seed", "round", "client", "samples", "class", "train", "validation", "test", "sent", "uploaded"}
+_WHOLE = {"seed", "round", "client", "samples", "class", "train", "validation", "test", "sent", "uploaded", "diverged"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,8 @@ class Run:
     weights: Rows
     resumed: Rows = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    unverified: list[str] = field(default_factory=list)
+    """Sentences about what no digest vouches for."""
 
     @property
     def rounds(self) -> int:
@@ -113,7 +114,7 @@ def names(paths: Sequence[Path]) -> list[str]:
     most = min(map(len, parts)) - 1
     before = _alike(parts, most)
     after = _alike([part[::-1] for part in parts], most - before)
-    return [printable("/".join(part[before : len(part) - after]), 1000) for part in parts]
+    return [printable("/".join(part[before : len(part) - after]), 200) for part in parts]
 
 
 def _alike(parts: Sequence[Sequence[str]], most: int) -> int:
@@ -132,17 +133,22 @@ def distinct_splits(runs: Sequence[Run]) -> list[Run]:
 
 def read(path: Path) -> Run:
     """One run folder; what is not there yet is empty."""
+    folder = RunFolder(path)
     try:
-        text = bounded(path / "config.toml", 2**20).decode()
+        text = folder.verified("config.toml").decode()
         config = tomllib.loads(text)
-        summary = json.loads(bounded(path / "summary.json", 2**28)) if (path / "summary.json").is_file() else {}
+        if folder.holds("summary.json"):
+            folder.verified("summary.json")
+            summary = read_json(path / "summary.json", 2**28)
+        else:
+            summary = {}
     except UserError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"The run folder {path} cannot be read: {first_line(error)}.") from None
     if not isinstance(summary, dict):
         raise UserError(f"{path / 'summary.json'} is not a run's summary.")
-    history = _table(path, "history.csv")
+    history = _table(folder, "history.csv")
     if not history:
         raise UserError(f"{path} has nothing to report yet: no round has been evaluated.")
     told = summary.get("methods")
@@ -156,28 +162,46 @@ def read(path: Path) -> Run:
         name = row["method"]
         if name not in results:
             results[name] = MethodResult(name, str(titles.get(name) or _title(name)))
-        results[name].history.append({"diverged": 0, **row})  # before there was such a column, nobody looked
+        # Before there was such a column, nobody looked.
+        results[name].history.append({**row, "diverged": row.get("diverged") or 0})
     names = ("clients.csv", "split.csv", "weights.csv", "resumed.csv")
-    clients, split, weights, resumed = (_table(path, name) for name in names)
-    return Run(path, path.resolve().name, config, text, results, clients, split, weights, resumed, summary)
+    clients, split, weights, resumed = (_table(folder, name) for name in names)
+    tables = (clients, split, weights, resumed)
+    return Run(path, path.resolve().name, config, text, results, *tables, summary, folder.unverified())
 
 
-def _table(path: Path, name: str) -> Rows:
-    if not (path / name).is_file():
-        return []
+def _table(folder: RunFolder, name: str) -> Rows:
+    path = folder.path
     try:
-        rows = RunFolder(path).rows(name)
+        rows = folder.rows(name)
     except UserError:
         raise
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path / name} cannot be read: {first_line(error)}.") from None
-    needed = _NEEDED[name]
     for row in rows:
-        if lacking := [column for column in needed if row.get(column) is None]:
+        if lacking := [column for column in _NEEDED[name] if row.get(column) is None]:
             raise UserError(f"{path / name} has a line without {lacking[0]}: it is not a table of a run.")
-        if odd := [column for column in needed if column in _WHOLE and not isinstance(row[column], int)]:
-            raise UserError(f"{path / name} has a line with {odd[0]} = {row[odd[0]]}, which is no whole number.")
+        for column, value in row.items():
+            if problem := _problem(column, value):
+                raise UserError(f"{path / name} has a line with {column} = {printable(str(value), 40)}, {problem}.")
     return rows
+
+
+def _problem(column: str, value: Any) -> str:
+    """What is impossible about a value of a run's table, or nothing."""
+    if value is None or isinstance(value, str):
+        return ""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "which has more than 64 bits"
+    if column in _WHOLE and not isinstance(value, int):
+        return "which is no whole number"
+    if column in _WHOLE and value < 0:
+        return "which is less than 0"
+    if column == "seconds" and not 0 <= value < math.inf:
+        return "which is not a time"
+    if column.startswith("accuracy") and (value < 0 or value > 1):
+        return "which is not from 0 to 1"
+    return ""
 
 
 def _title(name: str) -> str:
