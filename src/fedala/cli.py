@@ -357,6 +357,8 @@ def report(
     ] = None,
 ) -> None:
     """Make one HTML page of one or several runs, finished or not: figures, curves, clients, split, W, cost, set-up."""
+    if plots_:
+        plots.check_folder(plots_)
     _print(f"Written: {page.write(folders, out, say=_say)}")
     if plots_:
         _print(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
@@ -440,8 +442,9 @@ app.add_typer(flower, name="flower")
 def new(*, folder: Annotated[Path, typer.Argument(help="the folder to write", metavar="DIR")], **values: Any) -> None:
     """Write a folder for flwr run: an app that runs a method, with every option in its pyproject.toml."""
     from fedala.flower.experiment import LOCAL, Deployment
-    from fedala.flower.new import write
+    from fedala.flower.new import check, write
 
+    check(folder)
     given = _given(values)
     for name in LOCAL:
         if name in given:

@@ -361,7 +361,7 @@ class RunFolder:
         if self.record is None:
             return [f"{self.path} has no {DIGESTS}, so nothing in it can be verified."]
         return [
-            f"{newer} rows of {self.path / name} are newer than {DIGESTS}, so they are not verified."
+            f"{newer} of the rows in {self.path / name} came after {DIGESTS} was written, so they are not verified."
             for name, newer in self._newer.items()
             if newer
         ]

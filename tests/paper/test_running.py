@@ -18,7 +18,7 @@ from fedala.errors import UserError
 from fedala.paper import running
 from fedala.paper.board import Board
 from fedala.paper.experiments import tables
-from fedala.paper.results import Results, histories
+from fedala.paper.results import Results, histories, write_about
 from fedala.store import RunFolder
 
 PLACE = "mnist-pathological"
@@ -328,7 +328,7 @@ def test_a_cell_is_not_gone_on_with_on_other_data(finished, data, tmp_path):
     about = out / PLACE / "fedavg" / "cell.json"
     text = about.read_text()
     try:
-        about.write_text(json.dumps({**json.loads(text), "samples": 70000}))
+        write_about(about, {**json.loads(text), "samples": 70000})
         seen = Seen()
         running.carry_out([COLUMN.cell("fedavg")], order(data, out, seeds=3), seen)
         assert seen.ends == [(f"{PLACE}/fedavg", "skipped")]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from folders import accuracy, made_up
 
+from fedala.digests import Digests
 from fedala.errors import UserError
 from fedala.report import markup, page, runs
 
@@ -128,7 +129,39 @@ def test_an_unfinished_run_is_reported_as_such(tmp_path):
         folder.path.joinpath("config.toml").read_text().replace('"fedala,fedavg"', '"fedala,fedavg,ditto"')
     )
     notes = [e["text"] for e in parsed(folder).all("p") if e.get("class") == "warning"]
-    assert notes == ["run is unfinished: FedAvg 2 of 6 rounds.", "run has not begun with ditto."]
+    assert notes == [
+        "run is unfinished: FedAvg 2 of 6 rounds.",
+        "run has not begun with ditto.",
+        "run has no digests.json, so nothing in it can be verified.",
+    ]
+
+
+def test_what_is_read_is_held_against_its_digests(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True)
+    said = []
+    page.write([folder.path], say=said.append)
+    assert said == []
+    for name in ("history.csv", "clients.csv", "weights.csv", "split.csv", "summary.json", "config.toml"):
+        text = (folder.path / name).read_text()
+        for damaged in (text[: len(text) // 2], text.replace("1", "2", 1), None):
+            (folder.path / name).unlink() if damaged is None else (folder.path / name).write_text(damaged)
+            with pytest.raises(UserError, match=rf"{name} (is damaged|cannot be read)|is not a run folder"):
+                page.write([folder.path])
+            (folder.path / name).write_text(text)
+
+
+def test_rows_that_are_newer_than_the_digests_are_said_to_be_unverified(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True, seeds=1, reached=2)
+    folder.add_history("fedavg", [{**folder.history()[-1], "round": 3}])
+    said = []
+    page.write([folder.path], say=said.append)
+    assert said == [
+        f"1 of the rows in {folder.path / 'history.csv'} came after digests.json was written, so they are not verified."
+    ]
+    notes = [e["text"] for e in parsed(folder).all("p") if e.get("class") == "warning"]
+    assert (
+        notes[-1] == "1 of the rows in run/history.csv came after digests.json was written, so they are not verified."
+    )
 
 
 def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
@@ -138,6 +171,9 @@ def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
     (folder.path / "history.csv").write_text("\n".join(text) + "\n")
     folder.add_resumption("rounds: 3 → 6")
     folder.write_summary({"data": "partial: a tenth of it"})
+    folder.shorten({}, Digests())
+    for method in ("fedala", "fedavg"):
+        folder.seal(method, finished=True)
     found = parsed(folder)
     assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
         "The data of run: partial: a tenth of it.",
@@ -368,7 +404,7 @@ def damaged(place, line):
             broken("split.csv", "client,class,name,train,validation,test\n0,0,a,-1,1,1\n"),
             "train = -1, which is less than 0",
         ),
-        (broken("clients.csv", CLIENTS.format("1" + "0" * 400)), "which has more than 64 bits"),
+        (broken("clients.csv", CLIENTS.format("1" + "0" * 400)), "a number of more than 64 bits"),
         (broken("clients.csv", CLIENTS.format(2**63)), "samples = 9223372036854775808, which has more than 64 bits"),
         (broken("clients.csv", CLIENTS.format("1" + "0" * 5000)), "clients.csv is damaged"),
         (damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,1"), "accuracy_joined = -2, which is not from 0 to 1"),

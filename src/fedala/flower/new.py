@@ -1,5 +1,6 @@
 """A folder for `flwr run`: an app that runs a method of this package, with every option in its pyproject.toml."""
 
+import os
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from fedala.config import Config, toml
 from fedala.errors import UserError
 from fedala.flower.experiment import LOCAL, Deployment
+from fedala.store import standing
 
 APP = '''"""The app that `flwr run` starts. For data and a model of your own, give both functions a fedala.flower.Own."""
 
@@ -43,12 +45,23 @@ clientapp = "app:client"
 """
 
 
+def check(folder: Path) -> None:
+    """Refuse a folder that cannot take an app, before any work is done."""
+    try:
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is not empty, or not a folder: choose another.")
+        parent = standing(folder)
+        if not parent.is_dir():
+            raise UserError(f"The app cannot be written to {folder}: {parent} is not a folder.")
+    except OSError as error:
+        raise UserError(f"The app cannot be written to {folder}: {error.strerror}.") from None
+
+
 def write(folder: Path, config: Config, deployment: Deployment) -> None:
     """Writes an app folder. `config` has its values resolved: what stands in the file can be set for a run."""
+    check(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty: choose another folder.")
         options = [*_options(config, {"set", *LOCAL}), *_options(deployment)]
         hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
         name = "".join(c if c.isascii() and c.isalnum() else "-" for c in folder.resolve().name.lower()).strip("-")

@@ -293,6 +293,8 @@ def about(path: Path, notes: list[str] | None = None) -> dict[str, Any]:
     """Read what a cell's own file says about its data and machine. `notes` gets what is unverified."""
     try:
         words = read_json(path, _LARGEST_ABOUT)
+        if not isinstance(words, dict):
+            raise TypeError("it is not a table of words")
         if "checksum" not in words and notes is not None:
             notes.append(f"{path} has no checksum, so it is unverified.")
         if words.get("checksum", _checksum(words)) != _checksum(words):

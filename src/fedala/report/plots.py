@@ -1,5 +1,6 @@
 """Plots, as image files."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from fedala.data.dataset import need
 from fedala.errors import UserError
 from fedala.report.page import COLUMNS, lines
 from fedala.report.runs import Array, Run, curves, distinct_splits, mean_std
+from fedala.store import standing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +29,8 @@ def check(path: Path) -> None:
     need("matplotlib", "matplotlib", "plots", "Plotting")
     if path.suffix.lower() not in _KINDS:
         raise UserError(f"A plot is a .png, .pdf or .svg file, not {path}.")
+    if path.is_dir():
+        raise UserError(f"The plot {path} cannot be written: it is a folder.")
     if not path.absolute().parent.is_dir():
         raise UserError(f"The plot {path} cannot be written: there is no folder {path.absolute().parent}.")
 
@@ -276,6 +280,14 @@ def write_all(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Every figure of these runs, in a folder that is made if need be."""
     ready(folder)
     return write(of_runs(runs), folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a place where no folder of plots can be, before anything is written."""
+    need("matplotlib", "matplotlib", "plots", "Plotting")
+    blocking = folder if os.path.lexists(folder) else standing(folder)
+    if not blocking.is_dir():
+        raise UserError(f"The folder {folder} for the plots cannot be made: {blocking} is not a folder.")
 
 
 def ready(folder: Path) -> None:
