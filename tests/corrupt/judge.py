@@ -89,10 +89,11 @@ class Judge:
             if found.code:
                 return _judge_refusal(found, before, after, case)
             outcome = case.command.outcome(here, found.says)
-            # A saved model that the command neither reads nor writes is not its outcome: whoever loads it is told.
-            if "models" in case.victim.parts and after.get(str(case.victim)) == before.get(str(case.victim)):
-                outcome.pop(str(case.victim), None)
-                expected = {key: value for key, value in expected.items() if key != str(case.victim)}
+            # What the command neither reads nor writes is not its outcome: whoever reads it is told.
+            name = str(case.victim)
+            if not case.command.reads(case.victim) and after.get(name) == before.get(name):
+                outcome.pop(name, None)
+                expected = {key: value for key, value in expected.items() if key != name}
             if outcome == expected:
                 return "equal", ""
             page = content(here / case.world.folder / "report.html").decode(errors="replace")

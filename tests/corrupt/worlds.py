@@ -49,7 +49,7 @@ class Command:
     outcome: Callable[[Path, str], dict[str, Any]]
     """What came out of it, from the folder and from what was printed: equal if nothing was lost."""
     reads: Callable[[Path], bool] = lambda path: True
-    """Whether it may read this file; of the others, a few are tried all the same."""
+    """Whether it reads this file. Of the others, a few are tried all the same; left as they are, they do not count."""
     before: Callable[[], None] | None = None
 
 
@@ -150,14 +150,18 @@ def content(path: Path) -> bytes:
 
 
 def table(path: Path) -> Any:
-    """Read a table without its times, or its bytes if it cannot be read."""
+    """Read a table without its times, or its bytes if it cannot be read.
+
+    The lines of each method stand together: a method that is run again adds its lines after those of the others.
+    """
     data = content(path)
     try:
         lines = list(csv.reader(io.StringIO(data.decode(), newline=""), strict=True))
     except (ValueError, csv.Error):
         return data
     left = [n for n, name in enumerate(lines[0]) if name not in _TIMES] if lines else []
-    return [[line[n] if n < len(line) else None for n in left] + line[len(lines[0]) :] for line in lines]
+    kept = [[line[n] if n < len(line) else None for n in left] + line[len(lines[0]) :] for line in lines]
+    return kept[:1] + sorted(kept[1:], key=lambda line: str(line[:1]))
 
 
 def accuracies(path: Path) -> Any:
@@ -248,23 +252,31 @@ def _cells(here: Path, is_twin: bool) -> tuple[Command, ...]:
     """Two cells of the paper's tables, finished."""
     mnist(here)
     must(here, [*PAPER, "--method", "fedavg,fedala", "--rounds", str(2 + is_twin)])
-    return _cell_commands([*PAPER, "--method", "fedavg,fedala", "--rounds", "2"])
+    return _cell_commands([*PAPER, "--method", "fedavg,fedala", "--rounds", "2"], _decides)
 
 
 def _stopped_cell(here: Path, is_twin: bool) -> tuple[Command, ...]:
     """One cell, stopped between two rounds."""
     mnist(here)
     must(here, [*PAPER, "--method", "fedavg", "--rounds", str(4 + is_twin)], stop_after=3, code=143)
-    return _cell_commands([*PAPER, "--method", "fedavg", "--rounds", "4"])
+    return _cell_commands([*PAPER, "--method", "fedavg", "--rounds", "4"], lambda path: True)
 
 
-def _cell_commands(again: list[str]) -> tuple[Command, ...]:
+def _decides(path: Path) -> bool:
+    """Whether a file says if a cell is finished, and with what result: of such a cell, `paper run` reads no more."""
+    return (
+        path.name in ("history.csv", "config.toml", "cell.json", "results.csv")
+        or path.parent.parent.name == "checkpoint"
+    )
+
+
+def _cell_commands(again: list[str], needs: Callable[[Path], bool]) -> tuple[Command, ...]:
     def no_weights(path: Path) -> bool:
         return path.suffix != ".safetensors"
 
     return (
         Command("paper report", ("paper", "report", "out"), comparison_outcome, no_weights),
-        Command("paper run, again", tuple(again), cells_outcome),
+        Command("paper run, again", tuple(again), cells_outcome, needs),
         Command("report", ("report", "out", "--out", "out/report.html"), page_outcome("out"), no_weights),
     )
 
