@@ -127,7 +127,8 @@ def wait_for(what, seconds=300):
 
 def undisturbed(tmp_path, absent=(), **options):
     """The same federation in this process, where some clients are not asked in some rounds."""
-    run_config = {"clients": 2, "min_nodes": 2, "out": str(tmp_path / "here" / "runs"), **RUN, **options}
+    waits = {"clients": 2, "min_nodes": 2, "round_timeout": 0.01}
+    run_config = {**waits, "out": str(tmp_path / "here" / "runs"), **RUN, **options}
     grid = Here(client_app(OWN), 2, tmp_path / "here" / "state", run_config)
     grid.asks = lambda sent: (int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100) not in absent
     return serve(grid, run_config, OWN)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedala.errors import RunError
-from fedala.flower.experiment import Deployment
+from fedala.flower.experiment import Deployment, data_at_nodes, with_absolute_paths
 from fedala.flower.local import LocalFederation
 from fedala.flower.new import write
 from fedala.running import Plan
@@ -19,11 +19,12 @@ def demo(
 ) -> RunFolder:
     """Starts a SuperLink and a SuperNode for every client in `folder`, runs the plan's method on them into `out`, ends them."""
     clients = int(plan.config.clients or 1)
-    write(folder / "app", plan.config, Deployment(experiment=out.name, out=str(out.parent), min_nodes=clients))
+    config = with_absolute_paths(plan.config)
+    write(folder / "app", config, Deployment(experiment=out.name, out=str(out.parent), min_nodes=clients))
     with LocalFederation(folder / "federation") as federation:
         say(f"SuperLink on 127.0.0.1:{federation.port}, with TLS and node authentication")
         for client in range(clients):
-            federation.node(client)
+            federation.node(client, **data_at_nodes(config))
             say(f"SuperNode of client {client}: registered, started")
         run = federation.run(folder / "app")
         say(f"Run {run} is submitted; Flower starts a process for every message, which takes seconds")
