@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 
 #: Forges a line of a log, colours a terminal and sets its title.
 FORGED = "\nINFO :  Round 9: \x1b[31mall is well\x1b[0m\x1b]0;gone\x07\r\u202e"
@@ -178,10 +179,9 @@ RECORDS: dict[str, Kind] = {
     "a config record too many": with_content(lambda content: content.update({"more": ConfigRecord({"a": FORGED})})),
     "a record with a name of a million letters": with_content(lambda c: c.update({LONG: MetricRecord()})),
     "a record with control characters in its name": with_content(lambda c: c.update({FORGED: MetricRecord()})),
-    "a config record in the place of the metrics": misplaced,
+    "a config record in the place of the metrics": with_content(misplaced),
     "neither content nor an error": without_content,
 }
-RECORDS["a config record in the place of the metrics"] = with_content(misplaced)
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -328,12 +328,7 @@ EVALUATE = {
 
 #: And with what a node says of itself.
 INTRODUCE = {
-    **{name: with_content(lambda content: content.clear()) for name in ("no records",)},
-    "neither content nor an error": without_content,
-    "two metric records": RECORDS["two metric records"],
-    "a config record too many": RECORDS["a config record too many"],
-    "a record with a name of a million letters": RECORDS["a record with a name of a million letters"],
-    "a config record in the place of the metrics": RECORDS["a config record in the place of the metrics"],
+    **{name: kind for name, kind in RECORDS.items() if "array" not in name},
     **{
         f"metrics: {name}": METRICS[f"metrics: {name}"]
         for name in (
@@ -354,3 +349,35 @@ INTRODUCE = {
     "validation samples in a run that has none": with_metrics(validation=5),
     **{name: kind for name, kind in MESSAGES.items() if name != "an answer of another type"},
 }  # fmt: skip
+
+
+# --- over the wire ---------------------------------------------------------------------------------------------------
+
+
+class Garbled(MetricRecord):
+    """A record whose bytes Flower's decoder cannot read."""
+
+    def deflate(self) -> bytes:
+        return add_header_to_object_body(object_body=b"\xff\x1b[31m", obj=self)
+
+
+Garbled.__qualname__ = "MetricRecord"  # by which the decoder chooses the class
+
+
+def garble(content: RecordDict) -> None:
+    content["metrics"] = Garbled(dict(content["metrics"]))
+
+
+def fail(reply: Message) -> Message:
+    raise ValueError(FORGED)
+
+
+#: What a real SuperNode sends, in rounds 1, 2, …, and what the server then says.
+OVER_TLS: list[tuple[Kind, str]] = [
+    (TRAIN["an array of the start of a zip file"], "is dropped: out.bias has 8 bytes"),
+    (TRAIN["an array of a header that promises 16 TiB"], "is dropped: out.bias does not hold the float32 [3]"),
+    (TRAIN["metrics: a note with a name of a million letters"], "is dropped: its metric 'note.xxx"),
+    (with_metrics(scores=[1e18, 0.0, 1e18]), "is dropped: its numbers of samples are not those"),
+    (with_content(garble), "failed: its answer cannot be read"),
+    (fail, "failed: <class 'ValueError'>:<' INFO :  Round 9"),
+]
