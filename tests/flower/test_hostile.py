@@ -94,7 +94,7 @@ def test_bad_updates(group, method, tmp_path, caplog):
 def test_bad_scores_of_what_a_round_left(tmp_path, caplog):
     """With clients outside of rounds, a reply also says what its training left."""
     kinds = {what: hostile.with_metrics(left=scores) for what, scores in hostile.SCORES.items()}
-    check_equivalence(tmp_path, caplog, kinds, "train", method="fedala", join_ratio=0.7, rounds=32)
+    check_equivalence(tmp_path, caplog, kinds, "train", method="fedala", join_ratio=0.7, rounds=40)
 
 
 def test_bad_evaluations(tmp_path, caplog):
