@@ -18,7 +18,10 @@ from fedala.flower.server import serve
 
 
 class Here(Grid):
-    """Nodes 100, 101, … with partition-id 0, 1, …; what `meddle` makes of a reply is what the server gets (None: nothing)."""
+    """Nodes 100, 101, … with partition-id 0, 1, …
+
+    What `meddle` makes of a reply is what the server gets: a message, several, none, or an error when it asks for it.
+    """
 
     def __init__(self, app: ClientApp, nodes: int, state_dir: Any, run_config: dict[str, Any] | None = None) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # who sends: else, Flower says so
@@ -26,10 +29,11 @@ class Here(Grid):
         self.node_configs = {
             100 + i: {"partition-id": i, "num-partitions": nodes, "state-dir": str(state_dir)} for i in range(nodes)
         }
-        self.meddle: Callable[[Message, Message], Message | None] = lambda sent, reply: reply
+        self.meddle: Callable[[Message, Message], Any] = lambda sent, reply: reply
         self.asks: Callable[[Message], bool] = lambda message: True
         self.sent: list[Message] = []
         self.replies: list[Message] = []
+        self.waiting: dict[str, list[Any]] = {}  # answers that the server has not asked for yet, by message
 
     def set_run(self, run: Any) -> None: ...
 
@@ -44,15 +48,10 @@ class Here(Grid):
         return list(self.node_configs)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        answers = []
+        ids = []
         for message in messages:
             message.metadata.__dict__["_message_id"] = str(uuid4())
+            ids.append(message.metadata.message_id)
             if not self.asks(message):
                 continue
             self.sent.append(message)
@@ -61,12 +60,23 @@ class Here(Grid):
             context = Context(1, node, dict(self.node_configs[node]), RecordDict(), dict(self.run_config))
             try:
                 reply = self.app(message, context)
-            except Exception as error:
-                reply = Message(Error(0, str(error)), reply_to=message)
+            except Exception as error:  # what Flower does
+                reply = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
             self.replies.append(reply)
-            if (meddled := self.meddle(message, reply)) is not None:
-                answers.append(meddled)
-        return answers
+            meddled = self.meddle(message, reply)
+            if meddled is not None:
+                self.waiting[ids[-1]] = meddled if isinstance(meddled, list) else [meddled]
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = [reply for message_id in message_ids for reply in self.waiting.pop(message_id, [])]
+        for error in replies:
+            if isinstance(error, Exception):  # what Flower's own decoder raises
+                raise error
+        return replies
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
 
 
 SIZES = [40, 23, 31]

@@ -16,6 +16,7 @@ import torch
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
+from flower.hostile import OVER_TLS  # noqa: E402
 from flower.inprocess import OWN, RUN, Here, together  # noqa: E402
 from flower.test_processes import marked  # noqa: E402
 from small import Net, assert_close  # noqa: E402
@@ -129,7 +130,8 @@ def wait_for(what, seconds=300):
 
 def undisturbed(tmp_path, absent=(), **options):
     """The same federation in this process, where some clients are not asked in some rounds."""
-    run_config = {"clients": 2, "min_nodes": 2, "out": str(tmp_path / "here" / "runs"), **RUN, **options}
+    waits = {"clients": 2, "min_nodes": 2, "round_timeout": 0.01}
+    run_config = {**waits, "out": str(tmp_path / "here" / "runs"), **RUN, **options}
     grid = Here(client_app(OWN), 2, tmp_path / "here" / "state", run_config)
     grid.asks = lambda sent: (int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100) not in absent
     return serve(grid, run_config, OWN)
@@ -185,6 +187,29 @@ def test_a_poisoned_update_is_dropped_and_named(how, sentence, federation, tmp_p
     [line] = [line for line in said.splitlines() if "is dropped" in line]
     assert "Round 1: the update of client 1 (node" in line
     assert sentence in line
+
+
+@pytest.mark.deployment
+def test_bad_replies_over_tls_cost_their_own_update_alone(federation, tmp_path):
+    """Another kind in every round; afterwards there is a good one, and the experiment goes on with one more round."""
+    federation.node(0)
+    federation.node(1, hostile=True)
+    rounds = len(OVER_TLS) + 1
+    run = submit(federation, tmp_path, method="fedala", rounds=rounds)
+    history = finish(federation, run, tmp_path)
+    said = re.sub(
+        r"\x1b\[[0-9;]*m(WARNING|INFO|ERROR) ?\x1b\[0m", r"\1", federation.run_log(run)
+    )  # Flower's own colours
+    for round, (_, sentence) in enumerate(OVER_TLS, 1):
+        [line] = [line for line in said.splitlines() if f"Round {round}: " in line and "client 1 (node " in line]
+        assert sentence in line
+        assert line.isprintable()
+        assert len(line) < 600
+    absent = {(round, 1) for round in range(1, rounds)}
+    assert_same_rows(history, undisturbed(tmp_path, absent, method="fedala", rounds=rounds).history)
+    (tmp_path / "runs" / "fedala" / "summary.json").unlink()
+    again = finish(federation, submit(federation, tmp_path, method="fedala", rounds=rounds + 1), tmp_path)
+    assert len(again) == rounds + 2
 
 
 @pytest.mark.deployment

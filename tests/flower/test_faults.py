@@ -21,7 +21,8 @@ from fedala.flower.server import serve  # noqa: E402
 
 def federate(tmp_path, meddle=None, asks=None, **options):
     """A federation of three whose replies `meddle(round, client, sent, reply)` may change; who is not asked is not there."""
-    run_config = {"clients": 3, "min_nodes": 2, "out": str(tmp_path / "runs"), "start_timeout": 9, **RUN, **options}
+    waits = {"start_timeout": 9, "round_timeout": 0.01}  # everybody has answered by then
+    run_config = {"clients": 3, "min_nodes": 2, "out": str(tmp_path / "runs"), **waits, **RUN, **options}
     grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
     if meddle:
         grid.meddle = lambda sent, reply: meddle(

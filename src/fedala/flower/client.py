@@ -1,5 +1,6 @@
 """A client of a real federation: a cohort of one lane, which runs the methods' own code on its own samples."""
 
+from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
@@ -11,7 +12,7 @@ from flwr.clientapp.typing import Mod
 from fedala.cohort import Cohort, Params
 from fedala.flower.experiment import PARTS, Own, at_client, read
 from fedala.flower.keeping import Kept, directory, name_of
-from fedala.flower.records import to_params, to_record
+from fedala.flower.records import Reply, to_params, to_record
 from fedala.methods import State
 from fedala.randomness import torch_seed
 from fedala.simulation import Asked, Done, scores, take_part
@@ -35,11 +36,26 @@ def client_app(own: Own | None = None, mods: list[Mod] | None = None) -> ClientA
             known[key] = Client(context, own)
         return known[key]
 
-    app.train()(lambda message, context: client_of(context).take_part(message))
-    app.evaluate()(lambda message, context: client_of(context).take_part(message))
-    app.evaluate("received")(lambda message, context: client_of(context).score(message))
-    app.query()(lambda message, context: client_of(context).introduce(message))
+    def by(work: Callable[["Client", Message], Message]) -> Callable[[Message, Context], Message]:
+        def handle(message: Message, context: Context) -> Message:
+            try:
+                return work(client_of(context), message)
+            except Exception as error:
+                # Flower sends the words of an error to the server, and they may quote the node's data, or name its files.
+                log.error("This client cannot do what it is asked.", exc_info=error)
+                raise ClientError(f"{type(error).__name__}; the node's own log says why") from None
+
+        return handle
+
+    app.train()(by(Client.take_part))
+    app.evaluate()(by(Client.take_part))
+    app.evaluate("received")(by(Client.score))
+    app.query()(by(Client.introduce))
     return app
+
+
+class ClientError(Exception):
+    """What the server hears of an error at a node: its kind."""
 
 
 class Client:
@@ -103,14 +119,17 @@ class Client:
         return Cohort(self.experiment.task, [self.number], [config.seed], asked.round, rounds, received, [0])
 
     def _reply(self, message: Message, done: Done, lost: bool = False) -> Message:
-        size = self.experiment.task.size(self.number)
-        metrics = MetricRecord({"client": self.number, "num-examples": size, "lost": int(lost)})
-        metrics["finite"] = int(done.finite is None or bool(done.finite))
-        metrics["scores"] = [float(figure) for score in done.scores for figure in score[0]]
-        metrics["left"] = [float(figure) for score in done.left for figure in score[0]]
-        for name, values in done.notes.items():
-            metrics[f"note.{name}"] = float(values[0])
-        return Message(RecordDict({"arrays": to_record(done.upload), "metrics": metrics}), reply_to=message)
+        reply = Reply(
+            client=self.number,
+            examples=self.experiment.task.size(self.number),
+            arrays=to_record(done.upload),
+            is_finite=done.finite is None or bool(done.finite),
+            has_lost_state=lost,
+            scores=[float(figure) for score in done.scores for figure in score[0]],
+            left=[float(figure) for score in done.left for figure in score[0]],
+            notes={n: float(v[0]) for n, v in done.notes.items() if n in self.experiment.method.notes},
+        )
+        return Message(reply.pack(), reply_to=message)
 
 
 def _asked(message: Message) -> tuple[Asked, dict[str, Any]]:

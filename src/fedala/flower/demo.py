@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import RunError
-from fedala.flower.experiment import Deployment
+from fedala.flower.experiment import Deployment, data_at_nodes, with_absolute_paths
 from fedala.flower.local import LocalFederation
 from fedala.flower.new import write
 from fedala.running import Plan
@@ -25,14 +25,15 @@ def demo(
     server's run folder.
     """
     clients = int(plan.config.clients or 1)
+    config = with_absolute_paths(plan.config)
     with LocalFederation() as federation:
         say(f"SuperLink on 127.0.0.1:{federation.port}, with TLS and node authentication")
         folder = (out or federation.folder / "demo").absolute()
         app = federation.folder / "app"
         deployment = Deployment(experiment=folder.name, out=str(folder.parent), min_nodes=clients)
-        write(app, plan.config, deployment)
+        write(app, config, deployment)
         for client in range(clients):
-            federation.node(client)
+            federation.node(client, **data_at_nodes(config))
             say(f"SuperNode of client {client}: registered, started")
         run = federation.run(app)
         say(f"Run {run} is submitted; Flower starts a process for every message, which takes seconds")

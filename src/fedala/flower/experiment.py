@@ -1,5 +1,6 @@
 """What server and clients have in common: the run config, and the task, the method and Θ⁰ that follow from it."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from fedala.cohort import Params, Task
 from fedala.config import Config
-from fedala.data import Dataset, Federation, federate, load
+from fedala.data import Dataset, Federation, federate, known, load
 from fedala.errors import UserError
 from fedala.flower.keeping import check_name
 from fedala.methods import Method
@@ -33,6 +34,10 @@ class Deployment:
     max_norm: float = option(
         0.0, "an update that is further than this from what was sent is dropped; 0: no bound", least=0
     )
+    max_samples: int = option(
+        10_000_000, "a node that says it has more samples than this is refused: samples are its weight", least=1
+    )
+    rebind: bool = option(False, "let a client that is not there come back as another node: with another key")
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Experiment:
     method: Method
     task: Task
     start: Callable[[int], Params]
+    validates: bool = False
+    """Whether some samples are held out to pick a round by."""
 
     @classmethod
     def of(cls, config: Config, own: Own | None = None, samples: Federation | None = None) -> "Experiment":
@@ -107,22 +114,87 @@ def at_client(context: Context, own: Own | None) -> tuple[Experiment, int]:
         nobody = (np.arange(0),) * number  # the others' samples are elsewhere
         parts = [nobody + part for part in (alone.train, alone.test, alone.validation)]
         return Experiment.of(config, own, Federation(alone.dataset, *parts)), number
-    if where := context.node_config.get("data-dir"):
-        config = replace(config, data_dir=str(where))
-    experiment = Experiment.of(config)
-    if number >= (clients := len(experiment.task.parts["train"])):
+    samples = read_own(config, context.node_config)
+    if number >= (clients := len(samples.train)):
         raise UserError(f"This node says that it is client {number}, and the clients are 0 to {clients - 1}.")
-    return experiment, number
+    return Experiment.of(replace(config, data_dir=None), samples=samples), number
+
+
+def read_own(config: Config, node_config: Mapping[str, Any]) -> Federation:
+    """Read the samples that this node's own config names. The run config comes from elsewhere and chooses no files.
+
+    It may name the digits, which are a part of scikit-learn, and a known dataset if the node says where a copy of it is.
+    """
+    if _is_simulated():
+        node_config = {"dataset": config.dataset, "data-dir": config.data_dir, "partition": config.partition}
+    name = str(node_config.get("dataset") or config.dataset)
+    folder = node_config.get("data-dir")
+    is_known = any(row.name == name for row in known())
+    if "dataset" not in node_config and name != "digits" and not (is_known and folder):
+        raise UserError(
+            f"The run config asks for {name!r}, and this node reads only what its own config names: start it with "
+            "--node-config \"dataset='…'\", or with data-dir='…' for a copy of a dataset known by name."
+        )
+    partition = config.partition
+    if _is_file(partition):
+        if "partition" not in node_config:
+            raise UserError(
+                f"The run config asks for the partition file {partition!r}, and this node reads only what its own "
+                "config names: start it with --node-config \"partition='….json'\"."
+            )
+        partition = str(node_config["partition"])
+    data = load(name, Path(str(folder)) if folder else None)
+    return federate(data, partition, config.clients, config.partition_seed, config.validation)
+
+
+def data_at_nodes(config: Config) -> dict[str, Any]:
+    """The node config that a run needs at its nodes, if they read the same files as the server."""
+    chosen: dict[str, Any] = {}
+    if config.dataset != "digits":
+        chosen["dataset"] = config.dataset
+    if config.data_dir:
+        chosen["data-dir"] = config.data_dir
+    if _is_file(config.partition):
+        chosen["partition"] = config.partition
+    return chosen
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same config for processes that work in other folders."""
+    is_path = not config.dataset.startswith("hub:") and all(row.name != config.dataset for row in known())
+    return replace(
+        config,
+        dataset=_absolute(config.dataset) if is_path else config.dataset,
+        data_dir=_absolute(config.data_dir) if config.data_dir else None,
+        partition=_absolute(config.partition) if _is_file(config.partition) else config.partition,
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _is_file(partition: str) -> bool:
+    return partition.endswith(".json")
+
+
+def _is_simulated() -> bool:
+    """Whether this is a worker of Flower's simulation engine: whoever gave the run config then runs the nodes, too."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def at_server(config: Config, own: Own | None) -> Experiment:
     """The server's view: it has the model; of the clients' samples it knows the number, once they have said it."""
+    validates = config.validation > 0
     if own:
         if config.clients is None:
             raise UserError("The run config must say how many clients there are, as in clients = 10.")
         samples, clients = Dataset("own", torch.zeros(2, *own.shape), torch.tensor([0, 1]), own.classes), config.clients
     else:
         samples = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
-        clients = len(federate(samples, config.partition, config.clients, config.partition_seed).train)
+        divided = federate(samples, config.partition, config.clients, config.partition_seed)
+        clients = len(divided.train)
+        validates |= any(len(rows) for rows in divided.validation)
     nothing = (np.arange(0),) * clients
-    return Experiment.of(config, own, Federation(samples, nothing, nothing, nothing))
+    return replace(Experiment.of(config, own, Federation(samples, nothing, nothing, nothing)), validates=validates)

@@ -6,6 +6,7 @@ that lost its local model and its weights W would start over without anybody not
 
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping
 from logging import getLogger
@@ -30,28 +31,31 @@ class Kept:
         check_name(experiment)
         self.about = {"experiment": experiment, "client": client}
         self.folder = root / experiment / client
-        for folder in (root, self.folder.parent, self.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
+        make_private(root, keeps_others=True)
+        make_private(self.folder.parent)
+        make_private(self.folder)
 
     def path(self, round: int) -> Path:
         return self.folder / f"round-{round:06d}.safetensors"
 
     def rounds(self) -> list[int]:
         """The rounds whose states are there, in order."""
-        return sorted(int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.safetensors"))
+        names = (re.fullmatch(r"round-(\d{6,})\.safetensors", path.name, re.ASCII) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
 
     def load(self, round: int) -> State | None:
         """The state that `round` left. What is missing or damaged is gone: the client is told so, and gets None."""
         path = self.path(round)
         try:
+            if path.is_symlink():
+                raise files.Damaged(f"{path} is a link, which this program never makes and does not follow.")
             state, about = files.load(path)
             other = {**about, **self.about, "round": round}
             if about != other:
                 raise files.Damaged(f"{path} belongs to {about}, not to {other}.")
         except files.Damaged as error:
             log.error("%s This client has LOST its state of round %d and starts over.", error, round)
-            if path.exists():
+            if os.path.lexists(path):
                 aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
                 path.rename(aside)
                 log.error("The damaged file is now %s.", aside)
@@ -69,6 +73,38 @@ class Kept:
         """Keeps the client's personal model of the last round, as a plain safetensors file."""
         tensors = {name: value.cpu().contiguous() for name, value in model.items()}
         files.replace(self.folder / "model.safetensors", serialize(tensors), private=True)
+
+
+def make_private(folder: Path, *, keeps_others: bool = False) -> None:
+    """Make a folder that only its owner can enter, or make it so if it is there. A link is refused, not followed.
+
+    One that `keeps_others`, which the operator may have made for more than this program, is only closed to writing.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if folder.is_symlink():
+            raise UserError(
+                f"{folder} is a link, and a client's state is not kept behind one: remove it, or name the folder "
+                "itself as state-dir."
+            ) from None
+        raise UserError(f"{folder} cannot hold a client's state: {error.strerror}.") from None
+    try:
+        found = os.fstat(descriptor)
+        mode = stat.S_IMODE(found.st_mode)
+        wanted = mode & ~0o022 if keeps_others else 0o700
+        if found.st_uid != os.geteuid():
+            # In somebody else's folder, nobody but us may be able to exchange ours: it is closed to writing, or sticky.
+            if not keeps_others or (mode & 0o022 and not mode & stat.S_ISVTX):
+                raise UserError(
+                    f"{folder} belongs to another user, who could read or exchange a client's state: name a folder of "
+                    "this user's as state-dir."
+                )
+        elif mode != wanted:
+            os.fchmod(descriptor, wanted)
+    finally:
+        os.close(descriptor)
 
 
 def check_name(experiment: str) -> None:

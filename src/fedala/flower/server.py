@@ -1,5 +1,6 @@
 """The server of a real federation: the simulation's round loop, with its clients elsewhere."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
@@ -8,27 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from fedala.clients import ClientStates, Lane
 from fedala.cohort import Params
 from fedala.errors import RunError, UserError
 from fedala.flower.experiment import PARTS, Deployment, Experiment, Own, at_server, read
 from fedala.flower.nodes import Nodes
-from fedala.flower.records import check, to_params, to_record
+from fedala.flower.records import LARGEST, Reply, check, decode, quote, to_record
 from fedala.methods import Method, State
 from fedala.running import Plan, Result, Watcher, execute
 from fedala.simulation import Asked, Done, Fault, Personal, Row, Simulation
 from fedala.trees import take
 
 log = getLogger("flwr")
-
-#: Columns of the history that are the server's: clients' notes go beside them.
-COLUMNS = {
-    "method", "seed", "round", "accuracy", "loss", "accuracy_joined", "accuracy_validation", "sent", "uploaded", "diverged",
-    "clients", "seconds",
-}  # fmt: skip
 
 
 def server_app(own: Own | None = None) -> ServerApp:
@@ -74,22 +70,38 @@ class Federated(Simulation):
             on_divergence=config.on_divergence,
             **options,
         )
+        # The run's options say what is tested, not what some client says of itself: a restart has to come to the same.
+        self.parts = ["test", "validation"] if experiment.validates else ["test"]
         self.clients = Elsewhere(self.task.device, everybody=True)
         self.expected = self.method.shared(self.task, self.start[0])
 
     def _take_in(self) -> None:
         """Notes how many samples the clients have said they have: no more of them is known, or needed, here."""
-        for client, sizes in self.nodes.sizes.items():
-            for part, size in sizes.items():
+        for client in range(self.nodes.clients):
+            for part in PARTS:
+                size = self.nodes.sizes.get(client, {}).get(part, 0)
                 self.task.parts[part][client] = range(size)  # type: ignore[index]
 
     def state(self) -> State:
         counted = [[client, round] for client, round in sorted(self.counted.items())]
-        return {**super().state(), "counted": torch.tensor(counted, dtype=torch.int64).view(-1, 2)}
+        # Node ids are 64 bits without a sign, which tensors of this format do not have.
+        bound = np.array(sorted(self.nodes.bound.items()), dtype=np.uint64).reshape(-1, 2).view(np.int64)
+        return {
+            **super().state(),
+            "counted": torch.tensor(counted, dtype=torch.int64).view(-1, 2),
+            "bound": torch.from_numpy(bound),
+        }
 
     def restore(self, round: int, state: Mapping[str, Any]) -> None:
+        counted = dict(state["counted"].tolist())
+        bound = dict(state["bound"].numpy().view(np.uint64).tolist()) if "bound" in state else {}
+        known = range(self.population)
+        if not all(c in known and 0 < r <= round for c, r in counted.items()) or not all(c in known for c in bound):
+            raise ValueError("another federation's state")
         super().restore(round, state)
-        self.counted = dict(state["counted"].tolist())
+        self.counted = counted
+        self.nodes.bind(bound)
+        self._take_in()
 
     def run(
         self,
@@ -129,47 +141,65 @@ class Federated(Simulation):
             arrays = to_record(model) if shared is None else shared
             contents[client] = RecordDict({"arrays": arrays, "config": words})
         answers = self.nodes.exchange(kind, contents, asked.round, self.deployment.round_timeout)
-        for client, reply in sorted(answers.items()):
+        for client, answer in sorted(answers.items()):
+            node = answer.metadata.src_node_id
             try:
-                done = self._done(client, reply)
-                if done.finite is not None and not done.finite:
-                    done.upload = take(self.expected, slice(0))  # it has sent nothing, and says so
-                elif asked.train:
-                    check(done.upload, self.expected, models[client], self.deployment.max_norm)
-            except (UserError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                reply = Reply.unpack(answer.content, self.method.notes)
+                done = self._done(client, reply, asked, models[client])
+            except Exception as error:  # whatever is wrong with a reply, it costs this client's update and no more
                 log.warning(
                     "Round %d: the update of client %d (node %d) is dropped: %s.",
-                    asked.round, client, reply.metadata.src_node_id, error,
+                    asked.round, client, node, quote(error),
                 )  # fmt: skip
                 continue
+            if reply.has_lost_state:
+                log.warning("Round %d: client %d had LOST its state and started over.", asked.round, client)
+            if reply.is_finite and not all(map(math.isfinite, reply.scores + reply.left)):
+                log.warning(
+                    "Round %d: the loss of client %d (node %d) on its test samples is not finite; its update counts.",
+                    asked.round, client, node,
+                )  # fmt: skip
             yield done
 
-    def _done(self, client: int, reply: Message) -> Done:
-        """A reply as what a cohort of this one client has done."""
-        [arrays], [record] = reply.content.array_records.values(), reply.content.metric_records.values()
-        metrics: dict[str, Any] = dict(record)
-        if metrics["client"] != client:
-            raise UserError(f"it says that it is client {metrics['client']}")
-        if metrics["lost"]:
-            log.warning("Round %d: client %d had LOST its state and started over.", self._round, client)
-        notes = {n.removeprefix("note."): float(value) for n, value in metrics.items() if n.startswith("note.")}
-        if strange := [name for name in notes if name in COLUMNS or not name.isidentifier()]:
-            raise UserError(f"it has no business to note {strange[0]!r}")
-        return Done(
+    def _done(self, client: int, reply: Reply, asked: Asked, sent: Params) -> Done:
+        """A reply as what a cohort of this one client has done, once everything in it has been checked."""
+        if reply.client != client:
+            raise UserError(f"it says that it is client {reply.client}")
+        sizes = self.nodes.sizes[client]
+        done = Done(
             [(0, client)],
-            {name: torch.tensor([value]) for name, value in notes.items()},
-            upload=to_params(arrays, self.task.device),
-            finite=torch.tensor([bool(metrics["finite"])]),
-            scores=self._scores(metrics, "scores"),
-            left=self._scores(metrics, "left"),
+            {name: torch.tensor([value], dtype=torch.float64) for name, value in reply.notes.items()},
+            upload=take(self.expected, slice(0)),
+            finite=torch.tensor([reply.is_finite]),
+            scores=self._scores(reply.scores, asked.evaluates, "scores"),
+            left=self._scores(reply.left, asked.train and asked.looks_back, "left scores"),
         )
+        tested = [int(score[0, 2]) for score in done.scores + done.left]
+        known = [sizes[part] for figures in (done.scores, done.left) if figures for part in self.parts]
+        if [reply.examples, *tested] != [sizes["train"], *known]:
+            self.nodes.forget(client)  # it may have other data now: it is asked before the next round
+            raise UserError("its numbers of samples are not those that it introduced itself with")
+        if asked.train and reply.is_finite:
+            done.upload = decode(reply.arrays, self.expected)
+            check(done.upload, self.expected, sent, self.deployment.max_norm)
+        elif reply.arrays or not (asked.train or reply.is_finite):
+            raise UserError("it sends arrays, or says that it diverged, without having trained")
+        return done
 
-    def _scores(self, metrics: Mapping[str, Any], name: str) -> list[torch.Tensor]:
-        figures = torch.tensor(metrics[name], dtype=torch.float64).view(-1, 1, 3)
-        correct, _, samples = figures.unbind(2)
-        if len(figures) not in (0, len(self.parts)) or not ((correct >= 0) & (correct <= samples)).all():
-            raise UserError(f"its {name} make no sense")
-        return list(figures)
+    def _scores(self, figures: list[float], is_asked: bool, what: str) -> list[torch.Tensor]:
+        """Figures as [lane, (correct, loss, samples)] for each part.
+
+        Correct answers are whole, and no more than the samples. A loss may be infinite or NaN, as that of an honest client
+        whose model has become too large is.
+        """
+        if len(figures) != (3 * len(self.parts) if is_asked else 0):
+            raise UserError(f"its {what} are {len(figures)} numbers, which is not what it was asked for")
+        table = torch.tensor(figures, dtype=torch.float64).view(-1, 1, 3)
+        for correct, loss, samples in table[:, 0].tolist():
+            is_count = correct.is_integer() and samples.is_integer() and 0 <= correct <= samples
+            if not is_count or loss < 0 or LARGEST < loss < math.inf:
+                raise UserError(f"its {what} make no sense: {correct:g} of {samples:g} correct, a loss of {loss:g}")
+        return list(table)
 
     def _heed(self, done: Done, round: int, sent: list[Params], joined: list[list[int]]) -> set[Lane]:
         """A client that has diverged: its node has kept nothing of the round."""
@@ -217,7 +247,15 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
     if method.stacked and deployment.max_norm:
         raise UserError(f"max_norm has no meaning for {method.title}, which sends several models.")
     clients = len(experiment.task.parts["train"])
-    nodes = Nodes(grid, clients, clients if method.everyone else min(deployment.min_nodes, clients))
+    nodes = Nodes(
+        grid,
+        clients,
+        clients if method.everyone else min(deployment.min_nodes, clients),
+        max_samples=deployment.max_samples,
+        validates=experiment.validates,
+        # Flower's simulation engine has no keys: its nodes are new in every run.
+        rebind=deployment.rebind or isinstance(grid, InMemoryGrid),
+    )
 
     def simulate(plan: Plan, method: Method, **options: Any) -> Federated:
         nodes.wait(deployment.start_timeout)

@@ -37,6 +37,10 @@ class WithALA(Method):
         return self.base.everyone
 
     @property
+    def notes(self) -> frozenset[str]:  # type: ignore[override]
+        return self.base.notes | {"ala_epochs", "ala_weight", "ala_capped"}
+
+    @property
     def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
         return self.base.schedule_depends_on_rounds
 

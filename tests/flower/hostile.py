@@ -1,0 +1,383 @@
+"""Replies as a broken or hostile node may send them, each by name: what the server gets in place of a client's reply."""
+
+import io
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
+
+#: Forges a line of a log, colours a terminal and sets its title.
+FORGED = "\nINFO :  Round 9: \x1b[31mall is well\x1b[0m\x1b]0;gone\x07\r\u202e"
+LONG = "x" * 1_000_000
+
+Kind = Callable[[Message], Any]
+
+
+# --- bytes of arrays -------------------------------------------------------------------------------------------------
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, value, **options)
+    return file.getvalue()
+
+
+def zipped(value: Any) -> bytes:
+    file = io.BytesIO()
+    np.savez_compressed(file, value)
+    return file.getvalue()
+
+
+def headed(header: str, rest: bytes = bytes(12), version: tuple[int, int] = (1, 0), length: int | None = None) -> bytes:
+    """An .npy file whose header is any text."""
+    text = header.encode("latin1") + b"\n"
+    size = struct.pack("<H", len(text) if length is None else length)
+    return b"\x93NUMPY" + bytes(version) + size + text + rest
+
+
+def npy(shape: str, descr: str = "'<f4'", order: str = "False", **options: Any) -> bytes:
+    return headed(f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}", **options)
+
+
+BIAS = np.arange(3, dtype=np.float32)  # out.bias is float32 [3]
+
+#: What `out.bias` holds: bytes, and what they are declared to be.
+BYTES: dict[str, bytes] = {
+    "the start of a zip file": b"PK\x03\x04junk",
+    "no bytes": b"",
+    "a header that promises 16 TiB": npy("(4398046511104,)"),
+    "a zip file": zipped(BIAS),
+    "a zip bomb": zipped(np.zeros(2**22, np.float32)),
+    "pickled objects": saved(np.array([{}, 1, "x"], dtype=object), allow_pickle=True),
+    "a pickle": pickle.dumps([1.0, 2.0, 3.0]),
+    "a structure": saved(np.zeros(3, [("a", "<f4")])),
+    "big-endian numbers": saved(BIAS.astype(">f4")),
+    "Fortran order": npy("(3,)", order="True"),
+    "an order that is not a truth value": npy("(3,)", order="3"),
+    "another shape": saved(np.zeros(2, np.float32)),
+    "another shape of the same size": saved(np.zeros((3, 1), np.float32)),
+    "another type": saved(BIAS.astype(np.float64)),
+    "half precision": saved(BIAS.astype(np.float16)),
+    "complex numbers": saved(BIAS.astype(np.complex64)),
+    "texts": saved(np.array(["a", "b", "c"])),
+    "dates": saved(np.zeros(3, "datetime64[s]")),
+    "no numbers": saved(np.zeros(0, np.float32)),
+    "a number without a shape": saved(np.float32(1)),
+    "a byte too few": saved(BIAS)[:-1],
+    "a byte too many": saved(BIAS) + b"x",
+    "a megabyte too many": saved(BIAS) + bytes(2**20),
+    "a version that numpy does not know": headed("{}", version=(9, 0)),
+    "a header that is a call": headed("print('I am run')"),
+    "a header that is a list": headed("[1, 2, 3]"),
+    "a header without a shape": headed("{'descr': '<f4', 'fortran_order': False}"),
+    "a header of Python 2": npy("(3L,)"),
+    "a header with thousands of brackets": headed("(" * 9000),
+    "a header that is longer than the file": npy("(3,)", length=65535),
+    "a header of zero bytes": npy("(3,)", length=0),
+    "a negative shape": npy("(-3,)"),
+    "a shape of fractions": npy("(3.0,)"),
+    "a shape of truth values": npy("(True, True, True)"),
+    "a type that is code": npy("(3,)", descr="'__import__'"),
+    "an object type": npy("(3,)", descr="'|O'"),
+    "NaN": saved(np.array([np.nan, 0, 0], np.float32)),
+    "infinity": saved(np.array([0, -np.inf, 0], np.float32)),
+}
+
+#: What `out.bias` is declared to be.
+DECLARED: dict[str, dict[str, Any]] = {
+    "no type": {"dtype": ""},
+    "a type with control characters": {"dtype": f"float32{FORGED}"},
+    "a type of a million letters": {"dtype": LONG},
+    "a type that is not one": {"dtype": "no such type"},
+    "an object": {"dtype": "object"},
+    "big-endian": {"dtype": ">f4"},
+    "a shape of 16 TiB": {"shape": (2**42,), "data": npy("(4398046511104,)")},
+    "a shape of a million dimensions": {"shape": (1,) * 1_000_000},
+    "another shape": {"shape": (1, 3)},
+    "no shape": {"shape": ()},
+    "a pickle": {"stype": "pickle"},
+    "a serialisation with control characters": {"stype": FORGED},
+}
+
+
+def with_arrays(change: Callable[[ArrayRecord], None]) -> Kind:
+    def apply(reply: Message) -> Message:
+        change(reply.content["arrays"])
+        return reply
+
+    return apply
+
+
+def with_bytes(data: bytes) -> Kind:
+    def change(arrays: ArrayRecord) -> None:
+        arrays["out.bias"].data = data
+
+    return with_arrays(change)
+
+
+def declared(**fields: Any) -> Kind:
+    def change(arrays: ArrayRecord) -> None:
+        for name, value in fields.items():
+            setattr(arrays["out.bias"], name, value)
+
+    return with_arrays(change)
+
+
+def with_array(name: str, value: Any) -> Kind:
+    return with_arrays(lambda arrays: arrays.update({name: Array(np.asarray(value))}))
+
+
+def many_arrays(arrays: ArrayRecord) -> None:
+    arrays.update({f"extra{i}": Array(BIAS) for i in range(2000)})
+
+
+ARRAYS: dict[str, Kind] = {
+    **{f"an array of {what}": with_bytes(data) for what, data in BYTES.items()},
+    **{f"an array declared as {what}": declared(**fields) for what, fields in DECLARED.items()},
+    "an array is missing": with_arrays(lambda arrays: arrays.pop("out.bias")),
+    "an array too many": with_array("trojan", BIAS),
+    "an array with a name of a million letters": with_array(LONG, BIAS),
+    "an array with control characters in its name": with_array(FORGED, BIAS),
+    "two thousand arrays too many": with_arrays(many_arrays),
+    "no arrays": with_arrays(lambda arrays: arrays.clear()),
+    "a counter below zero": with_array("norm.num_batches_tracked", np.int64(-1)),
+    "a counter beyond all reason": with_array("norm.num_batches_tracked", np.int64(2**62)),
+}
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def with_content(change: Callable[[RecordDict], Any]) -> Kind:
+    def apply(reply: Message) -> Message:
+        change(reply.content)
+        return reply
+
+    return apply
+
+
+def misplaced(content: RecordDict) -> None:
+    metrics = content.pop("metrics")
+    content["metrics"] = ConfigRecord(dict(metrics))
+
+
+def without_content(reply: Message) -> Message:
+    reply.__dict__["_content"] = None
+    return reply
+
+
+RECORDS: dict[str, Kind] = {
+    "no records": with_content(lambda content: content.clear()),
+    "no arrays record": with_content(lambda content: content.pop("arrays")),
+    "no metrics record": with_content(lambda content: content.pop("metrics")),
+    "two array records": with_content(lambda content: content.update({"more": ArrayRecord()})),
+    "two metric records": with_content(lambda content: content.update({"more": MetricRecord()})),
+    "a config record too many": with_content(lambda content: content.update({"more": ConfigRecord({"a": FORGED})})),
+    "a record with a name of a million letters": with_content(lambda c: c.update({LONG: MetricRecord()})),
+    "a record with control characters in its name": with_content(lambda c: c.update({FORGED: MetricRecord()})),
+    "a config record in the place of the metrics": with_content(misplaced),
+    "neither content nor an error": without_content,
+}
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+def with_metrics(**metrics: Any) -> Kind:
+    """A metric of the value None is missing. Names may be any text."""
+
+    def change(content: RecordDict) -> None:
+        for name, value in metrics.items():
+            content["metrics"].pop(name, None)
+            if value is not None:
+                content["metrics"].__dict__["_data"][name] = value  # past the checks of the sender's own machine
+
+    return with_content(change)
+
+
+#: Client 1 has 23 samples: 17 to train and 6 to test with.
+SCORES: dict[str, Any] = {
+    "a million million million of a million million million": [1e18, 0.0, 1e18],
+    "infinity of infinity": [INF, 0.0, INF],
+    "NaN": [NAN, NAN, NAN],
+    "more correct answers than samples": [7.0, 1.0, 6.0],
+    "half a correct answer": [0.5, 1.0, 6.0],
+    "fewer correct answers than none": [-1.0, 1.0, 6.0],
+    "NaN correct answers": [NAN, 1.0, 6.0],
+    "more samples than introduced": [6.0, 1.0, 60.0],
+    "fewer samples than introduced": [1.0, 0.1, 1.0],
+    "a negative loss": [3.0, -1.0, 6.0],
+    "a loss of minus infinity": [3.0, -INF, 6.0],
+    "a loss beyond all reason": [3.0, 1e308, 6.0],
+    "too few figures": [3.0, 1.0],
+    "too many figures": [3.0, 1.0, 6.0] * 2,
+    "a million figures": [6.0] * 1_000_000,
+    "nothing": [],
+    "a number": 3.0,
+    "text": "[3.0, 1.0, 6.0]",
+    "texts": ["3", "1", "6"],
+    "truth values": [True, True, True],
+}
+
+FIGURES: dict[str, dict[str, Any]] = {
+    "another client": {"client": 2},
+    "a client that does not exist": {"client": 2**62},
+    "a negative client": {"client": -1},
+    "a fraction of a client": {"client": 1.0},
+    "a list of clients": {"client": [1]},
+    "a truth value for a client": {"client": True},
+    "text for a client": {"client": FORGED},
+    "no client": {"client": None},
+    "no number of samples": {"num-examples": None},
+    "no samples": {"num-examples": 0},
+    "more samples than introduced": {"num-examples": 2**62},
+    "a negative number of samples": {"num-examples": -17},
+    "a fractional number of samples": {"num-examples": 17.0},
+    "lost, and by how much": {"lost": 7},
+    "lost to NaN": {"lost": NAN},
+    "no word on what was lost": {"lost": None},
+    "twice finite": {"finite": 2},
+    "less than finite": {"finite": -1},
+    "finite in a list": {"finite": [1]},
+    "finite as text": {"finite": "yes"},
+    "no word on being finite": {"finite": None},
+    "diverged, and yet arrays": {"finite": 0},
+    "no scores": {"scores": None},
+    "no left scores": {"left": None},
+    "left scores that nobody asked for": {"left": [3.0, 1.0, 6.0]},
+    "the note weights": {"note.weights": 1.0},
+    "a note that is a column": {"note.accuracy": 1.0},
+    "a note with a name of a million letters": {f"note.{LONG}": 1.0},
+    "a note without a name": {"note.": 1.0},
+    "a note with control characters": {f"note.{FORGED}": 1.0},
+    "a note that is a formula": {"note.=1+1": 1.0},
+    "a note that is a list": {"note.train_loss": [1.0]},
+    "a note that is text": {"note.train_loss": FORGED},
+    "a note of infinity": {"note.train_loss": INF},
+    "a note beyond all reason": {"note.train_loss": 1e308},
+    "ten thousand notes": {f"note.n{i}": 1.0 for i in range(10_000)},
+    "a metric that nobody knows": {"extra": 1.0},
+    "a metric with control characters": {FORGED: 1.0},
+    "a metric with a name of a million letters": {LONG: 1.0},
+}
+
+METRICS: dict[str, Kind] = {
+    **{f"scores of {what}": with_metrics(scores=scores) for what, scores in SCORES.items()},
+    **{f"metrics: {what}": with_metrics(**figures) for what, figures in FIGURES.items()},
+}
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def error(code: int, reason: str) -> Kind:
+    def apply(reply: Message) -> Message:
+        reply.__dict__["_content"], reply.__dict__["_error"] = None, Error(code, reason)
+        return reply
+
+    return apply
+
+
+def with_metadata(**values: Any) -> Kind:
+    def apply(reply: Message) -> Message:
+        reply.metadata.__dict__.update(values)
+        return reply
+
+    return apply
+
+
+def raised(error: Exception) -> Kind:
+    return lambda reply: error
+
+
+MESSAGES: dict[str, Kind] = {
+    "an error": error(0, "failed"),
+    "an error with control characters": error(2, f"<class 'ValueError'>:<'{FORGED}'>"),
+    "an error of a million letters": error(2, LONG),
+    "an error without a reason": error(0, ""),
+    "an answer to another message": with_metadata(_reply_to_message_id="other"),
+    "an answer from another node": with_metadata(_src_node_id=100),
+    "an answer of another type": with_metadata(_message_type="query"),
+    "objects that Flower cannot decode": raised(ValueError(f"Unexpected set of `children` {FORGED}")),
+    "objects that do not fit into memory": raised(MemoryError()),
+    "objects that are nested too deeply": raised(RecursionError("maximum recursion depth exceeded")),
+    "objects that are not there": raised(KeyError(LONG)),
+}
+
+#: Everything that can be wrong with a reply to a train message.
+TRAIN = {**ARRAYS, **RECORDS, **METRICS, **MESSAGES}
+
+#: And with a reply to an evaluation, which carries no arrays.
+EVALUATE = {
+    "an array that nobody asked for": with_array("out.bias", BIAS),
+    "the start of a zip file": with_content(
+        lambda c: c["arrays"].update({"out.bias": Array("float32", (3,), "numpy.ndarray", b"PK\x03\x04junk")})
+    ),
+    "diverged without training": with_metrics(finite=0),
+    **{name: RECORDS[name] for name in ("no records", "two metric records", "neither content nor an error")},
+    **{f"scores of {name}": METRICS[f"scores of {name}"] for name in ("NaN", "infinity of infinity", "nothing")},
+    **{name: METRICS[f"metrics: {name}"] for name in ("another client", "the note weights", "twice finite")},
+    **{name: MESSAGES[name] for name in ("an error with control characters", "objects that Flower cannot decode")},
+}
+
+#: And with what a node says of itself.
+INTRODUCE = {
+    **{name: kind for name, kind in RECORDS.items() if "array" not in name},
+    **{
+        f"metrics: {name}": METRICS[f"metrics: {name}"]
+        for name in (
+            "a client that does not exist", "a negative client", "a fraction of a client", "a list of clients", "no client",
+            "a truth value for a client", "text for a client", "a metric with control characters", "a metric that nobody knows",
+            "a metric with a name of a million letters",
+        )
+    },
+    "a negative size": with_metrics(train=-1),
+    "a size beyond max_samples": with_metrics(train=10_001),
+    "a size of 2**53": with_metrics(train=2**53),
+    "a size of 2**62": with_metrics(test=2**62),
+    "a fractional size": with_metrics(train=17.5),
+    "an infinite size": with_metrics(train=INF),
+    "a size that is text": with_metrics(train="17"),
+    "a list of sizes": with_metrics(train=[17]),
+    "a size is missing": with_metrics(test=None),
+    "validation samples in a run that has none": with_metrics(validation=5),
+    **{name: kind for name, kind in MESSAGES.items() if name != "an answer of another type"},
+}  # fmt: skip
+
+
+# --- over the wire ---------------------------------------------------------------------------------------------------
+
+
+class Garbled(MetricRecord):
+    """A record whose bytes Flower's decoder cannot read."""
+
+    def deflate(self) -> bytes:
+        return add_header_to_object_body(object_body=b"\xff\x1b[31m", obj=self)
+
+
+Garbled.__qualname__ = "MetricRecord"  # by which the decoder chooses the class
+
+
+def garble(content: RecordDict) -> None:
+    content["metrics"] = Garbled(dict(content["metrics"]))
+
+
+def fail(reply: Message) -> Message:
+    raise ValueError(FORGED)
+
+
+#: What a real SuperNode sends, in rounds 1, 2, …, and what the server then says.
+OVER_TLS: list[tuple[Kind, str]] = [
+    (TRAIN["an array of the start of a zip file"], "is dropped: out.bias has 8 bytes"),
+    (TRAIN["an array of a header that promises 16 TiB"], "is dropped: out.bias does not hold the float32 [3]"),
+    (TRAIN["metrics: a note with a name of a million letters"], "is dropped: its metric 'note.xxx"),
+    (with_metrics(scores=[1e18, 0.0, 1e18]), "is dropped: its numbers of samples are not those"),
+    (with_content(garble), "failed: its answer cannot be read"),
+    (fail, "failed: <class 'ValueError'>:<' INFO :  Round 9"),
+]
