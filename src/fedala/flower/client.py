@@ -41,7 +41,7 @@ def client_app(own: Own | None = None, mods: list[Mod] | None = None) -> ClientA
             try:
                 return work(client_of(context), message)
             except Exception as error:
-                # Flower sends the words of an error to the server, and they may quote the node's data, or name its files.
+                # Flower sends an error's words to the server. They may quote data or name files.
                 log.error("This client cannot do what it is asked.", exc_info=error)
                 raise ClientError(f"{type(error).__name__}; the node's own log says why") from None
 

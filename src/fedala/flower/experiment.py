@@ -121,9 +121,10 @@ def at_client(context: Context, own: Own | None) -> tuple[Experiment, int]:
 
 
 def read_own(config: Config, node_config: Mapping[str, Any]) -> Federation:
-    """Read the samples that this node's own config names. The run config comes from elsewhere and chooses no files.
+    """Read the samples that this node's own config names.
 
-    It may name the digits, which are a part of scikit-learn, and a known dataset if the node says where a copy of it is.
+    The run config comes from elsewhere and chooses no files. It may name the digits, which are a
+    part of scikit-learn, and a known dataset if the node says where a copy of it is.
     """
     if _is_simulated():
         node_config = {"dataset": config.dataset, "data-dir": config.data_dir, "partition": config.partition}
@@ -179,7 +180,10 @@ def _is_file(partition: str) -> bool:
 
 
 def _is_simulated() -> bool:
-    """Whether this is a worker of Flower's simulation engine: whoever gave the run config then runs the nodes, too."""
+    """Whether this is a worker of Flower's simulation engine.
+
+    Whoever gave the run config then runs the nodes, too.
+    """
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 

@@ -76,9 +76,10 @@ class Kept:
 
 
 def make_private(folder: Path, *, keeps_others: bool = False) -> None:
-    """Make a folder that only its owner can enter, or make it so if it is there. A link is refused, not followed.
+    """Make a folder that only its owner can enter, or close one that is there.
 
-    One that `keeps_others`, which the operator may have made for more than this program, is only closed to writing.
+    A link is refused, not followed. A folder that `keeps_others`, which the operator may have made
+    for more than this program, is only closed to writing.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +96,8 @@ def make_private(folder: Path, *, keeps_others: bool = False) -> None:
         mode = stat.S_IMODE(found.st_mode)
         wanted = mode & ~0o022 if keeps_others else 0o700
         if found.st_uid != os.geteuid():
-            # In somebody else's folder, nobody but us may be able to exchange ours: it is closed to writing, or sticky.
+            # Nobody but us may be able to exchange what we keep in somebody else's folder:
+            # it is closed to writing, or sticky.
             if not keeps_others or (mode & 0o022 and not mode & stat.S_ISVTX):
                 raise UserError(
                     f"{folder} belongs to another user, who could read or exchange a client's state: name a folder of "

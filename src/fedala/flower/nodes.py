@@ -22,8 +22,8 @@ REMEDY = "if that has changed for a good reason, start the run once with rebind=
 class Nodes:
     """The clients of a federation behind a grid.
 
-    A client is known by its number. The first node that introduces itself under a number keeps it: Flower gives a
-    registered key one node id for good, so another id is another key.
+    A client is known by its number. The first node that introduces itself under a number keeps it:
+    Flower gives a registered key one node id for good, so another id is another key.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class Nodes:
     ) -> None:
         """`least` of the clients must be there to begin a round.
 
-        A node that says it has more than `max_samples` is refused, and one that has validation samples in a run that does
-        not use any. With `rebind`, a client that is not there may come back as another node.
+        A node that says it has more than `max_samples` is refused, and so is one that has
+        validation samples in a run that does not use any. With `rebind`, a client that is not there
+        may come back as another node.
         """
         self.grid, self.clients, self.least = grid, clients, least
         self.most = {part: max_samples if part != "validation" or validates else 0 for part in PARTS}
@@ -73,7 +74,10 @@ class Nodes:
             time.sleep(PAUSE)
 
     def bind(self, bound: Mapping[int, int]) -> None:
-        """Remember whose number is whose, as an earlier run of this experiment had it. Nodes that contradict it go."""
+        """Remember whose number is whose, as an earlier run of this experiment had it.
+
+        Nodes that contradict it are refused.
+        """
         if self.rebind:
             return
         self.bound |= bound
@@ -146,10 +150,11 @@ class Nodes:
         return answers
 
     def _collect(self, messages: Mapping[int, Message], seconds: float) -> Iterator[tuple[int, Message | UserError]]:
-        """Send messages; give what comes back, by the key of its message: an answer, or a sentence on why there is none.
+        """Send messages and yield what comes back, with the key of its message.
 
-        Answers are fetched one at a time. Fetched together, one that Flower cannot decode would take the others with it;
-        and which message an answer belongs to is then known from the SuperLink, not from the answer.
+        That is an answer, or a sentence that says why there is none. Answers are fetched one at a
+        time: fetched together, one that Flower cannot decode would take the others with it. And so
+        the SuperLink says which message an answer belongs to, not the answer itself.
         """
         sent = set(self.grid.push_messages(messages.values())) if messages else set()
         waiting = {message.metadata.message_id: key for key, message in messages.items()}
@@ -162,7 +167,7 @@ class Nodes:
                 try:
                     answers = list(self.grid.pull_messages([message_id]))
                     answer = _checked(messages[key], answers) if answers else None
-                except Exception as error:  # in Flower's own decoder, too: it concerns this answer alone
+                except Exception as error:  # also in Flower's decoder: it concerns this answer alone
                     answer = UserError(f"its answer cannot be read ({quote(error)})")
                 if answer is not None:
                     del waiting[message_id]

@@ -1,8 +1,8 @@
 """Models and figures as Flower carries them.
 
-Nothing that a client sends is believed: what it declares is held against what was expected before a byte is decoded, and
-whatever does not fit is refused with a sentence. The names in these sentences are the client's own, so whoever prints one
-passes it through `quote`.
+Nothing that a client sends is believed. What it declares is compared with what was expected before
+a byte is decoded, and whatever does not fit is refused with a sentence. The names in these sentences
+are the client's own, so whoever prints one passes it through `quote`.
 """
 
 import math
@@ -31,11 +31,14 @@ NOTE = "note."
 
 
 def quote(words: object, most: int = 300) -> str:
-    """Text that came from a client as part of one printable line. Of an error, its words, or else its class."""
+    """Make text that came from a client a part of one printable line.
+
+    Of an error, these are its words, or its class if it has none.
+    """
     return printable(str(words) or type(words).__name__, most)
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models ----------------------------------------------------------------------------------------
 
 
 def to_record(params: Params) -> ArrayRecord:
@@ -48,7 +51,7 @@ def to_params(record: ArrayRecord, device: torch.device) -> Params:
 
 
 def decode(record: ArrayRecord, expected: Params) -> Params:
-    """Decode an upload that must have the names, shapes and types of `expected`, as one lane on its device."""
+    """Decode an upload as one lane. It must have the names, shapes and types of `expected`."""
     if record.keys() != expected.keys():
         strange = min(record.keys() ^ expected.keys())
         raise UserError(f"{strange} is {'missing' if strange in expected else 'not a part of the model'}")
@@ -82,7 +85,7 @@ def _decode(name: str, array: Array, wanted: Tensor) -> Tensor:
 
 
 def check(upload: Params, expected: Params, sent: Params, max_norm: float) -> None:
-    """Refuse an update of the right form whose numbers make no sense: not finite, or counters out of range.
+    """Refuse an update whose numbers make no sense: not finite, or counters out of range.
 
     With a `max_norm`, also one that is further than that from the model that was sent.
     """
@@ -99,7 +102,7 @@ def check(upload: Params, expected: Params, sent: Params, max_norm: float) -> No
             raise UserError(f"it is {norm:.3g} away from what was sent, and max_norm is {max_norm:g}")
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,10 @@ class Reply:
 
     @classmethod
     def unpack(cls, content: RecordDict, notes: Collection[str]) -> "Reply":
-        """Read a reply that may come from anybody. Nothing is in it but what `pack` puts there, and these notes."""
+        """Read a reply that may come from anybody.
+
+        It must hold what `pack` puts there, and may hold these notes; anything else is refused.
+        """
         records = read_records(content, {"arrays": ArrayRecord, "metrics": MetricRecord})
         noted = {f"{NOTE}{name}" for name in notes}
         must = ("client", "num-examples", "finite", "lost", "scores", "left")
@@ -188,7 +194,7 @@ def _numbers(metrics: Mapping[str, Any], name: str) -> list[float]:
 
 
 def _note(metrics: Mapping[str, Any], name: str, is_finite: bool) -> float:
-    """A note: a number, or NaN if there was nothing to note. It is infinite only if the training diverged."""
+    """A note: a number, or NaN if there was nothing to note; infinite if the training diverged."""
     value = metrics[name]
     if type(value) is not float or (abs(value) > LARGEST and (is_finite or abs(value) < math.inf)):
         raise UserError(f"its {name} is {_shown(value)}, which makes no sense")

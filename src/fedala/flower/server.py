@@ -70,7 +70,8 @@ class Federated(Simulation):
             on_divergence=config.on_divergence,
             **options,
         )
-        # The run's options say what is tested, not what some client says of itself: a restart has to come to the same.
+        # The run's options say what is tested, not what some client says of itself: a restart with
+        # other clients has to come to the same.
         self.parts = ["test", "validation"] if experiment.validates else ["test"]
         self.clients = Elsewhere(self.task.device, everybody=True)
         self.expected = self.method.shared(self.task, self.start[0])
@@ -146,7 +147,7 @@ class Federated(Simulation):
             try:
                 reply = Reply.unpack(answer.content, self.method.notes)
                 done = self._done(client, reply, asked, models[client])
-            except Exception as error:  # whatever is wrong with a reply, it costs this client's update and no more
+            except Exception as error:  # whatever is wrong with a reply costs this update alone
                 log.warning(
                     "Round %d: the update of client %d (node %d) is dropped: %s.",
                     asked.round, client, node, quote(error),
@@ -162,7 +163,7 @@ class Federated(Simulation):
             yield done
 
     def _done(self, client: int, reply: Reply, asked: Asked, sent: Params) -> Done:
-        """A reply as what a cohort of this one client has done, once everything in it has been checked."""
+        """Check a reply and make it what a cohort of this one client has done."""
         if reply.client != client:
             raise UserError(f"it says that it is client {reply.client}")
         sizes = self.nodes.sizes[client]
@@ -177,20 +178,20 @@ class Federated(Simulation):
         tested = [int(score[0, 2]) for score in done.scores + done.left]
         known = [sizes[part] for figures in (done.scores, done.left) if figures for part in self.parts]
         if [reply.examples, *tested] != [sizes["train"], *known]:
-            self.nodes.forget(client)  # it may have other data now: it is asked before the next round
+            self.nodes.forget(client)  # it may have other data now, and is asked again
             raise UserError("its numbers of samples are not those that it introduced itself with")
         if asked.train and reply.is_finite:
             done.upload = decode(reply.arrays, self.expected)
             check(done.upload, self.expected, sent, self.deployment.max_norm)
         elif reply.arrays or not (asked.train or reply.is_finite):
-            raise UserError("it sends arrays, or says that it diverged, without having trained")
+            raise UserError("it sends arrays that it should not have, or diverged without training")
         return done
 
     def _scores(self, figures: list[float], is_asked: bool, what: str) -> list[torch.Tensor]:
         """Figures as [lane, (correct, loss, samples)] for each part.
 
-        Correct answers are whole, and no more than the samples. A loss may be infinite or NaN, as that of an honest client
-        whose model has become too large is.
+        Correct answers are whole, and no more than the samples. A loss may be infinite or NaN, as
+        that of an honest client whose model has become too large is.
         """
         if len(figures) != (3 * len(self.parts) if is_asked else 0):
             raise UserError(f"its {what} are {len(figures)} numbers, which is not what it was asked for")

@@ -36,7 +36,8 @@ class Method:
     stacked: ClassVar[bool] = False
     #: Whether what a round does depends on how many rounds there are: such a run cannot be resumed with more of them.
     schedule_depends_on_rounds: ClassVar[bool] = False
-    #: The names of what a client notes about its round (`Cohort.notes`). A server accepts no others from its clients.
+    #: The names of what a client notes about its round (`Cohort.notes`). A server accepts no others
+    #: from its clients.
     notes: ClassVar[frozenset[str]] = frozenset({"train_loss"})
     #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty where it does.
     refuses_ala: ClassVar[str] = ""
