@@ -146,6 +146,11 @@ class RunFolder:
         """Tell whether the run has written this file, which may be gone."""
         return (self.path / name).exists() or (self.record is not None and name in self.record.written)
 
+    def has_begun(self) -> bool:
+        """Tell whether a round has been evaluated; its row may be gone."""
+        entries = self.record.methods.values() if self.record else ()
+        return os.path.lexists(self.path / "history.csv") or any("history.csv" in entry.rows for entry in entries)
+
     def seal(self, method: str, *, checkpoint: int | None = None, finished: bool = False) -> None:
         """Record the digests of everything that the tables hold of a method now."""
         entry = self._entry(method)
@@ -284,6 +289,20 @@ class RunFolder:
 
     def _lines(self, name: str) -> tuple[list[str], list[dict[str, str]]]:
         """A table's columns and its lines, without the last one if its end is missing: it was being written."""
+        columns, lines, is_cut = self._parse(name)
+        if is_cut and not self._is_growing():
+            raise files.Damaged(f"{self.path / name} is damaged: it ends in the middle of a row.")
+        return columns, lines
+
+    def _is_growing(self) -> bool:
+        """Tell whether a row may just have been written when the run stopped: not once every method is finished."""
+        if self.record is None or not (self.path / "config.toml").is_file():
+            return True
+        finished = {name for name, entry in self.record.methods.items() if entry.finished}
+        return not finished.issuperset(self.config().methods)
+
+    def _parse(self, name: str) -> tuple[list[str], list[dict[str, str]], bool]:
+        """Return a table's columns, its whole lines, and whether a broken one follows."""
         with self._table(name) as file:
             reader = csv.DictReader(file, restkey="", restval=None)
             lines, broken = [], 0
@@ -296,7 +315,7 @@ class RunFolder:
                     lines.append(line)
             for line in lines if name in TABLES else ():
                 line["method"], int(line["round"])  # or it is no such table
-            return list(reader.fieldnames or ()), lines
+            return list(reader.fieldnames or ()), lines, bool(broken)
 
     @contextmanager
     def _table(self, name: str, mode: str = "r") -> Iterator[IO[str]]:

@@ -136,12 +136,20 @@ def cells_outcome(here: Path, said: str) -> dict[str, Any]:
             found[str(path.relative_to(here))] = table(path)
     for path in sorted((here / "out").rglob("*.json")):
         if path.name == "cell.json":
-            found[str(path.relative_to(here))] = content(path)
+            found[str(path.relative_to(here))] = words(path)
     return found
 
 
 def models_outcome(here: Path, said: str) -> dict[str, Any]:
     return {"models": said}
+
+
+def words(path: Path) -> Any:
+    """What a JSON file says; its bytes if it is none."""
+    try:
+        return json.loads(content(path))
+    except ValueError:
+        return content(path)
 
 
 def content(path: Path) -> bytes:

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -109,7 +109,7 @@ def run(
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
     if out.exists():
-        Results.read(out)  # what could not be read at the end is refused now
+        _note(Results.read(out).unverified if not relay else ())  # what could not be read at the end is refused now
     figures = {name: drawing for name, drawing in drawings(digits=data_dir is None).items() if name in names}
     names = [name for name in names if name not in figures]
     chosen = choose(names, _split(columns), _split(method))
@@ -185,6 +185,11 @@ def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | Non
                 print(f"Left out of {name}: {reason}")
 
 
+def _note(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        print(printable(f"Note: {sentence}", 1000), file=sys.stderr)
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -230,7 +235,6 @@ def report(
         )
     console().print(shown)
     print(reporting.overview(results))
-    for sentence in [*results.contradictions, *results.unverified]:
-        print(printable(f"Note: {sentence}", 1000), file=sys.stderr)
+    _note([*results.contradictions, *results.unverified])
     for path in [*written, *([insert] if insert else [])]:
         print(f"Written: {path}")

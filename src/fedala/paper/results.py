@@ -220,10 +220,16 @@ class Results:
             raise UserError(f"{folder} is no results folder: fedala paper run makes one.")
         notes: list[str] = []
         listed = [run for path in sorted(folder.glob("*.csv")) for run in read_csv(path)]
-        if os.path.lexists(folder / CSV):
-            record = Digests.read(folder)
-            if record is None or not record.expects(CSV, read(folder / CSV, _LARGEST_CSV)):
-                notes.append(f"{folder / CSV} is not what fedala paper run wrote, so it is unverified.")
+        record, is_there = Digests.read(folder), os.path.lexists(folder / CSV)
+        if record is None and is_there:
+            notes.append(f"{folder / CSV} has no {DIGESTS} beside it, so it is unverified.")
+        elif record and CSV in record.written and not is_there:
+            notes.append(f"{folder / CSV} is missing: what it said of folders that are gone is lost.")
+        elif record and is_there and not record.expects(CSV, read(folder / CSV, _LARGEST_CSV)):
+            raise files.Damaged(
+                f"{folder / CSV} is not what fedala paper run wrote. Restore it, or give it another name, "
+                "such as other.csv, to have its lines counted as they are."
+            )
         return cls([*listed, *found(folder, notes)], notes)
 
     def figure(self, cell: Cell) -> Figure | None:

@@ -98,7 +98,8 @@ def find(paths: Sequence[Path]) -> list[Run]:
         if not path.is_dir():
             raise UserError(f"There is no folder {path}.")
         # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
-        below = sorted(file.parent for level in (1, 2, 3) for file in path.glob("*/" * level + "history.csv"))
+        configs = [file for level in (1, 2, 3) for file in path.glob("*/" * level + "config.toml")]
+        below = sorted(file.parent for file in configs if RunFolder(file.parent).has_begun())
         inner = [path] if (path / "config.toml").is_file() else below
         if not inner:
             raise UserError(f"{path} is not a run folder, and holds none in which a round has been evaluated.")
