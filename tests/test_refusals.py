@@ -283,9 +283,9 @@ REFUSALS = [
             put("folder.png/x", "")),
     Refusal("partition --dataset d.npz --clients 9999 --save split.json", "clients"),
     # flower and bench
-    Refusal("flower new f1 --dataset d.npz", "f1"),
-    Refusal("flower new d.npz --dataset d.npz", "d.npz"),
-    Refusal("flower new d.npz/app --dataset d.npz", "d.npz"),
+    Refusal("flower new f1 --dataset d.npz --partition iid --clients 3", "f1"),
+    Refusal("flower new d.npz --dataset d.npz --partition iid --clients 3", "d.npz"),
+    Refusal("flower new d.npz/app --dataset d.npz --partition iid --clients 3", "d.npz"),
     Refusal("flower new app --lanes 2", "lanes"),
     Refusal("flower new app --dataset nowhere.npz", "nowhere.npz"),
     Refusal("flower demo --dataset d.npz --out f1", "f1"),
