@@ -123,7 +123,7 @@ def test_a_run_ends_with_its_page(finished):
 
 
 def test_a_page_that_cannot_be_written_does_not_lose_the_run(here, monkeypatch):
-    def fail(folders):
+    def fail(folders, **options):
         raise OSError("no room")
 
     monkeypatch.setattr(cli.page, "write", fail)

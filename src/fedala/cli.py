@@ -450,8 +450,13 @@ def new(*, folder: Annotated[Path, typer.Argument(help="the folder to write", me
         if name in given:
             raise UserError(f"--{name.replace('_', '-')} has no meaning where every client has its own machine.")
     config = Config.of({"method": "fedala", **given})
-    write(folder, plan(config).config, Deployment())
+    if len(config.methods) > 1:
+        raise UserError(f"A federation runs one method at a time, not {config.method}.")
+    resolved = plan(config).config
+    write(folder, resolved, Deployment())
     _print(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
+    if resolved.dataset != "digits":
+        print("Each node reads the data that its own node config names: see docs/deployment.md.")
 
 
 @flower.command(
