@@ -1,5 +1,10 @@
 """Where clients' state lives: on the device, in memory, in files; it comes back as it was."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from small import assert_close, ragged_task, simulate
@@ -86,3 +91,20 @@ def test_only_clients_that_took_part_have_a_state():
     simulation, _, _ = simulate("fedala", ragged_task([6] * 20), rounds=2, join_ratio=0.1)
     assert set(simulation.clients) == {(0, c) for round in (1, 2) for c in simulation.participants(0, round)}
     assert all(leaf.device.type == "cpu" for lane in simulation.clients for _, leaf in leaves(simulation.clients[lane]))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere nobody can be asked whether a process is alive")
+def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    names = (f"{platform.node()}-{dead.pid}-x", f"{platform.node()}-{os.getpid()}-y", f"elsewhere-{dead.pid}-z")
+    for name in names:
+        (tmp_path / f"fedala-clients-{name}").mkdir()
+        (tmp_path / f"fedala-clients-{name}" / "0-0-0.safetensors").touch()
+    states = ClientStates(torch.device("cpu"), everybody=False, budget=0)
+    assert states.folder.parent == tmp_path
+    left = {path.name.removeprefix("fedala-clients-") for path in tmp_path.iterdir()} - {
+        states.folder.name.removeprefix("fedala-clients-")
+    }
+    assert left == set(names[1:])

@@ -514,7 +514,14 @@ def test_clients_that_never_joined_share_one_file(tmp_path):
 def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = {"checkpoint_every": 0, "client_memory": 0.0, "join_ratio": 0.5}
-    execute(planned(**options), tmp_path / "run")
+    seen = set()
+
+    def look(method, row):
+        """Where a kill at this moment would leave them: in the run folder, which is the user's to delete."""
+        seen.update(path.parent for path in tmp_path.rglob("*-*-*.safetensors") if "models" not in path.parts)
+
+    execute(planned(**options), tmp_path / "run", watcher=Watcher(row=look))
+    assert seen == {tmp_path / "run" / "checkpoint" / "0"}
     assert not (tmp_path / "run" / "checkpoint").exists()
     with pytest.raises(Stopped):
         execute(planned(**options), tmp_path / "stopped", watcher=stop_after(2))
