@@ -445,6 +445,17 @@ def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path)
     assert RunFolder(path).unverified() == []
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_finished_run_without_digests_stays_finished(keep, tmp_path):
+    path = tmp_path / "run"
+    execute(planned("fedala,fedavg", rounds=2, keep_checkpoint=keep), path)
+    (path / "digests.json").unlink()
+    rows, models = rows_of(path), models_of(path)
+    for _ in range(2):
+        execute(planned("fedala,fedavg", rounds=2, keep_checkpoint=keep), path, resume=True)
+        assert (rows_of(path), models_of(path)) == (rows, models)
+
+
 @pytest.mark.parametrize("how", ["shorter", "flipped", "empty"])
 def test_damaged_digests_are_refused(how, tmp_path):
     path = tmp_path / "run"

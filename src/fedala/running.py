@@ -489,7 +489,7 @@ def _locate(
     found: Found,
     watcher: Watcher,
 ) -> Progress:
-    """Decide where a method goes on: at its newest checkpoint, at its start, or nowhere because it is finished."""
+    """Decide where a method continues: at its newest checkpoint, at its start, or nowhere because it is finished."""
     rounds, newest = int(plan.config.rounds or 1), found.newest
     entry = folder.record.methods.get(method.name) if folder.record else None
     if newest is None:

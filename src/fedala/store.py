@@ -173,7 +173,7 @@ class RunFolder:
         files.replace(self.path / DIGESTS, self._kept_record().pack())
 
     def shorten(self, rounds: Mapping[str, int], about: Digests) -> None:
-        """Drop what the tables say of each named method from some evaluation on; `about` says what the run is."""
+        """Drop what the tables say of each unfinished method from some evaluation on; `about` says what the run is."""
         tables = {name: self._lines(name) for name in TABLES if (self.path / name).is_file()}
         self._hashes, texts = {}, {}
         for name, (columns, lines) in tables.items():
@@ -186,8 +186,9 @@ class RunFolder:
         for method in {*record.methods, *(method for _, method in self._hashes)}:
             entry = self._entry(method)
             entry.rows = {table: rows.value for (table, own), rows in self._hashes.items() if own == method}
+            entry.finished = method not in rounds
             if method in rounds:
-                entry.finished, entry.models = False, {}
+                entry.models = {}
         self._write_record()  # before the tables get shorter, so that a crash in between is no damage
         for name, text in texts.items():
             if (self.path / name).read_bytes() != text.encode():
