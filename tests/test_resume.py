@@ -445,6 +445,16 @@ def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path)
     assert RunFolder(path).unverified() == []
 
 
+def test_who_looks_on_sees_a_resumed_run_as_it_is_now(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    onlooker = RunFolder(path)
+    assert len(onlooker.history()) == 3
+    execute(planned(rounds=4), path, resume=True)  # which writes the last row of before once more, with other seconds
+    assert len(onlooker.history()) == 5
+    assert b"rounds = 4" in onlooker.verified("config.toml")
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_finished_run_without_digests_stays_finished(keep, tmp_path):
     path = tmp_path / "run"

@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from safetensors.torch import load, save
@@ -26,6 +26,8 @@ from fedala.digests import Digests, MethodRecord, RowHash, digest
 from fedala.errors import RunError, UserError, printable, spreadsheet_safe
 from fedala.inputs import check_room, read, regular
 from fedala.simulation import Personal, Row
+
+T = TypeVar("T")
 
 #: Tables to which a run adds line by line; each line has its method and its round.
 TABLES = ("history.csv", "clients.csv", "weights.csv", "faults.csv")
@@ -131,8 +133,21 @@ class RunFolder:
             self._record = Digests.read(self.path)
         return self._record
 
+    def _again_if_stale(self, read: Callable[[], T]) -> T:
+        """Call `read`, and once more if another process has written a new record since this one was read."""
+        try:
+            return read()
+        except files.Damaged:
+            before, self._record = self._record, None
+            if self.record == before:
+                raise
+            return read()
+
     def verified(self, name: str) -> bytes:
         """Return the content of a file that the run writes as a whole, held against its digest."""
+        return self._again_if_stale(lambda: self._verified(name))
+
+    def _verified(self, name: str) -> bytes:
         path = self.path / name
         try:
             data = read(path, LARGEST)
@@ -359,6 +374,9 @@ class RunFolder:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of one of the folder's tables, held against their digests, numbers as numbers."""
+        return self._again_if_stale(lambda: self._rows(name))
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
         record = self.record  # before the table, which may grow meanwhile
         if name not in TABLES and self.holds(name):
             self.verified(name)
