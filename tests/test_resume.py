@@ -424,11 +424,9 @@ def test_what_can_be_written_again_is(name, how, tmp_path):
     assert (path / "split.csv").read_text() == split
     assert RunFolder(path).verified("summary.json")
     notes = [row["changed"] for row in RunFolder(path).rows("resumed.csv")]
-    lost = name == "resumed.csv"
-    assert notes == [
-        *(["resumed.csv was damaged: what it said before is lost"] if lost else ["rounds: 2 → 3"]),
-        "rounds: 3 → 4",
-    ]
+    lost = "missing: if it said anything before, it" if how == "gone" else "damaged: what it said before"
+    first = f"resumed.csv was {lost} is lost" if name == "resumed.csv" else "rounds: 2 → 3"
+    assert notes == [first, "rounds: 3 → 4"]
 
 
 def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path):
@@ -443,6 +441,49 @@ def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path)
     assert said == [f"{path} has no digests.json, so nothing in it can be verified."]
     same(whole, path)
     assert RunFolder(path).unverified() == []
+
+
+def test_a_run_in_which_clients_diverged_is_resumed(tmp_path):
+    options = {"lr": 1e9, "checkpoint_every": 1}
+    execute(planned("fedavg", **options), tmp_path / "whole")
+    interrupted(tmp_path / "parts", 2, "fedavg", **options)
+    assert (tmp_path / "parts" / "faults.csv").is_file()
+    same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_that_is_resumed_without_checkpoints_is_finished_all_the_same(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    execute(planned(rounds=4, checkpoint_every=0), path, resume=True)
+    rows, seconds = rows_of(path), [row["seconds"] for row in RunFolder(path).history()]
+    execute(planned(rounds=4, checkpoint_every=0), path, resume=True)
+    assert rows_of(path) == rows
+    assert [row["seconds"] for row in RunFolder(path).history()] == seconds  # nothing was trained again
+    with pytest.raises(UserError, match="trained for 4 rounds already, which is more than 3"):
+        execute(planned(rounds=3), path, resume=True)
+    execute(planned(rounds=6), path, resume=True)
+    assert len(rows_of(path)) == 7
+
+
+def test_two_kills_in_the_same_place_are_no_damage(tmp_path, monkeypatch):
+    """Each is killed after the record of a new config is written, and before the config is."""
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    replace = files.replace
+    for rounds in (3, 4):
+
+        def killed(target, *arguments, **options):
+            if target.name == "config.toml":
+                raise KeyboardInterrupt
+            replace(target, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "replace", killed)
+            with pytest.raises(KeyboardInterrupt):
+                execute(planned(rounds=rounds), path, resume=True)
+    assert RunFolder(path).config().rounds == 2
+    execute(planned(rounds=5), path, resume=True)
+    assert len(rows_of(path)) == 6
 
 
 def test_who_looks_on_sees_a_resumed_run_as_it_is_now(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -140,6 +141,51 @@ def test_force_deletes_nothing_that_no_run_wrote(name, folder, tmp_path):
     (other / name).write_text("[tool]\nmine = true\n")
     refused(other, "is not empty and has no digests.json", force=True)
     assert (other / name).read_text() == (folder.path / name).read_text() == "[tool]\nmine = true\n"
+
+
+def test_a_run_of_an_older_version_is_replaced_by_force(folder):
+    folder.write_split(federate(Dataset("x", torch.zeros(8, 2), torch.arange(8) % 2, 2), "iid", 2))
+    (folder.path / "digests.json").unlink()
+    with RunFolder.create(folder.path, Config(rounds=9), force=True) as created:
+        assert created.config().rounds == 9
+
+
+def test_a_kill_while_a_folder_is_replaced_leaves_one_that_can_be_replaced(tmp_path, monkeypatch):
+    """A run that is replaced, killed at each of its file operations in turn."""
+    at = 0
+    while True:
+        path = tmp_path / str(at)
+        with RunFolder.create(path, Config(rounds=3, method="fedavg"), force=False) as folder:
+            folder.add_history("fedavg", [row()])
+            folder.save_model("fedavg", Personal(0, None, {"weight": torch.ones(1, 2)}))
+            folder.seal("fedavg", finished=True)
+            folder.write_summary({"a": 1})
+        calls = []
+
+        def counted(function, at=at, calls=calls):
+            def call(*arguments, **options):
+                calls.append(function)
+                if len(calls) == at:
+                    raise KeyboardInterrupt
+                return function(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            for name in ("unlink", "rmdir", "replace"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            with RunFolder.create(path, Config(rounds=4), force=True):
+                pass
+        if (path / "config.toml").exists():
+            assert RunFolder.existing(path).config().rounds in (3, 4)
+            RunFolder(path).history()
+        with RunFolder.create(path, Config(rounds=5), force=True) as again:
+            assert again.config().rounds == 5
+            assert again.history() == []
+        if at > len(calls):
+            break
+        at += 1
+    assert at > 8
 
 
 def test_a_saved_model_that_nothing_vouches_for_is_said_to_be_unverified(folder):

@@ -1,6 +1,7 @@
 """Personalised federated learning with Adaptive Local Aggregation (FedALA)."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from fedala.version import __version__
@@ -18,9 +19,11 @@ _HOME = {"ALA": "ala", "Config": "config", "Result": "running", "UserError": "er
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fedala' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fedala.{_HOME[name]}"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"fedala.{_HOME[name]}"), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"fedala.{name}"):
+        return importlib.import_module(f"fedala.{name}")
+    raise AttributeError(f"module 'fedala' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

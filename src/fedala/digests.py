@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedala import files
+from fedala.files import sha256
+from fedala.inputs import read
 
 NAME = "digests.json"
 LARGEST = 2**28  # bytes: a million saved models
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 class RowHash:
@@ -85,17 +83,20 @@ class Digests:
             probe = [float(value) for value in values["probe"]]
             return cls(written, methods, str(values["identity"]), versions, probe)
 
-    def note(self, name: str, data: bytes) -> bool:
-        """Record a file's next version beside the last; return whether it is another one."""
-        known = self.written.get(name, [])
-        if known[-1:] == [digest(data)]:
-            return False
-        self.written[name] = [*known[-1:], digest(data)]
-        return True
+    def note(self, path: Path, data: bytes) -> bool:
+        """Record a file's next version beside the one on the disk; return whether it is another one.
+
+        The version on the disk may be older than the last one recorded: the process that recorded it may have been killed.
+        """
+        present = read(path, LARGEST) if path.is_file() else None
+        kept = [sha256(present)] if present is not None and self.expects(path.name, present) else []
+        before, new = self.written.get(path.name), sha256(data)
+        self.written[path.name] = kept if kept == [new] else [*kept, new]
+        return self.written[path.name] != before
 
     def expects(self, name: str, data: bytes) -> bool:
         """Tell whether a file's content is what the run wrote."""
-        return digest(data) in self.written.get(name, ())
+        return sha256(data) in self.written.get(name, ())
 
     def check_rows(self, path: Path, rows: Iterable[Mapping[str, str]]) -> int:
         """Compare a table's rows with the record; return how many rows are newer than the record."""

@@ -86,7 +86,7 @@ def lock(path: Path, busy: str) -> Iterator[None]:
 def pack_json(name: str, values: Mapping[str, Any]) -> bytes:
     """Write values as JSON under `name`, beside the checksum of their text."""
     text = json.dumps(values)
-    return json.dumps({"checksum": _text_digest(text), name: text}, indent=1).encode()
+    return json.dumps({"checksum": sha256(text.encode()), name: text}, indent=1).encode()
 
 
 def read_json(path: Path, name: str, most: int) -> dict[str, Any]:
@@ -102,14 +102,14 @@ def read_json(path: Path, name: str, most: int) -> dict[str, Any]:
     with damage(path):
         envelope = json.loads(data)
         text = envelope[name]
-        if _text_digest(text) != envelope["checksum"]:
+        if sha256(text.encode()) != envelope["checksum"]:
             raise ValueError("its checksum is wrong")
         values: dict[str, Any] = json.loads(text)
         return values
 
 
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = 
     """Writes nested dicts of tensors, and some words about them, as `replace` does. Returns the file's digest."""
     data = pack(tree, about)
     replace(path, data, **options)
-    return hashlib.sha256(data).hexdigest()
+    return sha256(data)
 
 
 def load(path: Path, digest: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -149,7 +149,7 @@ def read(path: Path, digest: str | None = None) -> bytes:
         raise Damaged(f"{path} cannot be read: {error.strerror}.") from None
     except UserError as error:
         raise Damaged(str(error)) from None
-    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+    if digest is not None and sha256(data) != digest:
         raise Damaged(f"{path} is damaged: its checksum is not the one that was noted when it was written.")
     return data
 

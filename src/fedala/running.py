@@ -339,7 +339,7 @@ def execute(
 
 def resume_advice(config: Config, folder: Path) -> str:
     """Say how to go on with a run that has stopped, as the end of a sentence."""
-    if config.checkpoint_every == 0:
+    if config.checkpoint_every == 0 and not any((folder / "checkpoint").glob("*/*.json")):
         return "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
     return f"to go on, use fedala run --resume {shlex.quote(str(folder))}"
 
@@ -444,9 +444,10 @@ def _reopen(
         progress = _inspect(plan, folder, before, about, watcher)
         _check_room(plan, out, there=0 if elsewhere else folder.size())
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
-        changes += _other_program(folder.record, about)
-        for change in _other_program(folder.record, about):
-            watcher.say(f"This run began with something else ({change}); its results may differ from now on.")
+        other = _other_program(folder.record, about)
+        for change in other:
+            watcher.say(f"This run began with another version ({change}); its results may differ from now on.")
+        changes += other
         if elsewhere:
             changes.append(f"out: {folder.path} → {out}")
             folder = stack.enter_context(folder.copied(out))
@@ -492,42 +493,49 @@ def _locate(
     """Decide where a method continues: at its newest checkpoint, at its start, or nowhere because it is finished."""
     rounds, newest = int(plan.config.rounds or 1), found.newest
     entry = folder.record.methods.get(method.name) if folder.record else None
+    is_finished = newest is not None and newest.done and newest.round == rounds
+    if entry:
+        is_finished = entry.finished and rounds == before.rounds
+    trained = before.rounds if entry and entry.finished else newest.round if newest else 0
+    if trained is not None and trained > rounds:
+        raise UserError(f"{method.title} has been trained for {trained} rounds already, which is more than {rounds}.")
+    if newest is None and entry and entry.checkpoint is not None:
+        raise files.Damaged(f"The checkpoints of {method.title} are gone from {folder.path}: nothing can be resumed.")
+    can_continue = newest is not None and newest.server != NOTHING
+    if is_finished and plan.config.save_models and (damaged := folder.damaged_model(method.name)):
+        sentence = f"{damaged} is gone or damaged"
+        if newest is None or not can_continue or newest.round < rounds:
+            raise files.Damaged(f"{sentence}, and no checkpoint was kept from which it could be written again.")
+        watcher.say(f"{sentence}: the last evaluation is done again to write it.")
+        is_finished = False
+    if is_finished:
+        return Progress(found, _complete(folder, method, before, rows, rounds, is_finished=True), is_finished=True)
     if newest is None:
-        if entry and entry.checkpoint is not None:
-            raise files.Damaged(
-                f"The checkpoints of {method.title} are gone from {folder.path}: nothing can be resumed."
-            )
         if entry and entry.finished:
-            if rounds != before.rounds:
-                raise UserError(f"{method.title} is finished and kept no checkpoint, so it cannot get more rounds.")
-            return Progress(found, rows, is_finished=True)
+            raise UserError(f"{method.title} is finished and kept no checkpoint, so it cannot get more rounds.")
         if rows and (folder.record is None or before.checkpoint_every == 0):
             raise UserError(
                 f"{folder.path} has no checkpoint of {method.title}, so it cannot be resumed: "
                 f"run it again, with --config {shlex.quote(str(folder.path / 'config.toml'))} and another --out."
             )
         return Progress(found, [], is_finished=False)
-    if newest.round > rounds:
-        raise UserError(
-            f"{method.title} has been trained for {newest.round} rounds already, which is more than {rounds}."
-        )
-    is_finished = newest.done and newest.round == rounds and (entry is None or entry.finished)
-    if is_finished and plan.config.save_models and (damaged := folder.damaged_model(method.name)):
-        sentence = f"{damaged} is gone or damaged"
-        if newest.server == NOTHING:
-            raise files.Damaged(f"{sentence}, and no checkpoint was kept from which it could be written again.")
-        watcher.say(f"{sentence}: the last evaluation is done again to write it.")
-        is_finished = False
-    if not is_finished and newest.server == NOTHING:
+    if not can_continue:
         raise UserError(f"{method.title} is finished and its checkpoint was not kept, so it cannot get more rounds.")
-    evaluations = -(-newest.round // before.eval_every) + is_finished
-    history = rows if is_finished else [row for row in rows if row["round"] < newest.round]
-    if len(history) != evaluations * before.seeds:
+    history = [row for row in rows if row["round"] < newest.round]
+    return Progress(found, _complete(folder, method, before, history, newest.round), is_finished=False)
+
+
+def _complete(
+    folder: RunFolder, method: Method, before: Config, rows: list[Row], rounds: int, *, is_finished: bool = False
+) -> list[Row]:
+    """Return the rows of so many rounds, if all of them are there; a finished run has one evaluation more."""
+    evaluations = -(-rounds // before.eval_every) + is_finished
+    if len(rows) != evaluations * before.seeds:
         raise files.Damaged(
-            f"{folder.path / 'history.csv'} is damaged: it has {len(history)} of the {evaluations * before.seeds} rows "
-            f"of {method.title} up to its checkpoint."
+            f"{folder.path / 'history.csv'} is damaged: it has {len(rows)} of the {evaluations * before.seeds} rows "
+            f"of {method.title} that belong to {rounds} rounds."
         )
-    return Progress(found, history, is_finished)
+    return rows
 
 
 def _other_program(record: Digests | None, about: Digests) -> list[str]:
@@ -558,11 +566,8 @@ def _probe(plan: Plan) -> list[float]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(plan.config.seed, "initial model"))
         model = plan.model()
-    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
     try:
-        with torch.no_grad(), task.mode(training=False):
-            output = model(task.inputs(torch.arange(len(data.y[:2]))))
-        return [round(value, 6) for value in output.double().flatten()[:16].tolist()]
+        return [round(value, 6) for value in _first_output(model, data).double().flatten()[:16].tolist()]
     except Exception:  # a model of the user's, which may want other samples than these
         return []
 
@@ -649,12 +654,17 @@ def _skeleton(make_model: Callable[[], nn.Module], *, is_own: bool) -> nn.Module
         return make_model()
 
 
+def _first_output(model: nn.Module, data: Dataset) -> Any:
+    """Run a model, as it is evaluated, on the first two samples."""
+    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
+    with torch.no_grad(), task.mode(training=False):
+        return model(task.inputs(torch.arange(len(data.y[:2]))))
+
+
 def _try_model(model: nn.Module, data: Dataset) -> None:
     """Refuse a model that does not turn samples into a score for each class."""
-    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
     try:
-        with torch.no_grad(), task.mode(training=False):
-            output = model(task.inputs(torch.arange(len(data.y[:2]))))
+        output = _first_output(model, data)
     except Exception as error:  # whatever the user's own code may raise
         raise UserError(
             f"The model cannot be run on samples of shape {tuple(data.x.shape[1:])}: {first_line(error)}."

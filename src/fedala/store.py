@@ -22,7 +22,7 @@ from fedala import files
 from fedala.config import Config
 from fedala.data.federation import PARTS, Federation
 from fedala.digests import NAME as DIGESTS
-from fedala.digests import Digests, MethodRecord, RowHash, digest
+from fedala.digests import Digests, MethodRecord, RowHash
 from fedala.errors import RunError, UserError, printable, spreadsheet_safe
 from fedala.inputs import check_room, read, regular
 from fedala.simulation import Personal, Row
@@ -49,7 +49,7 @@ FOREIGN = "wandb"
 LARGEST = 2**28  # bytes of a file that is read as a whole
 
 #: Columns of its tables that are not numbers.
-_TEXT = {"method", "parameter", "name", "time", "changed"}
+_TEXT = {"method", "parameter", "name", "time", "changed", "policy"}
 
 
 class RunFolder:
@@ -59,6 +59,7 @@ class RunFolder:
         self.path = path
         self._record: Digests | None = None
         self._hashes: dict[tuple[str, str], RowHash] = {}  # by table and method
+        self._missing: list[str] = []  # whole files that should be there
         self._newer: dict[str, int] = {}  # by table: rows that the record does not cover
         self._initial: dict[Path, Path] = {}  # the file of the initial model, by the folder of a run's models
 
@@ -91,18 +92,28 @@ class RunFolder:
         folder = cls(path)
         with folder.held():
             try:
-                own, folders = _own(path)
-                # The record goes last: until then, it says that all of this is a run's.
-                for entry in sorted(own, key=lambda entry: entry.name == DIGESTS):
-                    if entry.name != ".lock":
-                        entry.unlink()
-                for entry in folders:  # which fails where something else has come since
-                    entry.rmdir()
-                folder._record = about or Digests()
+                folder._clear(about or Digests())
                 folder.write_config(config)
             except OSError as error:
                 raise UserError(f"The output folder {path} cannot be made: {error.strerror}.") from None
             yield folder
+
+    def _clear(self, record: Digests) -> None:
+        """Remove what an earlier run has left, and start a new record. A kill on the way leaves a run folder, too."""
+        things, folders = _own(self.path)
+        if things:
+            earlier = self._kept_record()
+            self._record = record
+            record.written = dict(earlier.written)  # what is still there is a run's until it is gone
+            self._write_record()
+        # A summary without a history would look damaged, and so would a history without a config.
+        order = {"summary.json": 0, "config.toml": 2}
+        for entry in sorted(things, key=lambda entry: order.get(entry.name, 1)):
+            if entry.name not in (".lock", DIGESTS):
+                entry.unlink()
+        for entry in folders:  # which fails if something else has come since
+            entry.rmdir()
+        self._record, record.written = record, {}
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -157,9 +168,14 @@ class RunFolder:
             raise files.Damaged(f"{path} is damaged: it is not what the run wrote.")
         return data
 
-    def holds(self, name: str) -> bool:
-        """Tell whether the run has written this file, which may be gone."""
-        return (self.path / name).exists() or (self.record is not None and name in self.record.written)
+    def has(self, name: str) -> bool:
+        """Tell whether a whole file is there, and hold it against its digest. One that is missing is remembered."""
+        if regular(self.path / name).exists():
+            self._verified(name)
+            return True
+        if self.record and name in self.record.written:
+            self._missing.append(name)
+        return False
 
     def has_begun(self) -> bool:
         """Tell whether a round has been evaluated; its row may be gone."""
@@ -180,7 +196,7 @@ class RunFolder:
         """Return the record to add to. A folder that has none gets one, which takes its files as they are."""
         if self.record is None:
             there = {name: self.path / name for name in WHOLE if (self.path / name).is_file()}
-            self._record = Digests({name: [digest(read(path, LARGEST))] for name, path in there.items()})
+            self._record = Digests({name: [files.sha256(read(path, LARGEST))] for name, path in there.items()})
         assert self._record is not None
         return self._record
 
@@ -282,12 +298,14 @@ class RunFolder:
         """Note that the run is resumed, and what is different from now on."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         columns, lines = ["time", "changed"], list[dict[str, str]]()
-        if self.holds("resumed.csv"):
+        if (self.path / "resumed.csv").exists():
             try:
                 self.verified("resumed.csv")
                 columns, lines = self._lines("resumed.csv")
             except files.Damaged:
                 lines = [{"time": now, "changed": "resumed.csv was damaged: what it said before is lost"}]
+        elif self.record and "resumed.csv" in self.record.written:
+            lines = [{"time": now, "changed": "resumed.csv was missing: if it said anything before, it is lost"}]
         lines.append({"time": now, "changed": printable(changes, 10_000)})
         self._replace("resumed.csv", csv_text(columns, lines, header=True))
 
@@ -364,7 +382,7 @@ class RunFolder:
     def _replace(self, name: str, text: str) -> None:
         """Write one of the whole files. Its digest is recorded first, beside that of the version it replaces."""
         data = text.encode()
-        if self._kept_record().note(name, data):
+        if self._kept_record().note(self.path / name, data):
             self._write_record()
         files.replace(self.path / name, data)
 
@@ -378,8 +396,8 @@ class RunFolder:
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         record = self.record  # before the table, which may grow meanwhile
-        if name not in TABLES and self.holds(name):
-            self.verified(name)
+        if name not in TABLES and not self.has(name):
+            return []
         lines = self._lines(name)[1] if regular(self.path / name).exists() else []
         if name in TABLES and record:
             self._newer[name] = record.check_rows(self.path / name, lines)
@@ -398,7 +416,8 @@ class RunFolder:
         """Say, in sentences, what no digest vouches for of the tables that have been read."""
         if self.record is None:
             return [f"{self.path} has no {DIGESTS}, so nothing in it can be verified."]
-        return [
+        missing = [f"{self.path / name} is missing; a run was about to write it, or has." for name in self._missing]
+        return missing + [
             f"{newer} of the rows in {self.path / name} came after {DIGESTS} was written, so they are not verified."
             for name, newer in self._newer.items()
             if newer
@@ -418,7 +437,7 @@ class RunFolder:
         model = {name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()}
         data = save(model)
         files.replace(path, data, durable=False)
-        models[name] = digest(data)
+        models[name] = files.sha256(data)
         if personal.is_initial:
             self._initial[path.parent] = path
 
@@ -496,8 +515,13 @@ def _own(path: Path) -> tuple[list[Path], list[Path]]:
         if not (place.parts[0] in ("models", "checkpoint", "tensorboard") if entry in folders else _is_own(place)):
             raise UserError(f"{path} holds {place}, which is no part of a run, so --force will not replace it.")
     folder = RunFolder(path)
-    if folder.record is None and any(entry.name != ".lock" for entry in path.iterdir()):
-        raise UserError(f"{path} is not empty and has no {DIGESTS}, so --force cannot tell that a run wrote it.")
+    if folder.record is None:
+        unfinished = {".lock", f".{DIGESTS}.new"}
+        if any(entry.name not in unfinished for entry in path.iterdir()) and not _is_older_run(path):
+            raise UserError(
+                f"{path} is not empty and has no {DIGESTS}, so --force cannot tell that a run wrote it: "
+                "remove it yourself, or choose another folder."
+            )
     for name in WHOLE:
         if (path / name).exists():
             try:
@@ -507,6 +531,15 @@ def _own(path: Path) -> tuple[list[Path], list[Path]]:
                     f"{path / name} is not what the run wrote, so --force will not replace it: move it away first."
                 ) from None
     return things, folders
+
+
+def _is_older_run(path: Path) -> bool:
+    """Tell whether a folder without digests is that of a run: its config is written as only a run writes it."""
+    try:
+        text = read(path / "config.toml", LARGEST).decode()
+        return (path / "split.csv").is_file() and Config.of(Config.read(path / "config.toml")).text() == text
+    except (OSError, ValueError):
+        return False
 
 
 def _is_own(place: Path) -> bool:

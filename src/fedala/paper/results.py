@@ -20,7 +20,7 @@ from fedala import files
 from fedala.config import FREE, Config
 from fedala.data.dataset import first_line
 from fedala.digests import NAME as DIGESTS
-from fedala.digests import Digests, digest
+from fedala.digests import Digests
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.inputs import read, read_json, regular
 from fedala.methods import make
@@ -253,7 +253,7 @@ class Results:
         lines = [{key: spreadsheet_safe(text(getattr(run, key))) for key in COLUMNS} for run in order]
         data = csv_text(COLUMNS, lines, header=True).encode()
         record = Digests.read(path.parent) or Digests()
-        record.note(path.name, data)
+        record.note(path, data)
         files.replace(path.parent / DIGESTS, record.pack())
         files.replace(path, data)
 
@@ -292,7 +292,7 @@ def write_about(path: Path, words: Mapping[str, Any]) -> None:
 
 
 def _checksum(words: Mapping[str, Any]) -> str:
-    return digest(json.dumps({name: words[name] for name in ABOUT}).encode())
+    return files.sha256(json.dumps({name: words[name] for name in ABOUT}).encode())
 
 
 def about(path: Path, notes: list[str] | None = None) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def cell_config(folder: Path) -> Config:
     except UserError as error:
         raise UserError(f"{folder} is not the run of a cell: {error}") from None
     missing = [name for name in _stated() if name not in values]
-    if missing:
+    if missing and RunFolder(folder).record is None:  # otherwise its digest shows that a run wrote it
         raise UserError(
             f"{folder} is not the run of a cell: its config.toml does not state {', '.join(missing)}. "
             "A run writes every value; restore the file, or remove the folder and run the cell again."

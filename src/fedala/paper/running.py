@@ -121,13 +121,13 @@ def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
     if order.asked:
         return
     with ExitStack() as stack:
-        if is_finished(cell, order):
-            watch.ended(str(cell), "kept")
-            return
-        if order.left <= 0:
-            watch.ended(str(cell), "left out")
-            return
         try:
+            if is_finished(cell, order):
+                watch.ended(str(cell), "kept")
+                return
+            if order.left <= 0:
+                watch.ended(str(cell), "left out")
+                return
             federation = shelf.federated(cell.setting)
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(files.lock(folder / ".lock", BUSY))

@@ -98,8 +98,9 @@ def find(paths: Sequence[Path]) -> list[Run]:
         if not path.is_dir():
             raise UserError(f"There is no folder {path}.")
         # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
-        configs = [file for level in (1, 2, 3) for file in path.glob("*/" * level + "config.toml")]
-        below = sorted(file.parent for file in configs if RunFolder(file.parent).has_begun())
+        signs = ("config.toml", "history.csv", "digests.json")  # one of them may be gone
+        around = {file.parent for level in (1, 2, 3) for sign in signs for file in path.glob("*/" * level + sign)}
+        below = sorted(folder for folder in around if RunFolder(folder).has_begun())
         inner = [path] if (path / "config.toml").is_file() else below
         if not inner:
             raise UserError(f"{path} is not a run folder, and holds none in which a round has been evaluated.")
@@ -138,11 +139,7 @@ def read(path: Path) -> Run:
     try:
         text = folder.verified("config.toml").decode()
         config = tomllib.loads(text)
-        if folder.holds("summary.json"):
-            folder.verified("summary.json")
-            summary = read_json(path / "summary.json", 2**28)
-        else:
-            summary = {}
+        summary = read_json(path / "summary.json", 2**28) if folder.has("summary.json") else {}
     except UserError:
         raise
     except (OSError, ValueError, RecursionError) as error:
