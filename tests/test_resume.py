@@ -465,6 +465,24 @@ def test_a_run_that_is_resumed_without_checkpoints_is_finished_all_the_same(tmp_
     assert len(rows_of(path)) == 7
 
 
+def test_a_kill_between_the_results_and_the_last_word_of_the_checkpoint(tmp_path, monkeypatch):
+    options = {"rounds": 2, "checkpoint_every": 1, "keep_checkpoint": False}
+    path = tmp_path / "run"
+
+    def killed(self, **_):
+        (self.folder / ".0000002.json.new").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedala.checkpoint.Checkpoints.finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            execute(planned(**options), path)
+    rows = rows_of(path)
+    execute(planned(**options), path, resume=True)
+    assert rows_of(path) == rows
+    assert sorted(file.name for file in (path / "checkpoint" / "0").iterdir()) == ["0000002.json"]
+
+
 def test_two_kills_in_the_same_place_are_no_damage(tmp_path, monkeypatch):
     """Each is killed after the record of a new config is written, and before the config is."""
     path = tmp_path / "run"

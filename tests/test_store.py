@@ -150,6 +150,13 @@ def test_a_run_of_an_older_version_is_replaced_by_force(folder):
         assert created.config().rounds == 9
 
 
+def test_a_folder_in_which_a_run_was_killed_at_its_first_write_is_replaced(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".digests.json.new").write_text("{")
+    with RunFolder.create(tmp_path / "run", Config(rounds=5), force=True) as folder:
+        assert folder.config().rounds == 5
+
+
 def test_a_kill_while_a_folder_is_replaced_leaves_one_that_can_be_replaced(tmp_path, monkeypatch):
     """A run that is replaced, killed at each of its file operations in turn."""
     at = 0

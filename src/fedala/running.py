@@ -357,10 +357,12 @@ def _carry_out(
     config, rounds, checkpoints = plan.config, int(plan.config.rounds or 1), outcome.checkpoints
     if progress:
         outcome.history = progress.history
-        if progress.is_finished:
-            return
         if checkpoints:
             checkpoints.take_up(progress.found)
+        if progress.is_finished:
+            if checkpoints and progress.found.newest and not progress.found.newest.done:
+                checkpoints.finish(keep=config.keep_checkpoint)  # a kill came between the results and this
+            return
     found = progress.found.newest if progress else None
 
     def note(fault: Fault) -> None:

@@ -110,7 +110,7 @@ class RunFolder:
         order = {"summary.json": 0, "config.toml": 2}
         for entry in sorted(things, key=lambda entry: order.get(entry.name, 1)):
             if entry.name not in (".lock", DIGESTS):
-                entry.unlink()
+                entry.unlink(missing_ok=True)  # a record that was not written to its end is gone already
         for entry in folders:  # which fails if something else has come since
             entry.rmdir()
         self._record, record.written = record, {}
