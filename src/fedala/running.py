@@ -494,7 +494,7 @@ def _locate(
 ) -> Progress:
     """Decide where a method continues: at its newest checkpoint, at its start, or nowhere because it is finished."""
     rounds, newest = int(plan.config.rounds or 1), found.newest
-    entry = folder.record.methods.get(method.name) if folder.record else None
+    entry = folder.recorded(method.name)
     is_finished = newest is not None and newest.done and newest.round == rounds
     if entry:
         is_finished = entry.finished and rounds == before.rounds

@@ -185,9 +185,17 @@ class RunFolder:
     def seal(self, method: str, *, checkpoint: int | None = None, finished: bool = False) -> None:
         """Record the digests of everything that the tables hold of a method now."""
         entry = self._entry(method)
-        entry.rows = {table: rows.value for (table, own), rows in self._hashes.items() if own == method}
+        entry.rows = self._row_digests(method)
         entry.checkpoint, entry.finished = checkpoint, finished
         self._write_record()
+
+    def _row_digests(self, method: str) -> dict[str, tuple[int, str]]:
+        """Return, by table, how many rows of a method it holds, and their digest."""
+        return {table: rows.value for (table, other), rows in self._hashes.items() if other == method}
+
+    def recorded(self, method: str) -> MethodRecord | None:
+        """Return what the record says of a method, if anything."""
+        return self.record.methods.get(method) if self.record else None
 
     def _entry(self, method: str) -> MethodRecord:
         return self._kept_record().methods.setdefault(method, MethodRecord())
@@ -216,7 +224,7 @@ class RunFolder:
         record.identity, record.versions, record.probe = about.identity, about.versions, about.probe
         for method in {*record.methods, *(method for _, method in self._hashes)}:
             entry = self._entry(method)
-            entry.rows = {table: rows.value for (table, own), rows in self._hashes.items() if own == method}
+            entry.rows = self._row_digests(method)
             entry.finished = method not in rounds
             if method in rounds:
                 entry.models = {}
@@ -450,7 +458,7 @@ class RunFolder:
         return tensors
 
     def _model_digest(self, method: str, path: Path) -> str | None:
-        entry = self.record.methods.get(method) if self.record else None
+        entry = self.recorded(method)
         found = entry.models.get(path.relative_to(self.path).as_posix()) if entry else None
         if found is None and path.exists():
             warnings.warn(f"{path} cannot be verified: {DIGESTS} does not have its digest.", stacklevel=3)
@@ -458,7 +466,7 @@ class RunFolder:
 
     def damaged_model(self, method: str) -> Path | None:
         """Return a saved model of the method that is gone or not what the run wrote, if there is one."""
-        entry = self.record.methods.get(method) if self.record else None
+        entry = self.recorded(method)
         for name, value in entry.models.items() if entry else ():
             try:
                 files.read(self.path / name, value)
