@@ -119,7 +119,9 @@ def measure(nodes: int, rounds: int, repeats: int) -> dict[str, list[float]]:
             (folder / name).mkdir()
             (folder / name / "app.py").write_text(MODEL + code)
             (folder / name / "pyproject.toml").write_text(PROJECT.format(name=name) + extra[name])
-        with LocalFederation(folder / "federation", environment={"OMP_NUM_THREADS": "1"}) as federation:
+        with LocalFederation(
+            folder / "federation", environment={"OMP_NUM_THREADS": "1"}
+        ) as federation:
             for client in range(nodes):
                 federation.node(client)
             for repeat in range(repeats):
@@ -136,7 +138,10 @@ def measure(nodes: int, rounds: int, repeats: int) -> dict[str, list[float]]:
                             time.sleep(0.5)
                         seconds = json.loads((out / "seconds.json").read_text())
                     found[name] += seconds[1:]
-                    print(f"{nodes} nodes, {name}: {', '.join(f'{s:.1f}' for s in seconds)} s", flush=True)
+                    print(
+                        f"{nodes} nodes, {name}: {', '.join(f'{s:.1f}' for s in seconds)} s",
+                        flush=True,
+                    )
     return found
 
 
@@ -146,7 +151,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=2)
     asked = parser.parse_args()
-    print("| SuperNodes | bare Flower FedAvg, s/round | fedala, s/round | difference |\n|---|---|---|---|")
+    print(
+        "| SuperNodes | bare Flower FedAvg, s/round | fedala, s/round | difference |\n|---|---|---|---|"
+    )
     for nodes in asked.nodes:
         found = measure(nodes, asked.rounds, asked.repeats)
         bare, ours = (statistics.median(found[name]) for name in ("bare", "fedala"))

@@ -33,9 +33,19 @@ def memory() -> float:
 def main(rounds: int, folder: Path) -> None:
     random = np.random.default_rng(0)
     y = torch.from_numpy(random.integers(0, 3, 600))
-    x = torch.from_numpy(random.normal(size=(600, 1, 6, 6)).astype(np.float32)) + y.view(-1, 1, 1, 1) * 0.5
+    x = (
+        torch.from_numpy(random.normal(size=(600, 1, 6, 6)).astype(np.float32))
+        + y.view(-1, 1, 1, 1) * 0.5
+    )
     data = Dataset("noise", x, y, 3)
-    options = {"method": "fedala", "partition": "iid", "clients": 10, "rounds": rounds, "lr": 0.05, "join_ratio": 0.5}
+    options = {
+        "method": "fedala",
+        "partition": "iid",
+        "clients": 10,
+        "rounds": rounds,
+        "lr": 0.05,
+        "join_ratio": 0.5,
+    }
     work = plan(Config.of({**options, "checkpoint_every": 50}), federate(data, "iid", 10), tiny)
     every, seconds, seen = max(1, min(100, rounds // 4)), [], []
 
@@ -44,7 +54,9 @@ def main(rounds: int, folder: Path) -> None:
         if row["round"] and row["round"] % every == 0:
             files = len(os.listdir("/proc/self/fd"))
             seen.append((memory(), files, statistics.median(seconds[-every:])))
-            print(f"round {row['round']:5}: {seen[-1][0]:7.1f} MiB, {files} open files, {1000 * seen[-1][2]:.2f} ms")
+            print(
+                f"round {row['round']:5}: {seen[-1][0]:7.1f} MiB, {files} open files, {1000 * seen[-1][2]:.2f} ms"
+            )
 
     execute(work, folder, watcher=Watcher(row=look))
     first, last = seen[0], seen[-1]

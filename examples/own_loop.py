@@ -37,15 +37,21 @@ def main(rounds: int = 10) -> dict[str, float]:
     for round in range(1, rounds + 1):
         for ala, model, (x, y) in zip(alas, locals_, data, strict=True):
             report = ala.initialize(model, server, (x, y), loss=F.cross_entropy)  # the one line
-            print(f"round {round}: {report.epochs} epochs of weight learning, mean of W {report.weight_mean:.2f}")
+            print(
+                f"round {round}: {report.epochs} epochs of weight learning, mean of W {report.weight_mean:.2f}"
+            )
             train(model, x, y)
         states = [model.state_dict() for model in locals_]
-        server.load_state_dict({name: sum(state[name] for state in states) / len(states) for name in states[0]})
+        server.load_state_dict(
+            {name: sum(state[name] for state in states) / len(states) for name in states[0]}
+        )
 
     results = {"global": sum(accuracy(server, x, y) for x, y in data) / 2}
     for ala, model, (x, y) in zip(alas, locals_, data, strict=True):
         ala.initialize(model, server, (x, y))
-    results["personal"] = sum(accuracy(model, x, y) for model, (x, y) in zip(locals_, data, strict=True)) / 2
+    results["personal"] = (
+        sum(accuracy(model, x, y) for model, (x, y) in zip(locals_, data, strict=True)) / 2
+    )
     print(f"global model {results['global']:.1%}, personal models {results['personal']:.1%}")
     return results
 

@@ -48,7 +48,9 @@ result = run(
     record_weights=1, out=FOLDER, force=True,
 )  # fmt: skip
 for name, method in result.methods.items():
-    print(f"{name}: best round {100 * method.best.mean():.1f} %, last round {100 * method.final.mean():.1f} %")
+    print(
+        f"{name}: best round {100 * method.best.mean():.1f} %, last round {100 * method.final.mean():.1f} %"
+    )
 
 # %% [markdown]
 # ## Learning curves, with the runs as bands
@@ -62,7 +64,9 @@ plots.learning(found, "test accuracy")
 # ## Who gains, who loses
 
 # %%
-accuracies = {outcome.title: done.accuracies(name).mean(0) for name, outcome in done.results.items()}
+accuracies = {
+    outcome.title: done.accuracies(name).mean(0) for name, outcome in done.results.items()
+}
 gains = accuracies["FedALA"] - accuracies["FedAvg"]
 for client in np.argsort(-gains):
     print(f"client {client}: {100 * gains[client]:+.1f} points against FedAvg")
@@ -78,7 +82,8 @@ plots.client_accuracies(accuracies)
 cube, (_, rounds, members, parameters) = spread(done, "fedala")
 for round, mean in zip(rounds, cube[..., 0].mean((0, 2)), strict=True):
     print(
-        f"round {round}: mean of W", {name: float(value.round(3)) for name, value in zip(parameters, mean, strict=True)}
+        f"round {round}: mean of W",
+        {name: float(value.round(3)) for name, value in zip(parameters, mean, strict=True)},
     )
 plots.heat(
     cube[:, :, :, 0, 0].mean(0).T, members, rounds, xlabel="round", ylabel="client", label=parameters[0], limits=(0.8, 1)

@@ -37,7 +37,13 @@ class Browser:
 
     def __init__(self, folder: Path, *, width: int = 1100, height: int = 900) -> None:
         (theirs, self._write), (self._read, written) = os.pipe(), os.pipe()
-        call = [program(), *SWITCHES, f"--user-data-dir={folder}", f"--window-size={width},{height}", "about:blank"]
+        call = [
+            program(),
+            *SWITCHES,
+            f"--user-data-dir={folder}",
+            f"--window-size={width},{height}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-c", START, str(theirs), str(written), *call],
             pass_fds=(theirs, written),
@@ -54,7 +60,9 @@ class Browser:
     def __enter__(self) -> "Browser":
         try:
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
-            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+                "sessionId"
+            ]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
         except BaseException:
@@ -99,7 +107,9 @@ class Browser:
         event = json.loads(line)
         name, about = event.get("method"), event.get("params", {})
         if name == "Runtime.exceptionThrown":
-            self.errors.append(str(about["exceptionDetails"].get("exception", {}).get("description", about)))
+            self.errors.append(
+                str(about["exceptionDetails"].get("exception", {}).get("description", about))
+            )
         elif name == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning", "assert"):
             self.errors.append(str([value.get("value") for value in about["args"]]))
         elif name == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
@@ -119,9 +129,13 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of some JavaScript in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
-            raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", expression))
+            raise RuntimeError(
+                answer["exceptionDetails"]["exception"].get("description", expression)
+            )
         return answer["result"].get("value")
 
     def until(self, expression: str, patience: float = 20) -> None:
@@ -133,11 +147,17 @@ class Browser:
     def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
         """A window of this size, for somebody who prefers these colours."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+        self.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+        )
 
     def key(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -148,10 +168,15 @@ class Browser:
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         picture = self.call(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **(self._whole() if whole else {})
+            "Page.captureScreenshot",
+            format="png",
+            captureBeyondViewport=whole,
+            **(self._whole() if whole else {}),
         )
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def _whole(self) -> dict[str, Any]:
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
+        return {
+            "clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        }

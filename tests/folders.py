@@ -32,7 +32,14 @@ def made_up(
 
     Without `sealed` it has no digests, so that a test may write into it as it likes.
     """
-    config = Config(method=",".join(methods), rounds=rounds, seeds=seeds, clients=clients, model="cnn", **options)
+    config = Config(
+        method=",".join(methods),
+        rounds=rounds,
+        seeds=seeds,
+        clients=clients,
+        model="cnn",
+        **options,
+    )
     with RunFolder.create(path, config, force=False) as folder:
         pass  # nobody else works in it
     random = np.random.default_rng(0)
@@ -43,7 +50,13 @@ def made_up(
         for round in range(last + 1):
             for seed in range(seeds):
                 value = accuracy(method, seed, round)
-                row = {"seed": seed, "round": round, "accuracy": value, "loss": 2 - value, "accuracy_joined": value}
+                row = {
+                    "seed": seed,
+                    "round": round,
+                    "accuracy": value,
+                    "loss": 2 - value,
+                    "accuracy_joined": value,
+                }
                 row |= {"sent": 10, "uploaded": 10, "seconds": 0.5}
                 share = random.dirichlet(np.ones(10), (clients, len(parameters)))
                 if "ala" in method:
@@ -62,7 +75,9 @@ def made_up(
         folder.seal(method, finished=last == rounds)
     if reached is None:
         versions = {"python": "3", "torch": "2", "commit": None}
-        folder.write_summary({"methods": {}, "seconds": 12.0, "command": "fedala run", "versions": versions})
+        folder.write_summary(
+            {"methods": {}, "seconds": 12.0, "command": "fedala run", "versions": versions}
+        )
     if not sealed:
         (path / "digests.json").unlink()
     return RunFolder(path)

@@ -32,14 +32,22 @@ def lane(model: nn.Module, names: Sequence[str] | None = None) -> Params:
 
 
 def batches(
-    task: Task, client: int, *, round: int, epochs: int = 1, purpose: str = "batches", size: int | None = None
+    task: Task,
+    client: int,
+    *,
+    round: int,
+    epochs: int = 1,
+    purpose: str = "batches",
+    size: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Rows of each batch: the last partial one is dropped, but a client that has less than one batch trains on all it has."""
     rows, size = task.parts["train"][client], size or task.batch_size
     for epoch in range(epochs):
         order = rows
         if task.shuffle:
-            order = rows[draw(0, purpose, client=client, round=round, epoch=epoch).permutation(len(rows))]
+            order = rows[
+                draw(0, purpose, client=client, round=round, epoch=epoch).permutation(len(rows))
+            ]
         if 0 < len(order) < size:
             yield order
         for start in range(0, len(order) - size + 1, size):
@@ -74,7 +82,9 @@ def combine(models: Sequence[nn.Module], weights: Sequence[float]) -> nn.Module:
     states = [model.state_dict() for model in models]
     for name, value in result.state_dict().items():
         if value.is_floating_point():
-            value.copy_(sum(state[name] * weight for state, weight in zip(states, weights, strict=True)))
+            value.copy_(
+                sum(state[name] * weight for state, weight in zip(states, weights, strict=True))
+            )
     return result
 
 
@@ -86,7 +96,9 @@ def mean_loss(task: Task, models: Sequence[nn.Module]) -> float:
     """Over all test samples, each client's model on its own."""
     loss, parts = cross_entropy(task), task.parts["test"]
     tested = zip((copy.deepcopy(model).eval() for model in models), parts, strict=True)
-    return sum(len(rows) * loss(model, rows).item() for model, rows in tested) / sum(map(len, parts))
+    return sum(len(rows) * loss(model, rows).item() for model, rows in tested) / sum(
+        map(len, parts)
+    )
 
 
 class PlainALA:
@@ -95,11 +107,15 @@ class PlainALA:
     EPOCHS, ETA = 12, 2.0
     SETTINGS: ClassVar = {"ala.max_epochs": EPOCHS, "ala.eta": ETA}
 
-    def __init__(self, task: Task, client: int, names: Sequence[str] = ("out.weight", "out.bias")) -> None:
+    def __init__(
+        self, task: Task, client: int, names: Sequence[str] = ("out.weight", "out.bias")
+    ) -> None:
         self.task, self.client, self.names = task, client, names
         self.weights: dict[str, Tensor] = {}
 
-    def __call__(self, start: nn.Module, local: nn.Module, received: nn.Module, *, round: int) -> nn.Module:
+    def __call__(
+        self, start: nn.Module, local: nn.Module, received: nn.Module, *, round: int
+    ) -> nn.Module:
         """`start` with the blend of `local` and `received` on the named parameters."""
         task, rows = self.task, self.task.parts["train"][self.client]
         old, new = (dict(model.state_dict()) for model in (local, received))
@@ -126,7 +142,9 @@ class PlainALA:
         return changed(start, self.hat(old, new))
 
     def hat(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: old[name] + (new[name] - old[name]) * self.weights[name] for name in self.names}
+        return {
+            name: old[name] + (new[name] - old[name]) * self.weights[name] for name in self.names
+        }
 
     @staticmethod
     def settled(losses: list[float]) -> bool:

@@ -27,7 +27,11 @@ class Net(nn.Module):
 
 
 def ragged_task(
-    sizes: list[int], *, model: nn.Module | None = None, dtype: torch.dtype = torch.float64, **settings: object
+    sizes: list[int],
+    *,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float64,
+    **settings: object,
 ) -> Task:
     """Clients with `sizes` training samples (and a third as many test samples) of learnable 6×6 images of three classes."""
     random = np.random.default_rng(0)
@@ -49,7 +53,8 @@ def start_of(task: Task, make_model: type[nn.Module] = Net):
             torch.manual_seed(seed)
             state = state_of(make_model())
         return {
-            n: v.to(task.device, task.dtype if v.is_floating_point() else v.dtype, copy=True) for n, v in state.items()
+            n: v.to(task.device, task.dtype if v.is_floating_point() else v.dtype, copy=True)
+            for n, v in state.items()
         }
 
     return start
@@ -59,12 +64,18 @@ def start_of(task: Task, make_model: type[nn.Module] = Net):
 QUICK = {"fedavg-c": {"fedavg-c.epochs": 2}, "fedprox-c": {"fedprox-c.epochs": 2}}
 
 
-def simulate(method: str, task: Task, *, settings: dict[str, object] | None = None, **options: object):
+def simulate(
+    method: str, task: Task, *, settings: dict[str, object] | None = None, **options: object
+):
     """All rounds of a method: the simulation, its history and its last models by (seed, client)."""
     settings = QUICK.get(method) if settings is None else settings
     simulation = Simulation(make(method, settings), task, start_of(task), **options)  # type: ignore[arg-type]
     models = {}
-    rows = list(simulation.run(lambda personal: models.update({(personal.seed, personal.client): personal.model})))
+    rows = list(
+        simulation.run(
+            lambda personal: models.update({(personal.seed, personal.client): personal.model})
+        )
+    )
     return simulation, rows, models
 
 

@@ -59,7 +59,11 @@ def by_the_paper(
     old, new = dict(local.named_parameters()), dict(received.named_parameters())
     hat = copy.deepcopy(received).eval()  # lower layers and buffers are the received ones
     mine = dict(hat.named_parameters())
-    weights = {name: torch.ones_like(new[name]) for name in governed} if weights is None else dict(weights)
+    weights = (
+        {name: torch.ones_like(new[name]) for name in governed}
+        if weights is None
+        else dict(weights)
+    )
     for parameter in mine.values():
         parameter.requires_grad_(True)
 
@@ -92,7 +96,9 @@ def twins(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.M
         torch.manual_seed(seed)
         local, received = make().double(), make().double()
         for model in (local, received):
-            for parameter in model.parameters():  # layers such as BatchNorm start alike in every model
+            for (
+                parameter
+            ) in model.parameters():  # layers such as BatchNorm start alike in every model
                 parameter.data += 0.1 * torch.randn_like(parameter)
             for buffer in model.buffers():
                 if buffer.is_floating_point():
@@ -116,11 +122,15 @@ def entries(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in named}
 
 
-def assert_same(model: nn.Module | dict[str, Tensor], expected: nn.Module | dict[str, Tensor], **kwargs: Any) -> None:
+def assert_same(
+    model: nn.Module | dict[str, Tensor], expected: nn.Module | dict[str, Tensor], **kwargs: Any
+) -> None:
     a, b = (entries(m) if isinstance(m, nn.Module) else m for m in (model, expected))
     assert list(a) == list(b)
     for name in a:
-        torch.testing.assert_close(a[name], b[name], msg=lambda text, name=name: f"{name}: {text}", **kwargs)
+        torch.testing.assert_close(
+            a[name], b[name], msg=lambda text, name=name: f"{name}: {text}", **kwargs
+        )
 
 
 EXACT = {"rtol": 0, "atol": 0}
@@ -210,7 +220,9 @@ def test_weights_are_clipped_at_both_ends_by_hand():
     eta=st.sampled_from([0.01, 1.0, 1e3]),
     seed=st.integers(0, 99),
 )
-def test_weights_stay_in_the_unit_interval_and_the_blend_between_the_models(widths, layers, size, eta, seed):
+def test_weights_stay_in_the_unit_interval_and_the_blend_between_the_models(
+    widths, layers, size, eta, seed
+):
     sides = [3, *widths, 2]
     layers = min(layers, len(sides) - 1)
     stack = [nn.Linear(a, b) for a, b in itertools.pairwise(sides)]
@@ -228,7 +240,10 @@ def test_weights_stay_in_the_unit_interval_and_the_blend_between_the_models(widt
     assert len(governed) == 2 * layers
     for name, value in entries(local).items():
         if name in governed:
-            low, high = torch.minimum(before[name], sent[name]), torch.maximum(before[name], sent[name])
+            low, high = (
+                torch.minimum(before[name], sent[name]),
+                torch.maximum(before[name], sent[name]),
+            )
             assert (value >= low - 1e-12).all()
             assert (value <= high + 1e-12).all()
         else:
@@ -252,7 +267,9 @@ def test_weights_of_one_take_the_received_model_and_of_zero_keep_the_upper_layer
     report = ala.initialize(local, received, (normal(8, 4), labels(8)))
     assert report.skipped
     assert report.weight_mean == value
-    expected = {n: old[n] + (new[n] - old[n]) * value if n.startswith("4.") else new[n] for n in old}
+    expected = {
+        n: old[n] + (new[n] - old[n]) * value if n.startswith("4.") else new[n] for n in old
+    }
     assert_same(local, expected, **FINE)
 
 
@@ -298,7 +315,11 @@ def test_the_spread_is_the_population_std(threshold, epochs):
 
 
 def test_the_spread_must_be_below_the_threshold_not_at_it():
-    assert ALA(threshold=1, max_epochs=20).initialize(*twins(mlp), ONE, loss=scripted([0, 2] * 20)).capped
+    assert (
+        ALA(threshold=1, max_epochs=20)
+        .initialize(*twins(mlp), ONE, loss=scripted([0, 2] * 20))
+        .capped
+    )
     assert ALA(threshold=0, max_epochs=20).initialize(*twins(mlp), ONE, loss=scripted([])).capped
 
 
@@ -315,7 +336,12 @@ def test_an_epochs_loss_is_the_mean_of_its_batches():
 
 def test_the_cap_ends_the_initial_stage_and_is_reported():
     report = ALA(max_epochs=5).initialize(*twins(mlp), ONE, loss=scripted([0, 9] * 9))
-    assert (report.epochs, report.initial, report.converged, report.capped) == (5, True, False, True)
+    assert (report.epochs, report.initial, report.converged, report.capped) == (
+        5,
+        True,
+        False,
+        True,
+    )
 
 
 def test_every_later_round_is_one_epoch():
@@ -323,7 +349,12 @@ def test_every_later_round_is_one_epoch():
     assert ala.initialize(*twins(mlp), ONE).initial
     for seed in (1, 2):
         report = ala.initialize(*twins(mlp, seed), ONE, loss=scripted([0, 9] * 9))
-        assert (report.epochs, report.initial, report.converged, report.capped) == (1, False, False, False)
+        assert (report.epochs, report.initial, report.converged, report.capped) == (
+            1,
+            False,
+            False,
+            False,
+        )
 
 
 def test_min_epochs_holds_in_every_round():
@@ -367,7 +398,9 @@ def test_freeze_learns_in_the_initial_stage_only_and_goes_on_blending():
 def test_equal_models_are_skipped_and_do_not_use_up_the_initial_stage():
     ala = ALA(max_epochs=4)
     local, received = twins(mlp)
-    with torch.no_grad():  # equal on the governed layers is enough; lower down they differ, and are overwritten
+    with (
+        torch.no_grad()
+    ):  # equal on the governed layers is enough; lower down they differ, and are overwritten
         for a, b in zip(local[4].parameters(), received[4].parameters(), strict=True):
             a.copy_(b)
     assert ala.initialize(local, received, (normal(8, 4), labels(8))).skipped
@@ -401,7 +434,8 @@ def visited(ala: ALA, size: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("share", "size", "count"), [(0.8, 10, 8), (0.8, 25, 20), (1.0, 7, 7), (0.05, 100, 5), (0.05, 3, 1), (0.8, 1, 1)]
+    ("share", "size", "count"),
+    [(0.8, 10, 8), (0.8, 25, 20), (1.0, 7, 7), (0.05, 100, 5), (0.05, 3, 1), (0.8, 1, 1)],
 )
 def test_the_sample_is_its_share_without_replacement_in_order(share, size, count):
     batches = visited(ALA(sample=share, batch_size=4, max_epochs=1), size)
@@ -422,7 +456,9 @@ def test_the_sample_is_kept_within_a_round_and_drawn_anew_each_round():
 
 
 def test_the_sample_is_random_not_a_window():
-    samples = [visited(ALA(sample=0.5, batch_size=99, max_epochs=1, seed=seed), 20)[0] for seed in range(5)]
+    samples = [
+        visited(ALA(sample=0.5, batch_size=99, max_epochs=1, seed=seed), 20)[0] for seed in range(5)
+    ]
     assert any(max(sample) - min(sample) > 10 for sample in samples)
     assert len({tuple(sample) for sample in samples}) > 1
 
@@ -439,10 +475,14 @@ def test_the_same_seed_gives_the_same_result():
     first = two_rounds(7)
     torch.rand(3)  # the generators that run on are none of its business
     assert_same(two_rounds(7), first, **EXACT)
-    assert any(not torch.equal(a, b) for a, b in zip(two_rounds(8).values(), first.values(), strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(two_rounds(8).values(), first.values(), strict=True)
+    )
 
 
-@pytest.mark.parametrize("data", [(normal(0, 4), labels(0)), TensorDataset(normal(0, 4), labels(0))])
+@pytest.mark.parametrize(
+    "data", [(normal(0, 4), labels(0)), TensorDataset(normal(0, 4), labels(0))]
+)
 def test_a_client_without_samples_keeps_the_received_model(data):
     local, received = twins(mlp)
     ala = ALA()
@@ -468,7 +508,11 @@ class Ends(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.gru, self.fc = nn.Embedding(9, 4), nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.embedding, self.gru, self.fc = (
+            nn.Embedding(9, 4),
+            nn.GRU(4, 5, batch_first=True),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.gru(self.embedding(x))[0][:, -1])
@@ -477,7 +521,10 @@ class Recurrent(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.attention = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.embedding, self.attention = (
+            nn.Embedding(9, 4),
+            nn.MultiheadAttention(4, 2, batch_first=True),
+        )
         self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -501,7 +548,11 @@ class Tied(nn.Module):
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.embedding, self.hidden, self.decoder = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=bias)
+        self.embedding, self.hidden, self.decoder = (
+            nn.Embedding(9, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 9, bias=bias),
+        )
         self.decoder.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -513,7 +564,11 @@ class TiedBelow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.decoder, self.embedding = nn.Linear(4, 4), nn.Linear(4, 9), nn.Embedding(9, 4)
+        self.hidden, self.decoder, self.embedding = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 9),
+            nn.Embedding(9, 4),
+        )
         self.embedding.weight = self.decoder.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -582,7 +637,11 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
-        self.body, self.norm, self.fc = nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)
+        self.body, self.norm, self.fc = (
+            nn.Linear(4, 5),
+            nn.BatchNorm1d(5, affine=False),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.norm(self.body(x))) * self.scale
@@ -590,7 +649,9 @@ class Scaled(nn.Module):
 
 def batch_statistics() -> nn.Module:
     """Normalises by the batch it is in, in evaluation as well: a sample's features depend on its neighbours."""
-    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3))
+    return nn.Sequential(
+        nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3)
+    )
 
 
 def normalised() -> nn.Module:
@@ -627,7 +688,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Tensor, Callable[[Any, Any]
     "sequential": (mlp, POINTS, labels(11), F.cross_entropy),
     "log-softmax": (lambda: Ends(lambda z: z.log_softmax(1)), POINTS, labels(11), F.nll_loss),
     "softmax": (lambda: Ends(lambda z: z.softmax(1)), POINTS, labels(11), F.cross_entropy),
-    "inplace-relu": (lambda: Ends(lambda z: F.relu(z, inplace=True)), POINTS, labels(11), F.cross_entropy),
+    "inplace-relu": (
+        lambda: Ends(lambda z: F.relu(z, inplace=True)),
+        POINTS,
+        labels(11),
+        F.cross_entropy,
+    ),
     "inplace-scale": (lambda: Ends(lambda z: z.mul_(0.1)), POINTS, labels(11), F.cross_entropy),
     "squeezed": (lambda: Ends(lambda z: z.sum(1)), POINTS, normal(11), F.mse_loss),
     "gru": (Recurrent, TEXTS, labels(11), F.cross_entropy),
@@ -709,7 +775,12 @@ def test_the_upper_layers_of_a_foreign_module_count_from_the_output():
     assert ALA(2).governs(mlp()) == ("2.weight", "2.bias", "4.weight", "4.bias")
     assert ALA(0).governs(mlp()) == ()
     assert ALA(2).governs(normalised()) == ("6.weight", "6.bias", "7.weight", "7.bias")
-    assert ALA(["fc", "norm"]).governs(Attention()) == ("norm.weight", "norm.bias", "fc.weight", "fc.bias")
+    assert ALA(["fc", "norm"]).governs(Attention()) == (
+        "norm.weight",
+        "norm.bias",
+        "fc.weight",
+        "fc.bias",
+    )
     assert ALA("fc").governs(Attention()) == ("fc.weight", "fc.bias")
 
 
@@ -815,7 +886,9 @@ SAME_DATA: dict[str, Callable[[], Any]] = {
     "numpy": lambda: (X.numpy(), read_only(Y.numpy())),
     "list-loader": lambda: DataLoader(list(zip(X, Y, strict=True)), batch_size=7, shuffle=True),
     "tensor-sampler": lambda: DataLoader(Pairs(X, Y), batch_size=7, sampler=torch.randperm(25)),
-    "batched-dataset": lambda: DataLoader(list(zip(X.split(10), Y.split(10), strict=True)), batch_size=None),
+    "batched-dataset": lambda: DataLoader(
+        list(zip(X.split(10), Y.split(10), strict=True)), batch_size=None
+    ),
     "tensor-dataset": lambda: TensorDataset(X, Y),
     "dataset": lambda: Pairs(X, Y),
     "loader": lambda: DataLoader(TensorDataset(X, Y), batch_size=7),
@@ -838,22 +911,32 @@ def test_the_same_samples_give_the_same_result_in_whatever_they_come(kind):
 
 
 RESTRICTED: dict[str, Callable[[], DataLoader]] = {
-    "sampler": lambda: DataLoader(TensorDataset(X, Y), batch_size=4, sampler=SubsetRandomSampler(range(5, 15))),
+    "sampler": lambda: DataLoader(
+        TensorDataset(X, Y), batch_size=4, sampler=SubsetRandomSampler(range(5, 15))
+    ),
     "batch-sampler": lambda: DataLoader(
         TensorDataset(X, Y), batch_sampler=BatchSampler(SubsetRandomSampler(range(5, 15)), 4, False)
     ),
     "dropping": lambda: DataLoader(
         TensorDataset(X, Y), batch_size=4, sampler=SubsetRandomSampler(range(5, 15)), drop_last=True
     ),
-    "repeating": lambda: DataLoader(TensorDataset(X, Y), batch_size=4, sampler=[*range(14, 4, -1), 5, 5, 9]),
-    "batches-by-hand": lambda: DataLoader(TensorDataset(X, Y), batch_sampler=[[14, 5, 6], [7, 8], [*range(8, 14)]]),
+    "repeating": lambda: DataLoader(
+        TensorDataset(X, Y), batch_size=4, sampler=[*range(14, 4, -1), 5, 5, 9]
+    ),
+    "batches-by-hand": lambda: DataLoader(
+        TensorDataset(X, Y), batch_sampler=[[14, 5, 6], [7, 8], [*range(8, 14)]]
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", RESTRICTED)
 def test_a_loader_that_leaves_samples_out_is_obeyed(kind):
     """A sampler says which samples are the client's own; the rest of the dataset is other clients' or the test set."""
-    assert_same(learned_on(RESTRICTED[kind](), sample=1.0), learned_on((X[5:15], Y[5:15]), sample=1.0), **FINE)
+    assert_same(
+        learned_on(RESTRICTED[kind](), sample=1.0),
+        learned_on((X[5:15], Y[5:15]), sample=1.0),
+        **FINE,
+    )
 
 
 def test_a_shuffled_loader_draws_nothing_from_the_users_generators():
@@ -949,7 +1032,11 @@ def test_state_dict_is_a_copy_in_the_models_order():
     before = {name: value.clone() for name, value in kept.items()}
     ala.initialize(*twins(mlp, 1), (X, Y))
     assert_same(kept, before, **EXACT)
-    assert any(not torch.equal(ala.state_dict()[name], before[name]) for name in before if name.startswith("weights."))
+    assert any(
+        not torch.equal(ala.state_dict()[name], before[name])
+        for name in before
+        if name.startswith("weights.")
+    )
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -1002,7 +1089,9 @@ def test_what_is_not_a_pattern_is_refused(pattern):
 def test_models_that_are_not_alike_are_refused_and_left_alone():
     local, _ = twins(mlp)
     before = entries(local)
-    wider = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    wider = nn.Sequential(
+        nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
     for other in (wider, Attention().double(), mlp()[:4].double(), mlp().float()):
         with pytest.raises(UserError, match="alike"):
             ALA().initialize(local, other, (X, Y))
@@ -1014,7 +1103,11 @@ def test_another_model_than_before_is_refused():
     ala.initialize(*twins(mlp), (X, Y))
     with pytest.raises(UserError):
         ala.initialize(*twins(TwoInputs), (PAIR, labels(11)))
-    tensors = {"round": torch.tensor(1), "trained": torch.tensor(True), "weights.4.weight": torch.ones(3, 5)}
+    tensors = {
+        "round": torch.tensor(1),
+        "trained": torch.tensor(True),
+        "weights.4.weight": torch.ones(3, 5),
+    }
     ala.load_state_dict({**tensors, "weights.4.bias": torch.ones(1)})
     local, received = twins(mlp)
     before = entries(local)
@@ -1058,7 +1151,9 @@ def test_data_that_is_not_pairs_is_refused_and_the_model_left_alone(data):
     assert_same(local, before, **EXACT)
 
 
-@pytest.mark.parametrize("tensors", [{}, {"weights.fc.bias": torch.ones(3)}, {"trained": torch.tensor(True)}])
+@pytest.mark.parametrize(
+    "tensors", [{}, {"weights.fc.bias": torch.ones(3)}, {"trained": torch.tensor(True)}]
+)
 def test_a_state_that_is_not_alas_is_refused(tensors):
     with pytest.raises(UserError, match="state"):
         ALA().load_state_dict(tensors)
@@ -1122,7 +1217,9 @@ def poisoned(tensor: Tensor, value: float = float("nan")) -> Tensor:
 
 def fails_late(after: int) -> Callable[[Tensor, Tensor], Tensor]:
     calls = itertools.count()
-    return lambda output, target: F.cross_entropy(output, target) * (float("inf") if next(calls) >= after else 1)
+    return lambda output, target: (
+        F.cross_entropy(output, target) * (float("inf") if next(calls) >= after else 1)
+    )
 
 
 def infinite_slope(output: Tensor, target: Tensor) -> Tensor:
@@ -1168,7 +1265,9 @@ def test_a_bad_first_round_takes_the_received_model_and_the_initial_stage_is_sti
     data, loss = BAD_ROUNDS[case]
     ala = ALA(batch_size=4, max_epochs=2, sample=1.0)
     local, received = twins(mlp)
-    report = ala.initialize(local, received, data, loss=fails_late(1) if case == "late loss" else loss)
+    report = ala.initialize(
+        local, received, data, loss=fails_late(1) if case == "late loss" else loss
+    )
     assert report.fault
     assert not report.initial
     assert_same(local, received, **EXACT)
@@ -1205,7 +1304,11 @@ def test_lower_layers_that_are_not_finite_are_overwritten_without_a_word():
 
 @pytest.mark.parametrize(
     ("make", "name", "data"),
-    [(mlp, "4.bias", GOOD), (mlp, "0.weight", GOOD), (normalised, "1.running_var", (normal(8, 1, 4, 4), labels(8)))],
+    [
+        (mlp, "4.bias", GOOD),
+        (mlp, "0.weight", GOOD),
+        (normalised, "1.running_var", (normal(8, 1, 4, 4), labels(8))),
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"layers": 0}, {"start_round": 9}])
 def test_a_received_model_that_is_not_finite_changes_nothing(make, name, data, options):
@@ -1265,7 +1368,10 @@ SOUND = {
         ({"weights.4.bias": poisoned(torch.ones(3), float("inf"))}, r"4\.bias must be between"),
         ({"weights.4.bias": poisoned(torch.ones(3), 1.5)}, r"4\.bias must be between"),
         ({"weights.4.bias": poisoned(torch.ones(3), -0.1)}, r"4\.bias must be between"),
-        ({"weights.4.bias": torch.ones(3, dtype=torch.int64)}, r"4\.bias must be a tensor of floating"),
+        (
+            {"weights.4.bias": torch.ones(3, dtype=torch.int64)},
+            r"4\.bias must be a tensor of floating",
+        ),
         ({"weights.4.bias": [1.0, 1.0, 1.0]}, r"4\.bias must be a tensor"),
         ({"round": torch.tensor(-5)}, "round must be a whole number.*-5"),
         ({"round": torch.tensor(2.5)}, r"round must be.*2\.5"),
@@ -1381,7 +1487,10 @@ def test_a_dataset_without_a_length_is_refused():
 
 
 LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "per sample": (nn.CrossEntropyLoss(reduction="none"), r"one number, not a torch.float64 tensor of shape \(10,\)"),
+    "per sample": (
+        nn.CrossEntropyLoss(reduction="none"),
+        r"one number, not a torch.float64 tensor of shape \(10,\)",
+    ),
     "float": (lambda output, target: 1.5, "one number, not float"),
     "none": (lambda output, target: None, "one number, not NoneType"),
     "pair": (lambda output, target: (output.mean(), output), "one number, not tuple"),
@@ -1403,7 +1512,9 @@ def test_a_loss_that_is_not_one_number_of_the_model_is_refused(case):
 
 def test_a_loss_of_one_element_will_do():
     local, received = twins(mlp)
-    ALA(max_epochs=2).initialize(local, received, (X, Y), lambda z, y: F.cross_entropy(z, y).reshape(1))
+    ALA(max_epochs=2).initialize(
+        local, received, (X, Y), lambda z, y: F.cross_entropy(z, y).reshape(1)
+    )
     expected, received = twins(mlp)
     ALA(max_epochs=2).initialize(expected, received, (X, Y), lambda z, y: F.cross_entropy(z, y))
     assert_same(local, expected, **EXACT)
@@ -1461,5 +1572,7 @@ def test_a_received_model_without_numbers_is_refused():
 
 def test_a_model_of_pairs_can_be_learned_with_a_loss_of_its_own():
     local, received = PairOut().double(), PairOut().double()
-    report = ALA(max_epochs=2).initialize(local, received, (X, Y), loss=lambda z, y: F.cross_entropy(z[0], y))
+    report = ALA(max_epochs=2).initialize(
+        local, received, (X, Y), loss=lambda z, y: F.cross_entropy(z[0], y)
+    )
     assert report.epochs == 2

@@ -26,11 +26,17 @@ from fedala.methods import catalogue
 from fedala.models import cnn
 from fedala.store import RunFolder
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(fedala.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(fedala.__file__).parents[1]),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def call(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], prog_name="fedala")
+    return CliRunner().invoke(
+        cli.app, [str(argument) for argument in arguments], prog_name="fedala"
+    )
 
 
 @pytest.fixture
@@ -44,13 +50,35 @@ def here(tmp_path, monkeypatch):
 
 # --- a run ---------------------------------------------------------------------------------------------------------
 
-SMALL = ("--clients", 4, "--batch-size", 50, "--set", "fedala.max_epochs=2", "--set", "fedala.sample=0.1")
+SMALL = (
+    "--clients",
+    4,
+    "--batch-size",
+    50,
+    "--set",
+    "fedala.max_epochs=2",
+    "--set",
+    "fedala.sample=0.1",
+)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "both"
-    result = call("run", "--method", "fedala,fedavg", "--rounds", 2, "--seeds", 2, "--seed", 3, *SMALL, "--out", out)
+    result = call(
+        "run",
+        "--method",
+        "fedala,fedavg",
+        "--rounds",
+        2,
+        "--seeds",
+        2,
+        "--seed",
+        3,
+        *SMALL,
+        "--out",
+        out,
+    )
     assert result.exit_code == 0, result.output
     return RunFolder(out), result
 
@@ -59,7 +87,10 @@ def test_history_has_a_row_for_every_method_seed_and_round(finished):
     folder, _ = finished
     rows = folder.history()
     assert [(row["method"], row["round"], row["seed"]) for row in rows] == [
-        (method, round, seed) for method in ("fedala", "fedavg") for round in range(3) for seed in (3, 4)
+        (method, round, seed)
+        for method in ("fedala", "fedavg")
+        for round in range(3)
+        for seed in (3, 4)
     ]
     assert all(0 <= row["accuracy"] <= 1 and row["loss"] > 0 and row["seconds"] > 0 for row in rows)
 
@@ -67,7 +98,16 @@ def test_history_has_a_row_for_every_method_seed_and_round(finished):
 def test_summary_agrees_with_the_history(finished):
     folder, _ = finished
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
-    assert set(summary) == {"methods", "note", "rounds", "seeds", "seconds", "command", "data", "versions"}
+    assert set(summary) == {
+        "methods",
+        "note",
+        "rounds",
+        "seeds",
+        "seconds",
+        "command",
+        "data",
+        "versions",
+    }
     assert list(summary["methods"]) == ["fedala", "fedavg"]
     for name, method in summary["methods"].items():
         assert set(method) == {
@@ -77,13 +117,22 @@ def test_summary_agrees_with_the_history(finished):
         assert method["client_rounds_that_diverged"] == 0
         assert method["checkpoints"]["bytes"] == sum(
             file.stat().st_size
-            for file in folder.checkpoints(list(summary["methods"]).index(name)).glob("*.safetensors")
+            for file in folder.checkpoints(list(summary["methods"]).index(name)).glob(
+                "*.safetensors"
+            )
         )
         runs = [
-            [row["accuracy"] for row in folder.history() if (row["method"], row["seed"]) == (name, seed)]
+            [
+                row["accuracy"]
+                for row in folder.history()
+                if (row["method"], row["seed"]) == (name, seed)
+            ]
             for seed in (3, 4)
         ]
-        for key, values in (("best", [max(run) for run in runs]), ("final", [run[-1] for run in runs])):
+        for key, values in (
+            ("best", [max(run) for run in runs]),
+            ("final", [run[-1] for run in runs]),
+        ):
             figure = method["accuracy"][key]
             assert figure["runs"] == values
             assert figure["mean"] == pytest.approx(np.mean(values))
@@ -94,7 +143,11 @@ def test_models_can_be_loaded_by_name(finished):
     folder, _ = finished
     model = cnn((1, 28, 28), 10)
     for seed in (3, 4):
-        for method, client in (("fedavg", None), ("fedala", None), *(("fedala", client) for client in range(4))):
+        for method, client in (
+            ("fedavg", None),
+            ("fedala", None),
+            *(("fedala", client) for client in range(4)),
+        ):
             model.load_state_dict(folder.model(method, seed, client))
     assert len(list((folder.path / "models").rglob("*.safetensors"))) == 2 * (2 + 4)
 
@@ -119,7 +172,9 @@ def test_the_table_says_what_it_shows(finished):
 def test_a_run_ends_with_its_page(finished):
     folder, result = finished
     assert f"Report: {folder.path / 'report.html'}" in result.stdout
-    assert "FedALA and FedAvg on digits" in (folder.path / "report.html").read_text(encoding="utf-8")
+    assert "FedALA and FedAvg on digits" in (folder.path / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_page_that_cannot_be_written_does_not_lose_the_run(here, monkeypatch):
@@ -129,7 +184,10 @@ def test_a_page_that_cannot_be_written_does_not_lose_the_run(here, monkeypatch):
     monkeypatch.setattr(cli.page, "write", fail)
     result = call("run", "--method", "fedavg", "--rounds", 1, "--out", "run", *SMALL[:4])
     assert result.exit_code == 0, result.output
-    assert "The report could not be written (no room); try again with: fedala report run" in result.stderr
+    assert (
+        "The report could not be written (no room); try again with: fedala report run"
+        in result.stderr
+    )
     assert result.stdout.splitlines()[-1] == "Run folder: run"
     assert (here / "run" / "summary.json").is_file()
 
@@ -137,13 +195,23 @@ def test_a_page_that_cannot_be_written_does_not_lose_the_run(here, monkeypatch):
 def test_no_control_characters_where_there_is_no_terminal(finished):
     _, result = finished
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.output)
-    assert re.search(r"^FedALA: round 2/2  accuracy [\d.]+ %  best [\d.]+ %  [\d.e-]+ s/round$", result.stderr, re.M)
+    assert re.search(
+        r"^FedALA: round 2/2  accuracy [\d.]+ %  best [\d.]+ %  [\d.e-]+ s/round$",
+        result.stderr,
+        re.M,
+    )
 
 
 def test_the_saved_config_reproduces_the_run(finished, tmp_path):
     folder, _ = finished
-    assert Config.read(folder.path / "config.toml")["set"] == {"fedala.max_epochs": "2", "fedala.sample": "0.1"}
-    assert call("run", "--config", folder.path / "config.toml", "--out", tmp_path / "again").exit_code == 0
+    assert Config.read(folder.path / "config.toml")["set"] == {
+        "fedala.max_epochs": "2",
+        "fedala.sample": "0.1",
+    }
+    assert (
+        call("run", "--config", folder.path / "config.toml", "--out", tmp_path / "again").exit_code
+        == 0
+    )
     again = RunFolder(tmp_path / "again")
     assert (again.path / "config.toml").read_text() == (folder.path / "config.toml").read_text()
     assert untimed(again) == untimed(folder)
@@ -152,7 +220,10 @@ def test_the_saved_config_reproduces_the_run(finished, tmp_path):
 
 
 def untimed(folder):
-    return [{name: repr(value) for name, value in row.items() if name != "seconds"} for row in folder.history()]
+    return [
+        {name: repr(value) for name, value in row.items() if name != "seconds"}
+        for row in folder.history()
+    ]
 
 
 def test_a_run_with_validation_and_few_participants_labels_both(here):
@@ -196,7 +267,9 @@ def asked(monkeypatch, here):
 
 
 def test_every_field_of_the_config_is_an_option():
-    flags = {flag for parameter in get_command(cli.app).commands["run"].params for flag in parameter.opts}
+    flags = {
+        flag for parameter in get_command(cli.app).commands["run"].params for flag in parameter.opts
+    }
     assert {f"--{field.name.replace('_', '-')}" for field in fields(Config)} <= flags
 
 
@@ -204,7 +277,12 @@ def test_the_help_teaches_every_option_and_its_default():
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", call("run", "--help").stdout).split())
     for field in fields(Config):
         assert field.metadata["help"].split()[0] in text
-    for default in ("[default: fedala,fedavg]", "[default: 10]", "[default: dir:0.1]", "[default: --shuffle]"):
+    for default in (
+        "[default: fedala,fedavg]",
+        "[default: 10]",
+        "[default: dir:0.1]",
+        "[default: --shuffle]",
+    ):
         assert default in text
 
 
@@ -213,7 +291,18 @@ def test_nothing_given_means_the_defaults(asked):
 
 
 def test_options_are_converted(asked):
-    config = asked("--clients", "7", "--lr", "1e-2", "--data-dir", "x", "--set", "fedala.eta=0.5", "--set", "ala.a=b=c")
+    config = asked(
+        "--clients",
+        "7",
+        "--lr",
+        "1e-2",
+        "--data-dir",
+        "x",
+        "--set",
+        "fedala.eta=0.5",
+        "--set",
+        "ala.a=b=c",
+    )
     assert (config.clients, config.lr, config.data_dir) == (7, 0.01, "x")
     assert config.set == {"fedala.eta": "0.5", "ala.a": "b=c"}
 
@@ -227,7 +316,9 @@ def test_flags_are_what_they_say(asked, tmp_path, flag, value):
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(asked, tmp_path):
-    (tmp_path / "my.toml").write_text("clients = 7\nrounds = 5\nlanes = 2\n[set.fedala]\neta = 0.5\nlayers = 2\n")
+    (tmp_path / "my.toml").write_text(
+        "clients = 7\nrounds = 5\nlanes = 2\n[set.fedala]\neta = 0.5\nlayers = 2\n"
+    )
     config = asked("--config", tmp_path / "my.toml", "--clients", 20, "--set", "fedala.eta=0.1")
     assert config.clients == 20  # the default's value, but given
     assert (config.rounds, config.lanes, config.batch_size) == (5, "2", 10)
@@ -309,7 +400,11 @@ def truncated_npz(path):
 
 
 def pickled_npz(path):
-    np.savez(path / "my.npz", x=np.zeros((4, 28, 28), np.uint8), y=np.array([0, 1, 0, "one"], dtype=object))
+    np.savez(
+        path / "my.npz",
+        x=np.zeros((4, 28, 28), np.uint8),
+        y=np.array([0, 1, 0, "one"], dtype=object),
+    )
     return "--dataset", path / "my.npz"
 
 
@@ -380,17 +475,32 @@ def test_what_is_no_command_or_option(here, arguments):
 
 
 def test_partition_shows_draws_and_saves_what_run_then_uses(here):
-    result = call("partition", "--clients", 3, "--validation", 0.2, "--plot", "split.png", "--save", "split.json")
+    result = call(
+        "partition",
+        "--clients",
+        3,
+        "--validation",
+        0.2,
+        "--plot",
+        "split.png",
+        "--save",
+        "split.json",
+    )
     assert result.exit_code == 0, result.output
     assert (here / "split.png").read_bytes().startswith(b"\x89PNG")
     rows = [line.split() for line in result.stdout.splitlines() if re.match(r"\s*\d", line)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
-    samples, train, validation, test = (np.array([int(row[i]) for row in rows]) for i in range(1, 5))
+    samples, train, validation, test = (
+        np.array([int(row[i]) for row in rows]) for i in range(1, 5)
+    )
     assert samples.sum() == 1797
     assert (train + validation + test == samples).all()
     again = call("partition", "--partition", "split.json")
     assert [line.split() for line in again.stdout.splitlines() if re.match(r"\s*\d", line)] == rows
-    refused(call("partition", "--partition", "split.json", "--clients", 20), "holds 3 clients, but 20 were asked for")
+    refused(
+        call("partition", "--partition", "split.json", "--clients", 20),
+        "holds 3 clients, but 20 were asked for",
+    )
 
 
 @pytest.mark.parametrize(
@@ -439,21 +549,38 @@ PROGRAM = [sys.executable, "-W", "error", "-m", "fedala"]
 
 
 def test_version_and_a_mistake_in_a_real_process(here):
-    answer = subprocess.run([*PROGRAM, "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [*PROGRAM, "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     assert answer.stdout.startswith("fedala ")
     assert f"torch {torch.__version__}" in answer.stdout
     # A console without Greek letters is no reason to fail.
     narrow = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
-    answer = subprocess.run([*PROGRAM, "run", "--partition", "dir:0"], env=narrow, capture_output=True, text=True)
+    answer = subprocess.run(
+        [*PROGRAM, "run", "--partition", "dir:0"], env=narrow, capture_output=True, text=True
+    )
     assert answer.returncode == 2
     assert re.fullmatch(r"Error: The \? of a Dirichlet partition must be [^\n]+\.\n", answer.stderr)
     assert list(here.iterdir()) == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals differ there")
-@pytest.mark.parametrize(("number", "keeps"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "keeps"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)]
+)
 def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(number, keeps, here):
-    command = [*PROGRAM, "run", "--method", "fedavg", "--rounds", "100000", "--clients", "2", "--out", "run"]
+    command = [
+        *PROGRAM,
+        "run",
+        "--method",
+        "fedavg",
+        "--rounds",
+        "100000",
+        "--clients",
+        "2",
+        "--out",
+        "run",
+    ]
     command += [] if keeps else ["--checkpoint-every", "0"]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         history = here / "run" / "history.csv"
@@ -478,7 +605,9 @@ def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(numbe
         return
     result = call("run", "--resume", "run", "--rounds", str(len(rounds) + 1))
     assert result.exit_code == 0
-    assert [row["round"] for row in RunFolder(here / "run").history()] == list(range(len(rounds) + 2))
+    assert [row["round"] for row in RunFolder(here / "run").history()] == list(
+        range(len(rounds) + 2)
+    )
 
 
 def test_ctrl_c_while_the_program_is_still_loading(here):
@@ -520,7 +649,12 @@ def test_the_core_needs_none_of_the_command_lines_packages():
         "print([name for name in ('typer', 'click', 'rich', 'matplotlib', 'PIL', 'sklearn') if name in sys.modules])\n"
         "sys.modules['typer'] = None; import fedala.cli"
     )
-    answer = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert answer.stdout == "[]\n"
     assert answer.returncode == 2
-    assert answer.stderr == "Error: the command line needs typer and rich: pip install 'fedala[cli]'.\n"
+    assert (
+        answer.stderr
+        == "Error: the command line needs typer and rich: pip install 'fedala[cli]'.\n"
+    )

@@ -29,7 +29,9 @@ def stacked(task, dtype_seeds):
 
 
 def alone(task, cohort, lane, **kept):
-    return Cohort(task, [cohort.clients[lane]], [cohort.seeds[lane]], cohort.round, cohort.rounds, **kept)
+    return Cohort(
+        task, [cohort.clients[lane]], [cohort.seeds[lane]], cohort.round, cohort.rounds, **kept
+    )
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
@@ -39,7 +41,9 @@ def task(request):
 
 @pytest.fixture
 def cohort(task):
-    return Cohort(task, list(range(len(SIZES))), [5 + i % 2 for i in range(len(SIZES))], round=3, rounds=9)
+    return Cohort(
+        task, list(range(len(SIZES))), [5 + i % 2 for i in range(len(SIZES))], round=3, rounds=9
+    )
 
 
 def test_sgd_in_lanes_is_each_clients_own_sgd(task, cohort):
@@ -48,7 +52,9 @@ def test_sgd_in_lanes_is_each_clients_own_sgd(task, cohort):
     for lane in range(len(SIZES)):
         own = take(params, slice(lane, lane + 1))
         assert_close(
-            take(together, slice(lane, lane + 1)), alone(task, cohort, lane).sgd(own, epochs=2), TOLERANCE[task.dtype]
+            take(together, slice(lane, lane + 1)),
+            alone(task, cohort, lane).sgd(own, epochs=2),
+            TOLERANCE[task.dtype],
         )
 
 
@@ -61,25 +67,38 @@ def test_sgd_leaves_its_start_alone_and_does_train(task, cohort):
         moved = (after["out.weight"][lane] - before["out.weight"][lane]).abs().max().item()
         assert (moved > 0) == (size > 0)
         # One running-statistics update per step: full batches only, but a small client trains on all it has.
-        assert after["norm.num_batches_tracked"][lane] == (size // 4 if size >= 4 else int(size > 0))
+        assert after["norm.num_batches_tracked"][lane] == (
+            size // 4 if size >= 4 else int(size > 0)
+        )
 
 
 def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
     local, received = stacked(task, range(len(SIZES))), start_of(task)(99)
-    received = {name: value.expand(len(SIZES), *value.shape[1:]) for name, value in received.items()}
+    received = {
+        name: value.expand(len(SIZES), *value.shape[1:]) for name, value in received.items()
+    }
     governed = upper(task.model, 2)
     settings_ = Settings(layers=2, max_epochs=30, threshold=0.003)
     state = fresh(local, governed)
     state["trained"][::3] = True  # some lanes are past their initial stage
     cohort.received, cohort.source = received, [0] * len(SIZES)
-    together, state_after, outcome = initialize(cohort, settings_, state, local, received, governed=governed)
+    together, state_after, outcome = initialize(
+        cohort, settings_, state, local, received, governed=governed
+    )
     reports = outcome.reports(settings_)
-    assert len({report.epochs for report in reports}) > 3, "lanes should stop at different epochs for this test to bite"
+    assert len({report.epochs for report in reports}) > 3, (
+        "lanes should stop at different epochs for this test to bite"
+    )
     for lane in range(len(SIZES)):
         own = slice(lane, lane + 1)
         single = alone(task, cohort, lane, received=take(received, own), source=[0])
         one, one_state, outcome = initialize(
-            single, settings_, take(state, own), take(local, own), take(received, own), governed=governed
+            single,
+            settings_,
+            take(state, own),
+            take(local, own),
+            take(received, own),
+            governed=governed,
         )
         [report] = outcome.reports(settings_)
         assert report.epochs == reports[lane].epochs
@@ -94,7 +113,9 @@ def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
 def test_evaluation_in_lanes_is_each_clients_own(task, cohort, shared):
     params = stacked(task, range(len(SIZES)))
     if shared:  # one model for all: it goes through in large batches
-        params = {name: value[:1].expand(len(SIZES), *value.shape[1:]) for name, value in params.items()}
+        params = {
+            name: value[:1].expand(len(SIZES), *value.shape[1:]) for name, value in params.items()
+        }
         cohort.received, cohort.source = params, [0] * len(SIZES)
     score = cohort.evaluate(params)
     for lane, client in enumerate(cohort.clients):
@@ -115,13 +136,19 @@ def test_a_shared_body_is_evaluated_once_and_right(task, cohort):
     from fedala.models import cnn
 
     cut_task = ragged_task([9, 5, 2], model=cnn((1, 16, 16), 3), dtype=task.dtype)
-    cut_task.x = torch.randn(len(cut_task.x), 1, 16, 16, generator=torch.Generator().manual_seed(0)).to(task.dtype)
+    cut_task.x = torch.randn(
+        len(cut_task.x), 1, 16, 16, generator=torch.Generator().manual_seed(0)
+    ).to(task.dtype)
     start = start_of(cut_task, lambda: cnn((1, 16, 16), 3))
     received = {n: v.expand(3, *v.shape[1:]) for n, v in start(1).items()}
     own = join([start(seed) for seed in (2, 3, 4)])
     params = {n: own[n] if n.startswith("fc2") else received[n] for n in received}
-    shared = Cohort(cut_task, [0, 1, 2], [0, 0, 0], received=received, source=[0, 0, 0]).evaluate(params)
-    plain = Cohort(cut_task, [0, 1, 2], [0, 0, 0]).evaluate({n: v.clone() for n, v in params.items()})
+    shared = Cohort(cut_task, [0, 1, 2], [0, 0, 0], received=received, source=[0, 0, 0]).evaluate(
+        params
+    )
+    plain = Cohort(cut_task, [0, 1, 2], [0, 0, 0]).evaluate(
+        {n: v.clone() for n, v in params.items()}
+    )
     assert torch.equal(shared.correct, plain.correct)
     assert torch.allclose(shared.loss, plain.loss, rtol=1e-5)
 
@@ -141,7 +168,9 @@ def test_the_gradient_of_a_padding_row_is_spared_in_every_lane():
     params = join([start_of(task, Words)(seed) for seed in range(3)])
     trained = Cohort(task, [0, 1, 2], [0, 0, 0]).sgd(params)
     assert trained["embedding.weight"][:, 0].abs().max() == 0
-    assert ((trained["embedding.weight"] - params["embedding.weight"])[:, 1:].abs().amax((1, 2)) > 0).all()
+    assert (
+        (trained["embedding.weight"] - params["embedding.weight"])[:, 1:].abs().amax((1, 2)) > 0
+    ).all()
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 7), st.booleans())
@@ -172,7 +201,9 @@ def test_unsorted_lanes_are_refused(task):
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("model", ["cnn", "own"])
-def test_features_that_do_not_fit_are_computed_again_with_the_same_result(layers, model, monkeypatch):
+def test_features_that_do_not_fit_are_computed_again_with_the_same_result(
+    layers, model, monkeypatch
+):
     """With no memory for features ALA learns on the samples themselves; it is the same function of them."""
     from fedala.models.cnn import cnn
 
@@ -188,7 +219,9 @@ def test_features_that_do_not_fit_are_computed_again_with_the_same_result(layers
         task = ragged_task([9, 6, 5], model=build(), feature_memory=memory)
         if model == "cnn":
             task.x = torch.nn.functional.interpolate(task.x, (28, 28))
-        simulation = Simulation(make("fedala", {"ala.layers": layers}), task, start_of(task, build), rounds=2)
+        simulation = Simulation(
+            make("fedala", {"ala.layers": layers}), task, start_of(task, build), rounds=2
+        )
         found.append([row["loss"] for row in simulation.run()])
         if model == "cnn" or layers == 1:
             assert any(cuts) == (memory is None)
@@ -204,7 +237,11 @@ class TutorialNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv1, self.pool, self.conv2 = nn.Conv2d(1, 4, 3), nn.MaxPool2d(2, 2), nn.Conv2d(4, 6, 3)
+        self.conv1, self.pool, self.conv2 = (
+            nn.Conv2d(1, 4, 3),
+            nn.MaxPool2d(2, 2),
+            nn.Conv2d(4, 6, 3),
+        )
         self.fc1, self.fc2, self.fc3 = nn.Linear(6 * 3 * 3, 12), nn.Linear(12, 8), nn.Linear(8, 3)
 
     def forward(self, x):
@@ -219,7 +256,12 @@ class Fussy(nn.Module):
 
     def __init__(self, through, convolution=lambda: nn.Conv2d(1, 4, 3)):
         super().__init__()
-        self.conv, self.norm, self.fc, self.through = convolution(), nn.BatchNorm1d(144), nn.Linear(144, 3), through
+        self.conv, self.norm, self.fc, self.through = (
+            convolution(),
+            nn.BatchNorm1d(144),
+            nn.Linear(144, 3),
+            through,
+        )
 
     def forward(self, x):
         return self.fc(self.norm(self.through(self, self.conv(x)).flatten(1)))
@@ -264,8 +306,16 @@ NOTICING = {
     "stride": (lambda: Fussy(lambda model, h: h * 3 if h.stride(1) == 1 else h), False, True),
     "pointer": (lambda: Fussy(read_pointer), True, False),
     "value": (lambda: Fussy(branch_on_value), True, False),
-    "in training": (lambda: Fussy(lambda model, h: h.view(len(h), -1) if model.training else h), False, True),
-    "in evaluation": (lambda: Fussy(lambda model, h: h if model.training else h.view(len(h), -1)), False, True),
+    "in training": (
+        lambda: Fussy(lambda model, h: h.view(len(h), -1) if model.training else h),
+        False,
+        True,
+    ),
+    "in evaluation": (
+        lambda: Fussy(lambda model, h: h if model.training else h.view(len(h), -1)),
+        False,
+        True,
+    ),
     "dropout": (lambda: Fussy(lambda model, h: F.dropout2d(h, 0.2, model.training)), True, True),
     "parameter": (FourDimensional, False, True),
     "3-d": (three_dimensional, False, True),
@@ -297,7 +347,11 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
     for lanes in (1, 3, None):
         task, build = noticing_task(name)
         simulation = Simulation(
-            make("fedala", {"ala.max_epochs": 3}), task, start_of(task, build), rounds=2, lanes=lanes
+            make("fedala", {"ala.max_epochs": 3}),
+            task,
+            start_of(task, build),
+            rounds=2,
+            lanes=lanes,
         )
         rows = list(simulation.run())
         found.append([row["loss"] for row in rows])
@@ -325,7 +379,10 @@ def test_fedala_run_takes_such_models_in_any_number_of_lanes():
         return nn.Sequential(TutorialNet(), nn.BatchNorm1d(3))
 
     draw = np.random.default_rng(0)
-    x, y = torch.from_numpy(draw.normal(size=(60, 1, 20, 20))).float(), torch.from_numpy(draw.integers(0, 3, 60))
+    x, y = (
+        torch.from_numpy(draw.normal(size=(60, 1, 20, 20))).float(),
+        torch.from_numpy(draw.integers(0, 3, 60)),
+    )
     losses = []
     for lanes in ("auto", "1", "3", "all"):
         result = run(
@@ -405,7 +462,9 @@ class ReturnsMore(Net):
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_model_that_does_not_return_scores_is_refused(wrap, sentence, lanes):
     task = ragged_task([8, 4], model=ReturnsMore(wrap))
-    simulation = Simulation(make("fedavg"), task, start_of(task, lambda: ReturnsMore(wrap)), lanes=lanes)
+    simulation = Simulation(
+        make("fedavg"), task, start_of(task, lambda: ReturnsMore(wrap)), lanes=lanes
+    )
     with pytest.raises(UserError, match=sentence):
         list(simulation.run())
 
@@ -458,7 +517,11 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_and_disturbs_no_other(what,
         elif poisoned:
             (local if what == "local" else received)["out.weight"][1, 0, 0] = float("inf")
         settings = Settings(max_epochs=3, sample=1.0)
-        return local, received, *initialize(cohort, settings, state, local, received, governed=governed)
+        return (
+            local,
+            received,
+            *initialize(cohort, settings, state, local, received, governed=governed),
+        )
 
     _, _, sound, sound_state, sound_outcome = learn(poisoned=False)
     local, received, found, state, outcome = learn(poisoned=True)
@@ -466,7 +529,11 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_and_disturbs_no_other(what,
         assert_close(take(found, slice(lane, lane + 1)), take(sound, slice(lane, lane + 1)), 0)
         own = take(state["weights"], slice(lane, lane + 1))
         assert_close(own, take(sound_state["weights"], slice(lane, lane + 1)), 0)
-    assert outcome.epochs.tolist() == [int(sound_outcome.epochs[0]), 0, int(sound_outcome.epochs[2])]
+    assert outcome.epochs.tolist() == [
+        int(sound_outcome.epochs[0]),
+        0,
+        int(sound_outcome.epochs[2]),
+    ]
     assert state["trained"].tolist() == [True, trained, True]
     reports = outcome.reports(Settings(max_epochs=3))
     assert [report.fault is None for report in reports] == [True, False, True]

@@ -23,7 +23,9 @@ def values_of(field, kind):
     if field.name == "lanes":
         return st.sampled_from(["auto", "all"]) | st.integers(1, 999).map(str)
     if field.name == "method":
-        return st.lists(st.sampled_from(["fedala", "fedavg", "ditto+ala"]), min_size=1, unique=True).map(",".join)
+        return st.lists(
+            st.sampled_from(["fedala", "fedavg", "ditto+ala"]), min_size=1, unique=True
+        ).map(",".join)
     limits = field.metadata
     arms = typing.get_args(kind) or (kind,)
     if limits["choices"]:
@@ -43,7 +45,9 @@ def values_of(field, kind):
 
 
 KINDS = typing.get_type_hints(Config)
-VALUES = st.fixed_dictionaries({}, optional={f.name: values_of(f, KINDS[f.name]) for f in fields(Config)})
+VALUES = st.fixed_dictionaries(
+    {}, optional={f.name: values_of(f, KINDS[f.name]) for f in fields(Config)}
+)
 
 
 @settings(deadline=None, max_examples=200)
@@ -76,7 +80,10 @@ def test_lanes_may_be_a_number_in_a_file():
         ({"lanes": "0"}, "lanes must be auto, all or a number from 1 on"),
         ({"lanes": "-1"}, "lanes must be"),
         ({"set": "fedala.eta=1"}, "set must be a table"),
-        ({"set": {"fedala": {"eta": [1]}}}, r"set fedala\.eta must be a number, text, true or false"),
+        (
+            {"set": {"fedala": {"eta": [1]}}},
+            r"set fedala\.eta must be a number, text, true or false",
+        ),
         ({"set": {"fedala.eta": float("nan")}}, r"set fedala\.eta must be"),
         ({"lr": "inf"}, "lr must be a number"),
         ({"client": 3}, r"There is no option client \(did you mean clients\?\)"),

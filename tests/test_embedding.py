@@ -30,12 +30,16 @@ class Tied(Words):
         self.other.weight = self.table.weight
 
     def forward(self, x):
-        return self.out(self.table(x).mean(1) + self.other(self.table(x[:, 1])).sum(1, keepdim=True))
+        return self.out(
+            self.table(x).mean(1) + self.other(self.table(x[:, 1])).sum(1, keepdim=True)
+        )
 
 
 def text_task(model):
     task = ragged_task([12, 8, 5, 3], model=model())
-    task.x = torch.randint(0, 30, (len(task.x), 6), generator=torch.Generator().manual_seed(0)).int()
+    task.x = torch.randint(
+        0, 30, (len(task.x), 6), generator=torch.Generator().manual_seed(0)
+    ).int()
     return task
 
 

@@ -34,7 +34,9 @@ def test_the_walk_through_runs_and_w_is_what_it_says(capsys, tmp_path, monkeypat
 
 
 def test_the_python_of_the_readme_runs():
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    first, second = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     scope = {
         "F": nn.functional,
         "local_model": nn.Linear(3, 2),

@@ -22,7 +22,9 @@ def poisoned(monkeypatch):
             def broken(step_of):
                 def taken(task, state, fixed, x, y):
                     losses = step_of(task, state, fixed, x, y)
-                    whole = leaves_of(x)[0].shape[1] == (options.get("batch_size") or task.batch_size)
+                    whole = leaves_of(x)[0].shape[1] == (
+                        options.get("batch_size") or task.batch_size
+                    )
                     lanes = [whole and c == client and self.round == round for c in self.clients]
                     calls[0] += any(lanes)
                     if calls[0] > step:
@@ -92,7 +94,9 @@ def test_the_aggregate_is_that_of_the_others(poisoned):
         trained.append((len(task.parts["train"][client]), alone.sgd(start_of(task)(0))))
     total = sum(size for size, _ in trained)
     by_hand = {
-        name: sum(size / total * model[name] for size, model in trained) if value.is_floating_point() else value
+        name: sum(size / total * model[name] for size, model in trained)
+        if value.is_floating_point()
+        else value
         for name, value in trained[0][1].items()
     }
     assert_close(shaken.servers[0]["global"], by_hand, 1e-12)
@@ -126,7 +130,9 @@ def test_stop_stops_and_names_the_client(poisoned):
     simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="stop")
     simulation.step(1, train=True)
     kept = dict(simulation.servers[0]["global"])
-    with pytest.raises(RunError, match=rf"^Client {BAD} \(seed 0, lane \d\) diverged in round 1, first in step 2"):
+    with pytest.raises(
+        RunError, match=rf"^Client {BAD} \(seed 0, lane \d\) diverged in round 1, first in step 2"
+    ):
         simulation.step(2, train=True)
     assert simulation.servers[0]["global"] == kept
 
@@ -163,7 +169,9 @@ def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
 def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left, monkeypatch):
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > room and self.round == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
+            )
         return train(self, *args, **options)
 
     _, wanted, models = simulate(method, ragged_task(SIZES), rounds=3)
@@ -172,9 +180,16 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
     task = ragged_task(SIZES)
     simulation = Simulation(make(method), task, start_of(task), rounds=3, say=said.append)
     found = {}
-    rows = list(simulation.run(lambda personal: found.update({(personal.seed, personal.client): personal.model})))
+    rows = list(
+        simulation.run(
+            lambda personal: found.update({(personal.seed, personal.client): personal.model})
+        )
+    )
     assert simulation.lanes == left
-    assert said[0] == "The device's memory does not suffice for 5 clients side by side: going on with 2."
+    assert (
+        said[0]
+        == "The device's memory does not suffice for 5 clients side by side: going on with 2."
+    )
     for row, other in zip(rows, wanted, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-9)
     for key, model in models.items():
@@ -185,7 +200,9 @@ def test_nothing_of_the_larger_cohorts_is_held_when_a_round_begins_anew(monkeypa
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > 2 and self.round == 2:
             task.ahead["drawn", 3], task.captured["a step"] = torch.ones(5), torch.ones(5)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
+            )
         return train(self, *args, **options)
 
     monkeypatch.setattr(Cohort, "train", crowded)

@@ -90,7 +90,9 @@ def test_no_damage_goes_unseen_or_ends_in_a_traceback(tmp_path):
         with pytest.raises(files.Damaged):
             files.load(tmp_path / "t", digest)
         with contextlib.suppress(files.Damaged):
-            files.load(tmp_path / "t")  # without a checksum, values may differ, and nothing else may happen
+            files.load(
+                tmp_path / "t"
+            )  # without a checksum, values may differ, and nothing else may happen
     with pytest.raises(files.Damaged, match="cannot be read"):
         files.load(tmp_path / "none")
 

@@ -37,12 +37,18 @@ def opening(path):
     """Calls in a source file that open something by name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if called in OPENS and ast.unparse(node) not in HARMLESS:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE))
+)
 def test_files_are_opened_through_inputs_alone(path):
     name = path.relative_to(SOURCE).as_posix()
     found = list(opening(path))
@@ -55,7 +61,8 @@ def test_the_test_above_finds_what_it_looks_for():
 
 
 @pytest.mark.parametrize(
-    "read", [inputs.opened, lambda path: inputs.read(path, 9), lambda path: inputs.read_json(path, 9)]
+    "read",
+    [inputs.opened, lambda path: inputs.read(path, 9), lambda path: inputs.read_json(path, 9)],
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to a device"])
 def test_only_a_file_is_opened(tmp_path, kind, read):
@@ -122,7 +129,12 @@ def test_what_could_be_read_in_two_ways_is_no_json(tmp_path, text, says):
 
 @pytest.mark.parametrize(
     ("size", "stored", "is_refused"),
-    [(2**28, 1, False), (2**28 + 1, 1, True), (2**30, 2**30 // 100 + 1, False), (2**30, 2**30 // 100 - 1, True)],
+    [
+        (2**28, 1, False),
+        (2**28 + 1, 1, True),
+        (2**30, 2**30 // 100 + 1, False),
+        (2**30, 2**30 // 100 - 1, True),
+    ],
 )
 def test_what_compressed_data_may_unpack_to(size, stored, is_refused):
     if is_refused:

@@ -102,7 +102,9 @@ class Drawn:
     """Rounds that the run is first asked for, if it gets the rest by a resume."""
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items() if name != "set")
+        options = ", ".join(
+            f"{name}={value}" for name, value in self.options.items() if name != "set"
+        )
         return f"{self.method}: {options}, fewer={self.fewer}"
 
 
@@ -121,9 +123,15 @@ def draw(rng: random.Random) -> Drawn:
         "lanes": rng.choice(("auto", "1", "2", "all")),
         "checkpoint_every": rng.choice((1, 1, 2, None)),
         "keep_checkpoint": rng.choice((True, False)),
-        "set": {key: value for name in methods for key, value in QUICK.get(name.split("+")[0], {}).items()},
+        "set": {
+            key: value
+            for name in methods
+            for key, value in QUICK.get(name.split("+")[0], {}).items()
+        },
     }
-    growing = options["keep_checkpoint"] and not any(method.schedule_depends_on_rounds for method in made)
+    growing = options["keep_checkpoint"] and not any(
+        method.schedule_depends_on_rounds for method in made
+    )
     return Drawn(",".join(methods), options, 2 if growing and rng.random() < 0.4 else None)
 
 
@@ -177,7 +185,9 @@ class Runs:
     log: Path
     kills: list[str] = field(default_factory=list)
 
-    def carry_out(self, path: Path, rounds: int, doom: Callable[[], Doomed] = Doomed, seconds: float = 0) -> bool:
+    def carry_out(
+        self, path: Path, rounds: int, doom: Callable[[], Doomed] = Doomed, seconds: float = 0
+    ) -> bool:
         """Run, or resume, in a child; kill it after so many seconds, if any. Returns whether it came to its end."""
         child = os.fork()
         if child == 0:
@@ -194,7 +204,9 @@ class Runs:
 
     def _ended(self, status: int) -> bool:
         code = os.waitstatus_to_exitcode(status)
-        assert code in (0, -signal.SIGKILL), f"{self.drawn}, after {self.kills}: {self.log.read_text()}"
+        assert code in (0, -signal.SIGKILL), (
+            f"{self.drawn}, after {self.kills}: {self.log.read_text()}"
+        )
         return code == 0
 
     def _child(self, path: Path, rounds: int, doom: Callable[[], Doomed]) -> None:
@@ -218,10 +230,14 @@ def sort_tables(folder: Path) -> None:
     for name in TABLES:
         if (folder / name).exists():
             header, *lines = (folder / name).read_text().splitlines(keepends=True)
-            (folder / name).write_text(header + "".join(sorted(lines, key=lambda line: line.partition(",")[0])))
+            (folder / name).write_text(
+                header + "".join(sorted(lines, key=lambda line: line.partition(",")[0]))
+            )
 
 
-def killed_and_resumed(drawn: Drawn, place: Path, rng: random.Random, by_operation: bool) -> list[str]:
+def killed_and_resumed(
+    drawn: Drawn, place: Path, rng: random.Random, by_operation: bool
+) -> list[str]:
     """Kill a run one to three times and let it end; it must be what it would have been. Returns the kills."""
     runs = Runs(drawn, place / "log")
     rounds = drawn.options["rounds"]
@@ -235,7 +251,9 @@ def killed_and_resumed(drawn: Drawn, place: Path, rng: random.Random, by_operati
         at, after, torn = rng.randrange(1, operations + 1), rng.random() < 0.5, rng.randrange(40)
         moment = rng.uniform(0.002, seconds)
         if by_operation:
-            ended = runs.carry_out(path, rounds, lambda at=at, after=after, torn=torn: Doomed(at, after, torn))
+            ended = runs.carry_out(
+                path, rounds, lambda at=at, after=after, torn=torn: Doomed(at, after, torn)
+            )
             told = f"{'after' if after else 'before'} operation {at} of {operations}"
         else:
             ended = runs.carry_out(path, rounds, seconds=moment)
@@ -244,7 +262,9 @@ def killed_and_resumed(drawn: Drawn, place: Path, rng: random.Random, by_operati
             break
         runs.kills.append(told)
     assert runs.carry_out(path, rounds)
-    if drawn.fewer:  # with several methods, the lines of the later rounds come after those of the other methods
+    if (
+        drawn.fewer
+    ):  # with several methods, the lines of the later rounds come after those of the other methods
         for folder in (place / "whole", path):
             sort_tables(folder)
     try:
@@ -264,7 +284,9 @@ def test_killed_in_configurations_drawn_at_random(tmp_path, capsys):
         place.mkdir()
         drawn = draw(rng)
         try:
-            kills += len(killed_and_resumed(drawn, place, rng, by_operation=configurations % 2 == 0))
+            kills += len(
+                killed_and_resumed(drawn, place, rng, by_operation=configurations % 2 == 0)
+            )
         except AssertionError as error:
             differences.append(str(error))
         configurations += 1

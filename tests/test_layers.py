@@ -12,7 +12,9 @@ from fedala import UserError
 from fedala.layers import Cut, layers_of, upper
 from fedala.models import cnn, fasttext, resnet18
 
-OURS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[tuple[str, ...], ...]]] = {
+OURS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[tuple[str, ...], ...]]
+] = {
     "cnn": (
         lambda: cnn((1, 16, 20), 5),
         lambda: torch.randn(3, 1, 16, 20, dtype=torch.float64),
@@ -42,7 +44,9 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.zeros(4))
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+        )
         self.norm = nn.BatchNorm1d(4, affine=False)
         self.head = nn.Linear(4, 3)
 
@@ -77,16 +81,22 @@ def test_layers_of_the_papers_models(name):
 
 
 @pytest.mark.parametrize(
-    "build", [*(entry[0] for entry in OURS.values()), Branches, Tied], ids=[*OURS, "branches", "tied"]
+    "build",
+    [*(entry[0] for entry in OURS.values()), Branches, Tied],
+    ids=[*OURS, "branches", "tied"],
 )
 def test_every_parameter_is_in_exactly_one_layer(build):
     model = build()
     parameters = dict(model.named_parameters())
-    assert sorted(name for layer in layers_of(model) for name in layer if name in parameters) == sorted(parameters)
+    assert sorted(
+        name for layer in layers_of(model) for name in layer if name in parameters
+    ) == sorted(parameters)
 
 
 def test_a_foreign_modules_layers_are_its_modules_with_parameters_last_registered_first():
-    found = [set(layer) & set(dict(Branches().named_parameters())) for layer in layers_of(Branches())]
+    found = [
+        set(layer) & set(dict(Branches().named_parameters())) for layer in layers_of(Branches())
+    ]
     assert [names for names in found if names] == [
         {"head.weight", "head.bias"},
         {"blocks.1.1.weight", "blocks.1.1.bias"},
@@ -110,14 +120,24 @@ def test_upper_names_parameters_only_in_the_models_order():
 def test_upper_by_patterns():
     model = cnn((1, 16, 16), 5)
     assert upper(model, ["fc2"]) == ("fc2.weight", "fc2.bias")
-    assert upper(model, ["fc2", "conv1"]) == ("conv1.weight", "conv1.bias", "fc2.weight", "fc2.bias")
+    assert upper(model, ["fc2", "conv1"]) == (
+        "conv1.weight",
+        "conv1.bias",
+        "fc2.weight",
+        "fc2.bias",
+    )
     assert upper(model, [r"fc\d\.bias"]) == ("fc1.bias", "fc2.bias")
     assert upper(model, ["fc"]) == ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
 @pytest.mark.parametrize(
     ("layers", "sentence"),
-    [(5, "0 and 4.*5"), (-1, "0 and 4.*-1"), (["fc2", "c2"], "'c2'.*fc2.weight"), (["fc("], "'fc\\('.*pattern")],
+    [
+        (5, "0 and 4.*5"),
+        (-1, "0 and 4.*-1"),
+        (["fc2", "c2"], "'c2'.*fc2.weight"),
+        (["fc("], "'fc\\('.*pattern"),
+    ],
 )
 def test_layers_that_are_not_there_are_refused(layers, sentence):
     with pytest.raises(UserError, match=sentence):
@@ -145,9 +165,16 @@ def test_each_half_looks_at_its_own_layers_alone(name, p):
     """The lower half of one model and the upper half of another are the model put together of both."""
     build, sample, _ = OURS[name]
     torch.manual_seed(0)
-    below, above, mixed, x = build().double().eval(), build().double().eval(), build().double().eval(), sample()
+    below, above, mixed, x = (
+        build().double().eval(),
+        build().double().eval(),
+        build().double().eval(),
+        sample(),
+    )
     names = {name for layer in layers_of(mixed)[:p] for name in layer}
-    mixed.load_state_dict({n: (above if n in names else below).state_dict()[n] for n in state(mixed)})
+    mixed.load_state_dict(
+        {n: (above if n in names else below).state_dict()[n] for n in state(mixed)}
+    )
     part = {n: value for n, value in state(above).items() if n in names}
     cut = Cut(build().to("meta").eval(), p)  # no weights of its own to fall back on
     with torch.no_grad():
@@ -172,7 +199,12 @@ class Shapes(nn.Module):
 
     def __init__(self, shape: Callable[[Tensor], Tensor], keyword: bool = False) -> None:
         super().__init__()
-        self.body, self.fc, self.shape, self.keyword = nn.Linear(4, 5), nn.Linear(5, 3), shape, keyword
+        self.body, self.fc, self.shape, self.keyword = (
+            nn.Linear(4, 5),
+            nn.Linear(5, 3),
+            shape,
+            keyword,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.shape(self.body(x))
@@ -249,7 +281,9 @@ def test_what_is_cut_and_what_is_not(name):
     build, x = FOREIGN[name]
     model = build().eval()
     before = [p.requires_grad for p in model.parameters()]
-    assert Cut(model, 1, (state(model), x[:2])).cuts == (name in ("sequential", "branches", "rows of features"))
+    assert Cut(model, 1, (state(model), x[:2])).cuts == (
+        name in ("sequential", "branches", "rows of features")
+    )
     assert [p.requires_grad for p in model.parameters()] == before
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -263,7 +297,9 @@ class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(4, 5)
-        self.list = nn.ParameterList([nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.zeros(3))])
+        self.list = nn.ParameterList(
+            [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.zeros(3))]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x) @ self.list[0] + self.list[1]
@@ -307,7 +343,9 @@ LAST: dict[str, tuple[Callable[[], nn.Module], Tensor, int, bool]] = {
     "prelu": (lambda: after(nn.PReLU()), POINTS, 1, True),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.Conv2d(2, 3, 3)), IMAGES, 2, True),
     "instance norm": (
-        lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.InstanceNorm2d(2, affine=True, track_running_stats=True)),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 2), nn.InstanceNorm2d(2, affine=True, track_running_stats=True)
+        ),
         IMAGES,
         2,
         True,
@@ -344,6 +382,10 @@ def test_a_last_layer_of_any_kind_is_cut_off_or_left(name):
 def test_a_parametrised_weight_and_its_bias_are_one_layer():
     model = after(weight_norm(nn.Linear(6, 3)))
     assert len(layers_of(model)) == 2
-    assert upper(model, 1) == ("2.bias", "2.parametrizations.weight.original0", "2.parametrizations.weight.original1")
+    assert upper(model, 1) == (
+        "2.bias",
+        "2.parametrizations.weight.original0",
+        "2.parametrizations.weight.original1",
+    )
     alone = weight_norm(nn.Linear(6, 3))
     assert len(layers_of(alone)) == 1

@@ -51,7 +51,11 @@ class Small(nn.Module):
 UPPER = ("out.weight", "out.bias", "hidden.weight", "hidden.bias")
 MODELS = {
     "small": (Small, (1, 8, 8), UPPER),
-    "cnn": (lambda: cnn((1, 16, 16), 4), (1, 16, 16), ("fc2.weight", "fc2.bias", "fc1.weight", "fc1.bias")),
+    "cnn": (
+        lambda: cnn((1, 16, 16), 4),
+        (1, 16, 16),
+        ("fc2.weight", "fc2.bias", "fc1.weight", "fc1.bias"),
+    ),
     "buffers without parameters": (lambda: Small(affine=False), (1, 8, 8), UPPER),
     "frozen": (lambda: Small(frozen=True), (1, 8, 8), UPPER),
 }
@@ -71,7 +75,9 @@ class Case:
 
 
 @functools.cache
-def images(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, list[np.ndarray], list[np.ndarray]]:
+def images(
+    shape: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, list[np.ndarray], list[np.ndarray]]:
     """Byte images whose class shows, their labels, and who trains and tests on which; clients hold few of the classes."""
     random = np.random.default_rng(0)
     owner = np.repeat(np.arange(len(SIZES)), np.add(SIZES, TESTS))
@@ -129,7 +135,9 @@ class PlainLoop:
             trained, epochs, scores = {}, [], {}
             for i in range(len(SIZES)):
                 if i not in joined:
-                    scores[i] = self.evaluate(self.server if self.case.method == "fedavg" else self.clients[i].model, i)
+                    scores[i] = self.evaluate(
+                        self.server if self.case.method == "fedavg" else self.clients[i].model, i
+                    )
                     personal[i] = copy.deepcopy(self.clients[i].model)
                     continue
                 start, learned = self.initialise(i, round)
@@ -151,14 +159,21 @@ class PlainLoop:
         if self.case.join_ratio == 1:
             return list(range(len(SIZES)))
         size = max(1, round_half_up(self.case.join_ratio * len(SIZES)))
-        return draw(self.case.seed, "participants", round=round).choice(len(SIZES), size, replace=False).tolist()
+        return (
+            draw(self.case.seed, "participants", round=round)
+            .choice(len(SIZES), size, replace=False)
+            .tolist()
+        )
 
     def initialise(self, i: int, round: int) -> tuple[nn.Module, int]:
         """The model that the client trains from, and how many epochs ALA took for it."""
         start = copy.deepcopy(self.server)
         client = self.clients[i]
         names = MODELS[self.case.model][2][: 2 * self.case.layers]
-        local, received = dict(client.model.named_parameters()), dict(self.server.named_parameters())
+        local, received = (
+            dict(client.model.named_parameters()),
+            dict(self.server.named_parameters()),
+        )
         equal = all(torch.equal(local[name], received[name]) for name in names)
         if self.case.method == "fedavg" or SIZES[i] == 0 or equal:
             return start, 0
@@ -167,7 +182,9 @@ class PlainLoop:
         if not client.weights:
             client.weights = {name: torch.ones_like(old[name]) for name in names}
         share = max(1, int(SHARE * SIZES[i] + 1e-9))
-        chosen = draw(self.case.seed, "ala sample", client=i, round=round).permutation(SIZES[i])[:share]
+        chosen = draw(self.case.seed, "ala sample", client=i, round=round).permutation(SIZES[i])[
+            :share
+        ]
         rows = self.train_rows[i][np.sort(chosen)]
         losses: list[float] = []
         while not losses or (not client.trained and not settled(losses)):
@@ -198,7 +215,11 @@ class PlainLoop:
         for epoch in range(self.case.epochs):
             rows = self.train_rows[i]
             if self.case.shuffle:
-                rows = rows[draw(self.case.seed, "batches", client=i, round=round, epoch=epoch).permutation(len(rows))]
+                rows = rows[
+                    draw(self.case.seed, "batches", client=i, round=round, epoch=epoch).permutation(
+                        len(rows)
+                    )
+                ]
             for first in range(0, len(rows), BATCH):
                 batch = rows[first : first + BATCH]
                 if len(batch) < BATCH <= len(rows):
@@ -257,13 +278,23 @@ def task(case: Case) -> Task:
 def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
     """What the package gives for cases that differ in nothing but their seed."""
     case = cases[0]
-    ala = {"eta": ETA, "sample": SHARE, "max_epochs": CAP, "threshold": THRESHOLD, "layers": case.layers}
-    settings = {f"fedala.{name}": value for name, value in ala.items()} if case.method == "fedala" else {}
+    ala = {
+        "eta": ETA,
+        "sample": SHARE,
+        "max_epochs": CAP,
+        "threshold": THRESHOLD,
+        "layers": case.layers,
+    }
+    settings = (
+        {f"fedala.{name}": value for name, value in ala.items()} if case.method == "fedala" else {}
+    )
     by_seed = {case.seed: case for case in cases}
     models: dict[tuple[int, int | None], dict[str, Tensor]] = {}
 
     def keep(personal: Personal) -> None:
-        models[personal.seed, personal.client] = {name: value[0].clone() for name, value in personal.model.items()}
+        models[personal.seed, personal.client] = {
+            name: value[0].clone() for name, value in personal.model.items()
+        }
 
     simulation = Simulation(
         make(case.method, settings),
@@ -279,17 +310,31 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
     for seed in by_seed:
         own = [row for row in rows if row["seed"] == seed]
         history = [(row["accuracy"], row["accuracy_joined"], row["loss"]) for row in own]
-        personal = {client: model for (s, client), model in models.items() if s == seed and client is not None}
-        outcomes.append(Outcome(models[seed, None], personal, history, [row.get("ala_epochs", 0.0) for row in own]))
+        personal = {
+            client: model
+            for (s, client), model in models.items()
+            if s == seed and client is not None
+        }
+        outcomes.append(
+            Outcome(
+                models[seed, None], personal, history, [row.get("ala_epochs", 0.0) for row in own]
+            )
+        )
     return outcomes
 
 
-def assert_models_agree(found: dict[str, Tensor], wanted: dict[str, Tensor], who: Any, tolerance: float) -> None:
+def assert_models_agree(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], who: Any, tolerance: float
+) -> None:
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         if value.is_floating_point():  # counters of batches are not averaged, and mean nothing
             torch.testing.assert_close(
-                found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{who}, {n}: {m}"
+                found[name],
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name: f"{who}, {n}: {m}",
             )
 
 
@@ -305,7 +350,9 @@ def assert_agree(found: Outcome, wanted: Outcome, case: Case) -> None:
 
 
 CASES = {
-    f"{method}-{model}-{'shuffled' if shuffle else 'in order'}-{ratio}": Case(method, model, shuffle, ratio, layers)
+    f"{method}-{model}-{'shuffled' if shuffle else 'in order'}-{ratio}": Case(
+        method, model, shuffle, ratio, layers
+    )
     for method in ("fedavg", "fedala")
     for model, layers in (("small", 1), ("cnn", 2))
     for shuffle in (True, False)
@@ -345,13 +392,18 @@ def test_a_client_that_never_took_part_is_left_with_the_initial_model():
     [found] = simulate(case, lanes=None)
     assert set(found.personal) == set(range(len(SIZES)))
     for client in wanted.absent:
-        assert_models_agree(found.personal[client], first_model(case).state_dict(), f"client {client}", 0)
+        assert_models_agree(
+            found.personal[client], first_model(case).state_dict(), f"client {client}", 0
+        )
 
 
 @pytest.mark.parametrize("lanes", [1, 5, None], ids=["one lane", "five lanes", "all lanes"])
 def test_runs_side_by_side_are_the_runs_alone(lanes):
     """Two seeds, two local epochs, and at ρ < 1 other participants in each run."""
-    cases = [Case("fedala", "small", shuffle=True, join_ratio=0.5, seed=seed, epochs=2, layers=2) for seed in (3, 4)]
+    cases = [
+        Case("fedala", "small", shuffle=True, join_ratio=0.5, seed=seed, epochs=2, layers=2)
+        for seed in (3, 4)
+    ]
     for case, found in zip(cases, simulate(*cases, lanes=lanes), strict=True):
         assert_agree(found, expected(case), case)
 
@@ -363,7 +415,9 @@ def test_the_comparison_is_about_something():
     outcome = loop.run()
     assert outcome.ala_epochs[0] == 0
     assert 11 <= outcome.ala_epochs[1] * len(SIZES) / (len(SIZES) - 1) <= CAP
-    weights = torch.cat([w.flatten() for client in loop.clients.values() for w in client.weights.values()])
+    weights = torch.cat(
+        [w.flatten() for client in loop.clients.values() for w in client.weights.values()]
+    )
     assert weights.min() == 0
     assert ((weights > 0) & (weights < 1)).any()
     fedavg = expected(CASES["fedavg-cnn-shuffled-1.0"])

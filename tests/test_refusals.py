@@ -61,12 +61,28 @@ def places(tmp_path_factory):
     must(here, words("RUN --out f2 --no-keep-checkpoint"))
     must(here, words("RUN --out f3 --checkpoint-every 0"))
     must(here, words("RUN --out stopped"), stop_after=3, code=143)
-    must(here, words("run --dataset d.npz --clients 3 --partition iid --rounds 1 --method fedphp --out ahead"))
+    must(
+        here,
+        words(
+            "run --dataset d.npz --clients 3 --partition iid --rounds 1 --method fedphp --out ahead"
+        ),
+    )
     mnist(here)
     must(here, words("PAPER"))
     random = np.random.default_rng(0)
-    own = Dataset("own", torch.from_numpy(random.normal(size=(40, 1, 6, 6))).float(), torch.arange(40) % 3, 3)
-    run(dataset=own, model=Net, method="fedavg", rounds=1, clients=2, partition="iid", out=here / "own", device="cpu")
+    own = Dataset(
+        "own", torch.from_numpy(random.normal(size=(40, 1, 6, 6))).float(), torch.arange(40) % 3, 3
+    )
+    run(
+        dataset=own,
+        model=Net,
+        method="fedavg",
+        rounds=1,
+        clients=2,
+        partition="iid",
+        out=here / "own",
+        device="cpu",
+    )
     (here / "notes").mkdir()
     (here / "notes" / "diary.txt").write_text("mine\n")
     (here / "empty").mkdir()
@@ -189,7 +205,11 @@ class Refusal:
     prepare: Prepare = lambda here: None
 
     def __str__(self) -> str:
-        return f"{self.command} ({self.prepare.__name__})" if self.prepare.__name__ != "<lambda>" else self.command
+        return (
+            f"{self.command} ({self.prepare.__name__})"
+            if self.prepare.__name__ != "<lambda>"
+            else self.command
+        )
 
 
 REFUSALS = [
@@ -323,7 +343,10 @@ def results(folder: Path) -> list[object]:
     """What a run has found out, to the byte."""
     methods = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["methods"]
     models = [path.read_bytes() for path in sorted((folder / "models").rglob("*.safetensors"))]
-    tables = [(folder / name).read_bytes() for name in ("history.csv", "clients.csv", "weights.csv", "split.csv")]
+    tables = [
+        (folder / name).read_bytes()
+        for name in ("history.csv", "clients.csv", "weights.csv", "split.csv")
+    ]
     return [{name: about["accuracy"] for name, about in methods.items()}, tables, models]
 
 

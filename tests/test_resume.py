@@ -28,11 +28,20 @@ def federation() -> Federation:
     x = torch.from_numpy(random.normal(size=(len(y), 1, 6, 6))).float() + y.view(-1, 1, 1, 1) * 0.5
     parts = np.split(np.arange(len(y)), np.cumsum([*SIZES, *tests]))
     none = tuple(np.arange(0) for _ in SIZES)
-    return Federation(Dataset("own", x, y, 3), tuple(parts[: len(SIZES)]), tuple(parts[len(SIZES) : -1]), none)
+    return Federation(
+        Dataset("own", x, y, 3), tuple(parts[: len(SIZES)]), tuple(parts[len(SIZES) : -1]), none
+    )
 
 
 def planned(method="fedala", **options):
-    settings = {"rounds": 4, "batch_size": 4, "lr": 0.1, "set": QUICK.get(method, {}), "device": "cpu", **options}
+    settings = {
+        "rounds": 4,
+        "batch_size": 4,
+        "lr": 0.1,
+        "set": QUICK.get(method, {}),
+        "device": "cpu",
+        **options,
+    }
     return plan(Config.of({"method": method, **settings}), federation(), Net)
 
 
@@ -50,11 +59,16 @@ def stop_after(rounds):
 
 def rows_of(path):
     """Everything that the history says but for the seconds, which differ from run to run."""
-    return [{k: repr(v) for k, v in row.items() if k != "seconds"} for row in RunFolder(path).history()]
+    return [
+        {k: repr(v) for k, v in row.items() if k != "seconds"} for row in RunFolder(path).history()
+    ]
 
 
 def models_of(path):
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted((path / "models").rglob("*.safetensors"))}
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted((path / "models").rglob("*.safetensors"))
+    }
 
 
 def same(a, b):
@@ -103,7 +117,9 @@ def test_a_comparison_goes_on_in_the_method_where_it_stopped(tmp_path):
     assert [len(method.history) for method in result.methods.values()] == [5, 5, 5]
     again = execute(planned(methods), tmp_path / "parts", resume=True)  # nothing is left to do
     same(tmp_path / "whole", tmp_path / "parts")
-    assert [m.best.tolist() for m in again.methods.values()] == [m.best.tolist() for m in result.methods.values()]
+    assert [m.best.tolist() for m in again.methods.values()] == [
+        m.best.tolist() for m in result.methods.values()
+    ]
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -126,7 +142,9 @@ def test_more_rounds(keep, tmp_path):
 @pytest.mark.parametrize("method", ["fedphp", "apple", "fedphp+ala"])
 def test_no_more_rounds_for_a_schedule_that_depends_on_them(method, tmp_path):
     execute(planned(method, rounds=2), tmp_path / "run")
-    with pytest.raises(UserError, match="plans its rounds ahead, so a run of 2 cannot be resumed with 3"):
+    with pytest.raises(
+        UserError, match="plans its rounds ahead, so a run of 2 cannot be resumed with 3"
+    ):
         execute(planned(method, rounds=3), tmp_path / "run", resume=True)
 
 
@@ -155,7 +173,9 @@ def test_another_folder(tmp_path):
     with pytest.raises(Stopped):
         execute(planned(), tmp_path / "first", watcher=stop_after(2))
     before = {p: p.read_bytes() for p in (tmp_path / "first").rglob("[!.]*") if p.is_file()}
-    result = run(resume=tmp_path / "first", out=tmp_path / "second", dataset=federation(), model=Net)
+    result = run(
+        resume=tmp_path / "first", out=tmp_path / "second", dataset=federation(), model=Net
+    )
     assert result.folder == tmp_path / "second"
     same(tmp_path / "whole", tmp_path / "second")
     assert before == {p: p.read_bytes() for p in (tmp_path / "first").rglob("[!.]*") if p.is_file()}
@@ -227,7 +247,11 @@ def test_a_disk_that_fails_anywhere_loses_nothing(method, tmp_path, monkeypatch)
 def damaged(path, how):
     data = path.read_bytes()
     path.write_bytes(
-        {"shorter": data[:-1], "flipped": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], "empty": b""}[how]
+        {
+            "shorter": data[:-1],
+            "flipped": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+            "empty": b"",
+        }[how]
     )
 
 
@@ -241,7 +265,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, tmp_path):
     folder = tmp_path / "run" / "checkpoint" / "0"
     newest, _ = sorted(folder.glob("*.json"), reverse=True)
     client = max(folder.glob("0-*"), key=lambda path: int(path.stem.split("-")[2]))
-    victim = {"manifest": newest, "server": folder / "server-3.safetensors", "client": client}[which]
+    victim = {"manifest": newest, "server": folder / "server-3.safetensors", "client": client}[
+        which
+    ]
     victim.unlink() if how == "gone" else damaged(victim, how)
     said = []
     execute(planned(**options), tmp_path / "run", resume=True, watcher=Watcher(say=said.append))
@@ -283,7 +309,12 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
         execute(planned(checkpoint_every=2), tmp_path / "run", watcher=stop_after(2))
     [manifest] = (tmp_path / "run" / "checkpoint" / "0").glob("*.json")
     found = Checkpoint.unpack(manifest)
-    for name in ("../../../secret.safetensors", "/etc/passwd", "0-0-1.safetensors\n", "server-1.safetensors/../x"):
+    for name in (
+        "../../../secret.safetensors",
+        "/etc/passwd",
+        "0-0-1.safetensors\n",
+        "server-1.safetensors/../x",
+    ):
         manifest.write_bytes(replace(found, server=File(name, found.server.digest)).pack())
         with pytest.raises(files.Damaged, match="it refers to"):
             Checkpoint.unpack(manifest)
@@ -329,7 +360,11 @@ def test_a_finished_run_without_checkpoints_stays_as_it_is(tmp_path):
 
 def content(path):
     """Every file of a folder, but for the lock, which says nothing."""
-    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
+    return {
+        p.relative_to(path): p.read_bytes()
+        for p in path.rglob("*")
+        if p.is_file() and p.name != ".lock"
+    }
 
 
 def drop_line(text, number):
@@ -354,7 +389,9 @@ def comparison(tmp_path_factory):
     path = tmp_path_factory.mktemp("comparison")
     execute(planned("fedala,ditto"), path / "finished")
     with pytest.raises(Stopped):
-        execute(planned("fedala,ditto", checkpoint_every=1), path / "stopped", watcher=stop_after(6))
+        execute(
+            planned("fedala,ditto", checkpoint_every=1), path / "stopped", watcher=stop_after(6)
+        )
     return path
 
 
@@ -377,8 +414,12 @@ def test_a_damaged_table_is_refused_and_nothing_is_changed(kind, name, edit, com
 def test_a_changed_config_is_refused(tmp_path):
     path = tmp_path / "run"
     execute(planned(rounds=2), path)
-    (path / "config.toml").write_text((path / "config.toml").read_text().replace("rounds = 2", "rounds = 9"))
-    with pytest.raises(files.Damaged, match=r"config\.toml is damaged: it is not what the run wrote"):
+    (path / "config.toml").write_text(
+        (path / "config.toml").read_text().replace("rounds = 2", "rounds = 9")
+    )
+    with pytest.raises(
+        files.Damaged, match=r"config\.toml is damaged: it is not what the run wrote"
+    ):
         run(resume=path, dataset=federation(), model=Net)
 
 
@@ -407,7 +448,9 @@ def test_a_damaged_model_without_a_checkpoint_is_told(tmp_path):
     execute(planned(keep_checkpoint=False), path)
     (path / "models" / "fedala" / "seed-0" / "client-00001.safetensors").unlink()
     before = content(path)
-    with pytest.raises(files.Damaged, match="no checkpoint was kept from which it could be written again"):
+    with pytest.raises(
+        files.Damaged, match="no checkpoint was kept from which it could be written again"
+    ):
         execute(planned(keep_checkpoint=False), path, resume=True)
     assert content(path) == before
 
@@ -424,7 +467,11 @@ def test_what_can_be_written_again_is(name, how, tmp_path):
     assert (path / "split.csv").read_text() == split
     assert RunFolder(path).verified("summary.json")
     notes = [row["changed"] for row in RunFolder(path).rows("resumed.csv")]
-    lost = "missing: if it said anything before, it" if how == "gone" else "damaged: what it said before"
+    lost = (
+        "missing: if it said anything before, it"
+        if how == "gone"
+        else "damaged: what it said before"
+    )
     first = f"resumed.csv was {lost} is lost" if name == "resumed.csv" else "rounds: 2 → 3"
     assert notes == [first, "rounds: 3 → 4"]
 
@@ -458,7 +505,9 @@ def test_a_run_that_is_resumed_without_checkpoints_is_finished_all_the_same(tmp_
     rows, seconds = rows_of(path), [row["seconds"] for row in RunFolder(path).history()]
     execute(planned(rounds=4, checkpoint_every=0), path, resume=True)
     assert rows_of(path) == rows
-    assert [row["seconds"] for row in RunFolder(path).history()] == seconds  # nothing was trained again
+    assert [
+        row["seconds"] for row in RunFolder(path).history()
+    ] == seconds  # nothing was trained again
     with pytest.raises(UserError, match="trained for 4 rounds already, which is more than 3"):
         execute(planned(rounds=3), path, resume=True)
     execute(planned(rounds=6), path, resume=True)
@@ -509,7 +558,9 @@ def test_who_looks_on_sees_a_resumed_run_as_it_is_now(tmp_path):
     execute(planned(rounds=2), path)
     onlooker = RunFolder(path)
     assert len(onlooker.history()) == 3
-    execute(planned(rounds=4), path, resume=True)  # which writes the last row of before once more, with other seconds
+    execute(
+        planned(rounds=4), path, resume=True
+    )  # which writes the last row of before once more, with other seconds
     assert len(onlooker.history()) == 5
     assert b"rounds = 4" in onlooker.verified("config.toml")
 
@@ -555,7 +606,9 @@ def test_another_model_or_version_is_noted(tmp_path, monkeypatch):
     path = tmp_path / "run"
     execute(planned(rounds=2), path)
     other = plan(
-        Config.of({"method": "fedala", "rounds": 3, "batch_size": 4, "lr": 0.1, "device": "cpu"}), federation(), Other
+        Config.of({"method": "fedala", "rounds": 3, "batch_size": 4, "lr": 0.1, "device": "cpu"}),
+        federation(),
+        Other,
     )
     monkeypatch.setattr("fedala.running.__version__", "99")
     said = []
@@ -575,7 +628,9 @@ def test_a_resume_asks_for_the_room_that_is_missing_only(tmp_path, monkeypatch):
     monkeypatch.setattr("fedala.running.shutil.disk_usage", lambda _: free)
     execute(planned(checkpoint_every=1), tmp_path / "copy")
     free.free = 10_000
-    with pytest.raises(UserError, match=r"takes \d+\.\d kB of disk, and there is room for 10\.0 kB"):
+    with pytest.raises(
+        UserError, match=r"takes \d+\.\d kB of disk, and there is room for 10\.0 kB"
+    ):
         execute(planned(checkpoint_every=1), tmp_path / "new")
     assert not (tmp_path / "new").exists()
     execute(planned(checkpoint_every=1), path, resume=True)
@@ -598,7 +653,11 @@ def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeyp
 
     def look(method, row):
         """Where a kill at this moment would leave them: in the run folder, which is the user's to delete."""
-        seen.update(path.parent for path in tmp_path.rglob("*-*-*.safetensors") if "models" not in path.parts)
+        seen.update(
+            path.parent
+            for path in tmp_path.rglob("*-*-*.safetensors")
+            if "models" not in path.parts
+        )
 
     execute(planned(**options), tmp_path / "run", watcher=Watcher(row=look))
     assert seen == {tmp_path / "run" / "checkpoint" / "0"}

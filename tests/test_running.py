@@ -21,7 +21,9 @@ from fedala.store import RunFolder
 def small_dataset(samples=60, classes=3):
     random = np.random.default_rng(0)
     y = torch.from_numpy(np.arange(samples) % classes)
-    x = torch.from_numpy(random.normal(size=(samples, 1, 6, 6)).astype(np.float32)) + y.view(-1, 1, 1, 1)
+    x = torch.from_numpy(random.normal(size=(samples, 1, 6, 6)).astype(np.float32)) + y.view(
+        -1, 1, 1, 1
+    )
     return Dataset("small", x, y, classes)
 
 
@@ -55,9 +57,20 @@ def test_the_command_of_a_summary_can_be_pasted_into_a_shell(tmp_path, monkeypat
     [
         (lambda: run(Config.of({"rounds": 1}), rounds=7), "either a Config or options"),
         (lambda: run(Config.of({"rounds": 1}), dataset="mnist"), "either a Config or options"),
-        (lambda: run(dataset=federate(small_dataset(), "iid", 3), partition="dir:0.1", rounds=1), "divided already"),
-        (lambda: run(method="fedala,fedavg+ala", dataset=small_dataset(), model=Net, **QUICK), "twice"),
-        (lambda: run(method="fedamp", dataset=small_dataset(), model=Net, join_ratio=0.5, **QUICK), "every client"),
+        (
+            lambda: run(dataset=federate(small_dataset(), "iid", 3), partition="dir:0.1", rounds=1),
+            "divided already",
+        ),
+        (
+            lambda: run(method="fedala,fedavg+ala", dataset=small_dataset(), model=Net, **QUICK),
+            "twice",
+        ),
+        (
+            lambda: run(
+                method="fedamp", dataset=small_dataset(), model=Net, join_ratio=0.5, **QUICK
+            ),
+            "every client",
+        ),
     ],
 )
 def test_refusals(call, sentence):
@@ -70,7 +83,13 @@ def test_a_method_that_cannot_take_the_model_refuses_before_anything_is_written(
         return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
 
     with pytest.raises(UserError):
-        run(method="fedavg,fedrep", dataset=small_dataset(), model=one_layer, out=tmp_path / "run", **QUICK)
+        run(
+            method="fedavg,fedrep",
+            dataset=small_dataset(),
+            model=one_layer,
+            out=tmp_path / "run",
+            **QUICK,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -82,7 +101,14 @@ def test_more_models_than_there_is_room_for_are_refused_and_need_not_be_kept(mon
         run(method="fedala", dataset=small_dataset(), model=Net, **many)
     result = run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, **many)
     assert result.models == {}
-    run(method="fedala", dataset=small_dataset(), model=Net, save_models=False, out=tmp_path / "run", **many)
+    run(
+        method="fedala",
+        dataset=small_dataset(),
+        model=Net,
+        save_models=False,
+        out=tmp_path / "run",
+        **many,
+    )
     assert not (tmp_path / "run" / "models").exists()
 
 
@@ -104,11 +130,23 @@ def test_the_folder_tells_who_holds_what_and_how_w_is_spread(tmp_path):
             counts[row["client"], row["class"]] = row[part]
         np.testing.assert_array_equal(counts, federation.counts(part))
     rows = folder.rows("weights.csv")
-    assert sorted({row["round"] for row in rows}) == [*range(0, 45, 3), 45]  # about twenty times, and at the end
-    assert {(row["method"], row["seed"], row["client"]) for row in rows} == {("fedala", 0, k) for k in range(3)}
+    assert sorted({row["round"] for row in rows}) == [
+        *range(0, 45, 3),
+        45,
+    ]  # about twenty times, and at the end
+    assert {(row["method"], row["seed"], row["client"]) for row in rows} == {
+        ("fedala", 0, k) for k in range(3)
+    }
     for row in rows:
         assert sum(row[f"bin{k}"] for k in range(10)) == pytest.approx(1, abs=1e-5)
-    run(method="fedala", dataset=federation, model=Net, rounds=1, record_weights=0, out=tmp_path / "off")
+    run(
+        method="fedala",
+        dataset=federation,
+        model=Net,
+        rounds=1,
+        record_weights=0,
+        out=tmp_path / "off",
+    )
     assert not (tmp_path / "off" / "weights.csv").exists()
 
 
@@ -122,7 +160,13 @@ def test_more_state_than_there_is_disk_for_is_refused(monkeypatch, tmp_path):
     from types import SimpleNamespace
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_000))
-    arguments = {"dataset": small_dataset(), "model": Net, **QUICK, "out": tmp_path / "run", "save_models": False}
+    arguments = {
+        "dataset": small_dataset(),
+        "model": Net,
+        **QUICK,
+        "out": tmp_path / "run",
+        "save_models": False,
+    }
     with pytest.raises(
         UserError,
         match=r"state of 3 clients takes \d+\.\d kB of disk, and there is room for 1\.0 kB.*--checkpoint-every 0",
@@ -148,8 +192,12 @@ def test_a_parameter_that_the_model_does_not_use_stays_as_it_is():
     task = ragged_task([9, 5], model=Unused())
     simulation = Simulation(make("fedavg"), task, start_of(task, Unused), rounds=2)
     list(simulation.run())
-    assert torch.equal(simulation.servers[0]["global"]["auxiliary.weight"], simulation.start[0]["auxiliary.weight"])
-    assert not torch.equal(simulation.servers[0]["global"]["out.weight"], simulation.start[0]["out.weight"])
+    assert torch.equal(
+        simulation.servers[0]["global"]["auxiliary.weight"], simulation.start[0]["auxiliary.weight"]
+    )
+    assert not torch.equal(
+        simulation.servers[0]["global"]["out.weight"], simulation.start[0]["out.weight"]
+    )
 
 
 class Dropping(Net):
@@ -160,7 +208,9 @@ class Dropping(Net):
 def test_a_model_that_draws_by_itself_runs_in_one_thread_and_repeats():
     def go():
         task = ragged_task([12, 9, 8, 5], model=Dropping())
-        simulation = Simulation(make("fedavg"), task, start_of(task, Dropping), rounds=2, lanes=1, threads=3)
+        simulation = Simulation(
+            make("fedavg"), task, start_of(task, Dropping), rounds=2, lanes=1, threads=3
+        )
         assert simulation.threads == 1
         return [row["loss"] for row in simulation.run()]
 
@@ -180,9 +230,13 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
     monkeypatch.setattr(files, "save", slowly)
     sizes = [9, 5, 7, 12, 3, 8, 6, 4, 10, 11]
     options = {"rounds": 5, "join_ratio": 0.5, "lanes": 1}
-    _, rows, models = simulate("local", ragged_task(sizes), threads=3, client_memory=9000, **options)
+    _, rows, models = simulate(
+        "local", ragged_task(sizes), threads=3, client_memory=9000, **options
+    )
     _, wanted, reference = simulate("local", ragged_task(sizes), **options)
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in wanted], rel=1e-12)
+    assert [row["loss"] for row in rows] == pytest.approx(
+        [row["loss"] for row in wanted], rel=1e-12
+    )
     for key in reference:
         assert_close(models[key], reference[key], 1e-12)
 
@@ -220,8 +274,14 @@ def test_a_model_that_needs_real_tensors_to_be_made():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Net(2), r"turns 2 samples into a tensor of shape \(2, 2\); it must give a score for each of the 3"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), r"cannot be run on samples of shape .*: mat1 and mat2"),
+        (
+            lambda: Net(2),
+            r"turns 2 samples into a tensor of shape \(2, 2\); it must give a score for each of the 3",
+        ),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(7, 3)),
+            r"cannot be run on samples of shape .*: mat1 and mat2",
+        ),
         (lambda: nn.LSTM(6, 3), r"cannot be run on samples of shape|turns 2 samples into a tuple"),
     ],
 )

@@ -28,7 +28,9 @@ def test_spread_is_numpys_histogram_in_every_lane():
         for place, value in enumerate(weights.values()):
             own = value[lane].numpy().ravel()
             counts, _ = np.histogram(own, BINS, (0, 1))
-            np.testing.assert_allclose(found[lane, place], [own.mean(), *counts / own.size], atol=1e-6)
+            np.testing.assert_allclose(
+                found[lane, place], [own.mean(), *counts / own.size], atol=1e-6
+            )
     np.testing.assert_array_equal(spread(take(weights, [1])).numpy()[0], found[1])
 
 
@@ -39,7 +41,9 @@ def test_what_is_lost_in_a_division_by_zero_is_in_no_tenth():
 @pytest.mark.parametrize("lanes", [1, 3, None])
 def test_the_record_is_the_w_of_every_client(lanes):
     task = ragged_task(SIZES)
-    simulation, rows, _ = simulate("fedala", task, rounds=3, seeds=(4, 5), lanes=lanes, record_weights=1)
+    simulation, rows, _ = simulate(
+        "fedala", task, rounds=3, seeds=(4, 5), lanes=lanes, record_weights=1
+    )
     assert [row["round"] for row in rows if "weights" in row] == [0, 0, 1, 1, 2, 2, 3, 3]
     for row in rows:
         assert [line[:2] for line in row["weights"]] == [
@@ -57,13 +61,20 @@ def test_the_record_is_the_w_of_every_client(lanes):
 def test_recording_changes_nothing(method):
     def go(every):
         _, rows, models = simulate(method, ragged_task(SIZES), rounds=3, record_weights=every)
-        plain = [{k: repr(v) for k, v in row.items() if k not in ("weights", "seconds", "clients")} for row in rows]
+        plain = [
+            {k: repr(v) for k, v in row.items() if k not in ("weights", "seconds", "clients")}
+            for row in rows
+        ]
         return plain, models, ["weights" in row for row in rows]
 
     rows, models, recorded = go(2)
     without, reference, nothing = go(0)
     assert rows == without
-    assert all(torch.equal(models[key][name], reference[key][name]) for key in models for name in models[key])
+    assert all(
+        torch.equal(models[key][name], reference[key][name])
+        for key in models
+        for name in models[key]
+    )
     assert recorded == ([True, False, True, True] if "ala" in method else [False] * 4)
     assert not any(nothing)
 
@@ -79,11 +90,17 @@ def test_recording_changes_nothing(method):
     ],
 )
 def test_records_are_made_at_the_first_evaluation_from_a_multiple_on(every, eval_every, recorded):
-    _, rows, _ = simulate("fedala", ragged_task(SIZES[:2]), rounds=7, eval_every=eval_every, record_weights=every)
+    _, rows, _ = simulate(
+        "fedala", ragged_task(SIZES[:2]), rounds=7, eval_every=eval_every, record_weights=every
+    )
     assert [row["round"] for row in rows if "weights" in row] == recorded
 
 
 def test_only_participants_are_recorded():
-    simulation, rows, _ = simulate("fedala", ragged_task(SIZES), rounds=4, join_ratio=0.5, record_weights=1)
+    simulation, rows, _ = simulate(
+        "fedala", ragged_task(SIZES), rounds=4, join_ratio=0.5, record_weights=1
+    )
     for row in rows:
-        assert sorted({line[0] for line in row["weights"]}) == simulation.participants(0, row["round"] + 1)
+        assert sorted({line[0] for line in row["weights"]}) == simulation.participants(
+            0, row["round"] + 1
+        )

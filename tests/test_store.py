@@ -32,7 +32,9 @@ def test_the_config_is_kept(folder):
 
 
 def test_history_comes_back_as_numbers(folder):
-    folder.add_history("fedavg", [row(accuracy=np.float64(1 / 3), loss=float("nan")), row(round=1, loss=-2.0)])
+    folder.add_history(
+        "fedavg", [row(accuracy=np.float64(1 / 3), loss=float("nan")), row(round=1, loss=-2.0)]
+    )
     first, second = folder.history()
     assert first["method"] == "fedavg"
     assert first["accuracy"] == 1 / 3
@@ -78,14 +80,20 @@ def test_the_summary_is_replaced_in_one_step(folder):
     folder.write_summary({"a": 1})
     folder.write_summary({"β": 2})
     assert json.loads((folder.path / "summary.json").read_text(encoding="utf-8")) == {"β": 2}
-    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == ["config.toml", "digests.json", "summary.json"]
+    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == [
+        "config.toml",
+        "digests.json",
+        "summary.json",
+    ]
 
 
 def test_nothing_is_pickled(folder):
     folder.add_history("fedavg", [row()])
     folder.save_model("fedavg", Personal(0, None, {"weight": torch.ones(1, 2)}))
     for file in folder.path.rglob("*"):
-        assert not file.is_file() or (not zipfile.is_zipfile(file) and not file.read_bytes().startswith(b"\x80"))
+        assert not file.is_file() or (
+            not zipfile.is_zipfile(file) and not file.read_bytes().startswith(b"\x80")
+        )
 
 
 def refused(path, says, *, force):
@@ -99,7 +107,10 @@ def test_an_existing_folder_is_replaced_by_force_only(folder):
     assert len(folder.history()) == 1
     with RunFolder.create(folder.path, Config(rounds=9), force=True):
         refused(folder.path, "another process is working in it", force=True)
-    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == ["config.toml", "digests.json"]
+    assert sorted(entry.name for entry in folder.path.glob("[!.]*")) == [
+        "config.toml",
+        "digests.json",
+    ]
     assert Config.read(folder.path / "config.toml")["rounds"] == 9
 
 
@@ -204,7 +215,9 @@ def test_a_saved_model_that_nothing_vouches_for_is_said_to_be_unverified(folder)
 
 
 def test_class_names_are_no_formulas(folder):
-    dataset = Dataset("x", torch.zeros(8, 2), torch.arange(8) % 2, 2, ("=cmd|'/c calc'!A1", "plain"))
+    dataset = Dataset(
+        "x", torch.zeros(8, 2), torch.arange(8) % 2, 2, ("=cmd|'/c calc'!A1", "plain")
+    )
     folder.write_split(federate(dataset, "iid", 2))
     assert {row["name"] for row in folder.rows("split.csv")} == {"'=cmd|'/c calc'!A1", "plain"}
 

@@ -17,9 +17,28 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 #: Modules that turn bytes into objects, or text into code.
-_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "jsonpickle"}
+_MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "yaml",
+    "jsonpickle",
+}
 #: Calls that do; numpy's loader only where it may.
-_CALLS = {"eval", "exec", "torch.load", "pd.read_pickle", "pandas.read_pickle", "np.load", "numpy.load", "os.system"}
+_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "pd.read_pickle",
+    "pandas.read_pickle",
+    "np.load",
+    "numpy.load",
+    "os.system",
+}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -34,11 +53,15 @@ def test_nothing_is_unpickled_or_evaluated(path):
             assert name not in _CALLS, f"line {node.lineno}: {name}"
             for keyword in node.keywords:
                 if keyword.arg in ("allow_pickle", "shell", "trust_remote_code", "weights_only"):
-                    assert ast.unparse(keyword.value) == "False", f"line {node.lineno}: {keyword.arg}"
+                    assert ast.unparse(keyword.value) == "False", (
+                        f"line {node.lineno}: {keyword.arg}"
+                    )
 
 
 def pins():
-    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    lines = [
+        line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()
+    ]
     return [line for line in lines if line]
 
 
@@ -63,7 +86,9 @@ def needed(*extras):
         for text in package.requires or ():
             requirement = Requirement(text)
             marker = requirement.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in (wanted or {""})):
+            if marker is None or any(
+                marker.evaluate({"extra": extra}) for extra in (wanted or {""})
+            ):
                 step = (canonicalize_name(requirement.name), frozenset(requirement.extras))
                 if step not in seen:
                     seen.add(step)
@@ -146,7 +171,9 @@ def test_the_loggers_can_be_installed_with_the_constraints(python, tmp_path):
     assert {"tensorboard", "wandb", "mlflow"} <= set(found)
 
 
-FREE = re.compile(r"MIT|BSD|Apache|Python|PSF|ISC|MPL|Mozilla|HPND|Zlib|CC0|Unlicense|0BSD|CNRI", re.I)
+FREE = re.compile(
+    r"MIT|BSD|Apache|Python|PSF|ISC|MPL|Mozilla|HPND|Zlib|CC0|Unlicense|0BSD|CNRI", re.I
+)
 
 
 def test_every_package_that_a_run_needs_has_a_free_licence():
@@ -156,7 +183,13 @@ def test_every_package_that_a_run_needs_has_a_free_licence():
         if name.startswith(("nvidia-", "cuda-")):
             continue  # NVIDIA's libraries have NVIDIA's licence; see SECURITY.md
         about = package.metadata
-        classifiers = [line for line in about.get_all("Classifier") or () if line.startswith("License")]
-        stated = " ".join([about.get("License-Expression") or about.get("License") or "", *classifiers])
+        classifiers = [
+            line for line in about.get_all("Classifier") or () if line.startswith("License")
+        ]
+        stated = " ".join(
+            [about.get("License-Expression") or about.get("License") or "", *classifiers]
+        )
         assert FREE.search(stated[:300] + " ".join(classifiers)), f"{name}: {stated[:80]!r}"
-        assert not re.search(r"\bA?GPL|proprietary", stated[:300]) or "LGPL" in stated, f"{name}: {stated[:80]!r}"
+        assert not re.search(r"\bA?GPL|proprietary", stated[:300]) or "LGPL" in stated, (
+            f"{name}: {stated[:80]!r}"
+        )

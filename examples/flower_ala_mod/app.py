@@ -34,7 +34,10 @@ def train(message: Message, context: Context) -> Message:
         F.cross_entropy(model(x[i : i + 10]), y[i : i + 10]).backward()
         optimizer.step()
     metrics = MetricRecord({"num-examples": len(x), "accuracy": accuracy})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
+        reply_to=message,
+    )
 
 
 before = ClientApp()
@@ -59,4 +62,6 @@ def main(grid: Grid, context: Context) -> None:
     start = ArrayRecord(make_model().state_dict())
     result = strategy.start(grid, start, num_rounds=int(context.run_config["rounds"]))
     last = max(result.train_metrics_clientapp)
-    print(f"accuracy before training in round {last}: {result.train_metrics_clientapp[last]['accuracy']:.1%}")
+    print(
+        f"accuracy before training in round {last}: {result.train_metrics_clientapp[last]['accuracy']:.1%}"
+    )

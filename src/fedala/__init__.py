@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 
 #: Where each name is. It is imported when it is first used, so that the command line can start before torch is loaded.
-_HOME = {"ALA": "ala", "Config": "config", "Result": "running", "UserError": "errors", "run": "running"}
+_HOME = {
+    "ALA": "ala",
+    "Config": "config",
+    "Result": "running",
+    "UserError": "errors",
+    "run": "running",
+}
 
 
 def __getattr__(name: str) -> Any:

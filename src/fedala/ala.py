@@ -49,22 +49,30 @@ FAULTS = (
     "the local model is not finite, so the received model replaced it and W was not learned",
     "the loss or the gradient of weight learning was not finite, so W is as it was before this round",
 )
-RECEIVED_FAULT = "the received model is not finite, so the local model stayed as it was and W was not learned"
+RECEIVED_FAULT = (
+    "the received model is not finite, so the local model stayed as it was and W was not learned"
+)
 
 
 @dataclass(frozen=True)
 class Settings:
     """ALA's hyperparameters, with the paper's defaults."""
 
-    layers: int = option(1, "p: how many layers ALA governs, counted from the output; 0 switches it off", least=0)
+    layers: int = option(
+        1, "p: how many layers ALA governs, counted from the output; 0 switches it off", least=0
+    )
     eta: float = option(1.0, "η: learning rate of the aggregation weights W", above=0)
-    sample: float = option(0.8, "s: share of the client's training samples that W is learned on", above=0, most=1)
+    sample: float = option(
+        0.8, "s: share of the client's training samples that W is learned on", above=0, most=1
+    )
     threshold: float = option(
         0.01, "the initial stage ends when the last ten epoch losses spread less than this", least=0
     )
     max_epochs: int = option(100, "the most epochs of the initial stage", least=1)
     min_epochs: int = option(1, "the least epochs of weight learning in every round", least=1)
-    start_round: int = option(1, "the round from which ALA is on; before it, the received model overwrites", least=1)
+    start_round: int = option(
+        1, "the round from which ALA is on; before it, the received model overwrites", least=1
+    )
     freeze: bool = option(False, "learn W in the initial stage only, and keep it")
 
 
@@ -136,7 +144,11 @@ class Outcome(NamedTuple):
         for epochs, losses, initial, mean, fault in zip(*columns, strict=True):
             settled = initial and _has_settled(losses[:epochs], settings)
             capped = initial and not settled
-            reports.append(Report(epochs, tuple(losses[:epochs]), initial, settled, capped, mean, FAULTS[fault]))
+            reports.append(
+                Report(
+                    epochs, tuple(losses[:epochs]), initial, settled, capped, mean, FAULTS[fault]
+                )
+            )
         return reports
 
 
@@ -159,15 +171,23 @@ def initialize(
     none = torch.zeros(len(cohort), dtype=torch.int64, device=trained.device)
     if cohort.round < settings.start_round or not governed:
         nothing = none.new_zeros(len(none), 0)
-        return dict(start), state, Outcome(none, nothing, none.bool(), torch.ones_like(none).float(), none)
+        return (
+            dict(start),
+            state,
+            Outcome(none, nothing, none.bool(), torch.ones_like(none).float(), none),
+        )
 
-    update = {name: received[name] - local[name] for name in governed}  # the paper's "update", g − w
+    update = {
+        name: received[name] - local[name] for name in governed
+    }  # the paper's "update", g − w
     differs = torch.stack([(update[name] != 0).flatten(1).any(1) for name in governed]).any(0)
     blending = differs & onto(differs.device, [size > 0 for size in cohort.sizes()])
     finite = _finite_lanes(update)
     learning = blending & finite & ~trained if settings.freeze else blending & finite
     weights: Params = {name: value.clone() for name, value in state["weights"].items()}
-    losses, epochs, sound = _learn(cohort, settings, learning, trained, weights, local, update, start)
+    losses, epochs, sound = _learn(
+        cohort, settings, learning, trained, weights, local, update, start
+    )
     # From here on, a lane whose learning failed counts as one that did not learn. All of this stays
     # on the device: nobody waits for it.
     sound &= _finite_lanes(weights)
@@ -217,10 +237,17 @@ def _learn(
             first = {name: value[0] for name, value in start.items()}
             probe = first, task.inputs(torch.as_tensor(samples.rows[0][:2], device=task.device))
         cut = task.cut(deepest, start, sum(samples.lengths), probe)
-        rest = {name: start[name] for layer in task.layers[: cut.p] for name in layer if name not in update}
+        rest = {
+            name: start[name]
+            for layer in task.layers[: cut.p]
+            for name in layer
+            if name not in update
+        }
         old = {name: local[name] for name in update}
         if task.device.type == "cuda" and not rest and _is_plain_head(task, cut, tuple(update)):
-            done = _learn_head(cohort, settings, learning, trained, weights, old, update, start, cut, samples)
+            done = _learn_head(
+                cohort, settings, learning, trained, weights, old, update, start, cut, samples
+            )
             if done is not None:
                 return *done, are_finite(*done)
 
@@ -228,7 +255,9 @@ def _learn(
         past_initial = trained.tolist()
         active = [lane for lane, learns in enumerate(learning.tolist()) if learns]
         if len(active) < len(cohort):
-            samples = Samples((r if i in active else r[:0] for i, r in enumerate(samples.rows)), task.device)
+            samples = Samples(
+                (r if i in active else r[:0] for i, r in enumerate(samples.rows)), task.device
+            )
         table, places = cohort.features(cut, start, samples)
         while active:
             w, d, others, learned = (take(tree, active) for tree in (old, update, rest, weights))
@@ -236,38 +265,60 @@ def _learn(
             lengths = [samples.lengths[lane] for lane in active]
             batches = torch.tensor([-(-n // task.batch_size) for n in lengths], device=task.device)
             goes_on = active
-            while goes_on == active:  # until some lane is done: then the others are put together anew
+            while (
+                goes_on == active
+            ):  # until some lane is done: then the others are put together anew
                 total = torch.zeros(len(active), device=task.device, dtype=task.dtype)
                 for lanes, columns in steps(lengths, task.batch_size, drop_last=False):
                     update_, weights_ = take(d, lanes), take(learned, lanes)
-                    hat = {n: (w[n][lanes] + update_[n] * weights_[n]).requires_grad_() for n in update}
-                    x, y = cohort.rows(table, where[lanes, columns]), task.targets(which[lanes, columns])
+                    hat = {
+                        n: (w[n][lanes] + update_[n] * weights_[n]).requires_grad_() for n in update
+                    }
+                    x, y = (
+                        cohort.rows(table, where[lanes, columns]),
+                        task.targets(which[lanes, columns]),
+                    )
                     loss = task.losses({**take(others, lanes), **hat}, x, y, cut)
                     if not loss.requires_grad:
                         raise UserError(
                             "The loss does not depend on the parameters that ALA governs "
                             f"({few(list(update))}): choose other layers, and do not detach the loss."
                         )
-                    gradients = torch.autograd.grad(loss.sum(), list(hat.values()), materialize_grads=True)
+                    gradients = torch.autograd.grad(
+                        loss.sum(), list(hat.values()), materialize_grads=True
+                    )
                     for name, gradient in zip(update, gradients, strict=True):
-                        weights_[name].sub_(gradient * update_[name], alpha=settings.eta).clamp_(0, 1)
+                        weights_[name].sub_(gradient * update_[name], alpha=settings.eta).clamp_(
+                            0, 1
+                        )
                     total[lanes] += loss.detach()
                 for lane, loss_ in zip(active, (total / batches).tolist(), strict=True):
                     losses[lane].append(loss_)
-                goes_on = [lane for lane in active if _goes_on(losses[lane], past_initial[lane], settings)]
+                goes_on = [
+                    lane for lane in active if _goes_on(losses[lane], past_initial[lane], settings)
+                ]
             for name in update:
                 weights[name][active] = learned[name]
             active = goes_on
     epochs = [len(own) for own in losses]
     padded = [own + [float("nan")] * (max(epochs) - len(own)) for own in losses]
     sound = onto(trained.device, [bool(np.isfinite(own).all()) for own in losses])
-    return torch.tensor(padded, dtype=torch.float64), torch.tensor(epochs, device=trained.device), sound
+    return (
+        torch.tensor(padded, dtype=torch.float64),
+        torch.tensor(epochs, device=trained.device),
+        sound,
+    )
 
 
 def _is_plain_head(task: Task, cut: Cut, governed: tuple[str, ...]) -> bool:
     """Whether ALA governs just the last linear layer under cross-entropy, as in the paper: there is a kernel for that."""
     name = governed[0].removesuffix(".weight")
-    if not cut.cuts or cut.p != 1 or governed != (f"{name}.weight", f"{name}.bias") or task.dtype != torch.float32:
+    if (
+        not cut.cuts
+        or cut.p != 1
+        or governed != (f"{name}.weight", f"{name}.bias")
+        or task.dtype != torch.float32
+    ):
         return False
     labels = isinstance(task.y, Tensor) and task.y.dtype == torch.int64 and task.y.dim() == 1
     plain = task.loss is F.cross_entropy and type(task.model.get_submodule(name)) is nn.Linear
@@ -294,7 +345,9 @@ def _learn_head(
     task = cohort.task
     table, places = cohort.features(cut, start, samples)
     if table is None:  # nobody has a sample
-        return torch.empty(len(cohort), 0, device=trained.device), torch.zeros_like(trained, dtype=torch.int64)
+        return torch.empty(len(cohort), 0, device=trained.device), torch.zeros_like(
+            trained, dtype=torch.int64
+        )
     if table.dim() != 2:
         return None
     lengths = samples.counts
@@ -376,7 +429,9 @@ def spread(weights: Params) -> Tensor:
         # Counting by comparison: most elements lie in one bin, where atomic additions on a GPU would queue up.
         above = torch.stack([(flat >= k / BINS).sum(1) for k in range(BINS)], 1)
         counts = above - F.pad(above[:, 1:], (0, 1))
-        return torch.cat([flat.sum(1, keepdim=True, dtype=torch.float64), counts], 1) / flat.shape[1]
+        return (
+            torch.cat([flat.sum(1, keepdim=True, dtype=torch.float64), counts], 1) / flat.shape[1]
+        )
 
     return torch.stack([one(value) for value in weights.values()], 1)
 
@@ -406,11 +461,19 @@ class ALA:
         freeze: bool = False,
     ) -> None:
         """`layers` counts from the output, or is a list of patterns that parameter names must start with."""
-        patterns = [layers] if isinstance(layers, str) else list(layers) if isinstance(layers, Iterable) else None
+        patterns = (
+            [layers]
+            if isinstance(layers, str)
+            else list(layers)
+            if isinstance(layers, Iterable)
+            else None
+        )
         values = {"eta": eta, "sample": sample, "threshold": threshold, "max_epochs": max_epochs}
         values |= {"min_epochs": min_epochs, "start_round": start_round, "freeze": freeze}
         values |= {"batch_size": batch_size, "seed": seed}
-        self.settings = build(ClientSettings, values if patterns is not None else {"layers": layers, **values})
+        self.settings = build(
+            ClientSettings, values if patterns is not None else {"layers": layers, **values}
+        )
         self.layers: int | Sequence[str] = self.settings.layers if patterns is None else patterns
         #: How many rounds this client has taken part in.
         self.round = 0
@@ -423,11 +486,21 @@ class ALA:
     @property
     def weights(self) -> Params:
         """W by parameter name, in the model's order; empty before the first round."""
-        return {} if self._state is None else {name: value[0] for name, value in self._state["weights"].items()}
+        return (
+            {}
+            if self._state is None
+            else {name: value[0] for name, value in self._state["weights"].items()}
+        )
 
-    @torch.inference_mode(False)  # whatever the caller has switched off, W is learned from gradients
+    @torch.inference_mode(
+        False
+    )  # whatever the caller has switched off, W is learned from gradients
     def initialize(
-        self, local_model: nn.Module, received_model: nn.Module, data: Any, loss: Loss = F.cross_entropy
+        self,
+        local_model: nn.Module,
+        received_model: nn.Module,
+        data: Any,
+        loss: Loss = F.cross_entropy,
     ) -> Report:
         """Blends `received_model` into `local_model`, in place, and says what happened.
 
@@ -481,9 +554,13 @@ class ALA:
         )
         task.dtype = dtype
         task.uses_channels_last = False  # one pass over the samples would not repay the trial
-        cohort = Cohort(task, [0], [self.settings.seed], round=self.round + 1, received=received, source=[0])
+        cohort = Cohort(
+            task, [0], [self.settings.seed], round=self.round + 1, received=received, source=[0]
+        )
         whole = replace(self.settings, sample=1.0)  # what was collected is the sample
-        initialized, state, outcome = initialize(cohort, whole, state, local, received, governed=governed)
+        initialized, state, outcome = initialize(
+            cohort, whole, state, local, received, governed=governed
+        )
         with torch.no_grad():
             for name, value in local.items():
                 value.copy_(initialized[name])
@@ -493,7 +570,11 @@ class ALA:
 
     def _fault_report(self, fault: str) -> Report:
         """Report a round in which nothing was done."""
-        mean = float(_weight_means(self._state["weights"])) if self._state and self._state["weights"] else 1.0
+        mean = (
+            float(_weight_means(self._state["weights"]))
+            if self._state and self._state["weights"]
+            else 1.0
+        )
         return Report(0, (), False, False, False, mean, fault)
 
     def _state_for(self, received: Params, governed: Sequence[str]) -> dict[str, Any]:
@@ -502,8 +583,12 @@ class ALA:
         if self._state is None:
             return state
         mine = self._state["weights"]
-        if {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in state["weights"].items()}:
-            raise UserError("This ALA holds the weights of another model; make one ALA per client and model.")
+        if {n: w.shape for n, w in mine.items()} != {
+            n: w.shape for n, w in state["weights"].items()
+        }:
+            raise UserError(
+                "This ALA holds the weights of another model; make one ALA per client and model."
+            )
         return {
             "weights": {name: mine[name].to(ones) for name, ones in state["weights"].items()},
             "trained": self._state["trained"].to(state["trained"].device),
@@ -528,7 +613,11 @@ def _checked_state(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Any] |
     wrong = "This is not the state of an ALA: "
     if not isinstance(tensors, Mapping):
         raise UserError(f"{wrong}it must be a dict of tensors, not {type(tensors).__name__}.")
-    weights = {name.removeprefix("weights."): value for name, value in tensors.items() if name.startswith("weights.")}
+    weights = {
+        name.removeprefix("weights."): value
+        for name, value in tensors.items()
+        if name.startswith("weights.")
+    }
     if "round" not in tensors or ("trained" not in tensors and weights):
         raise UserError(f"{wrong}it needs round, trained and weights.*.")
     try:
@@ -544,9 +633,13 @@ def _checked_state(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Any] |
         raise UserError(f"{wrong}trained must be a tensor of one bool.")
     for name, value in weights.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise UserError(f"{wrong}the weights of {printable(name, 100)} must be a tensor of floating-point numbers.")
+            raise UserError(
+                f"{wrong}the weights of {printable(name, 100)} must be a tensor of floating-point numbers."
+            )
         if not ((value >= 0) & (value <= 1)).all():  # NaN is neither
-            raise UserError(f"{wrong}the weights of {printable(name, 100)} must be between 0 and 1.")
+            raise UserError(
+                f"{wrong}the weights of {printable(name, 100)} must be between 0 and 1."
+            )
     copies = {name: value.detach().clone().unsqueeze(0) for name, value in weights.items()}
     return round, {"weights": copies, "trained": trained.detach().clone().reshape(1)}
 
@@ -579,7 +672,9 @@ def _state_to_blend(model: nn.Module) -> Params:
             "The model is on the device meta, so it has no numbers: move it with to_empty and load a state."
         )
     if len(devices) > 1:
-        raise UserError(f"The model is spread over {', '.join(sorted(devices))}: ALA needs it on one device.")
+        raise UserError(
+            f"The model is spread over {', '.join(sorted(devices))}: ALA needs it on one device."
+        )
     return state
 
 
@@ -593,16 +688,23 @@ def _checked(loss: Loss) -> Loss:
         what = type(value).__name__
         if isinstance(value, Tensor):
             what = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        raise UserError(f"The loss must return the mean loss of the batch as a tensor of one number, not {what}.")
+        raise UserError(
+            f"The loss must return the mean loss of the batch as a tensor of one number, not {what}."
+        )
 
     return one_number
 
 
 def _check_twins(local: Params, received: Params) -> None:
-    kinds = [{name: (value.shape, value.dtype) for name, value in state.items()} for state in (local, received)]
+    kinds = [
+        {name: (value.shape, value.dtype) for name, value in state.items()}
+        for state in (local, received)
+    ]
     for name in {**local, **received}:
         if kinds[0].get(name) != kinds[1].get(name):
-            raise UserError(f"The local and the received model must be alike, and differ in {name}.")
+            raise UserError(
+                f"The local and the received model must be alike, and differ in {name}."
+            )
 
 
 def _collect(data: Any, choose: Callable[[int], np.ndarray]) -> tuple[Any, Any]:
@@ -673,9 +775,19 @@ def _batches(loader: DataLoader[Any]) -> list[tuple[Any, Any]]:
 def _pick(loader: DataLoader[Any], choose: Callable[[int], np.ndarray]) -> tuple[Any, Any]:
     """The chosen ones of the samples that a loader yields in an epoch, each once and in the dataset's own order."""
     batches: Any = loader.batch_sampler
-    yielded = batches.sampler if type(batches) is BatchSampler else list(chain.from_iterable(_up_to_the_end(batches)))
-    if type(yielded) is RandomSampler and not yielded.replacement and yielded.num_samples == len(yielded.data_source):
-        yielded = range(yielded.num_samples)  # a shuffle: all of them, and its generator is the user's
+    yielded = (
+        batches.sampler
+        if type(batches) is BatchSampler
+        else list(chain.from_iterable(_up_to_the_end(batches)))
+    )
+    if (
+        type(yielded) is RandomSampler
+        and not yielded.replacement
+        and yielded.num_samples == len(yielded.data_source)
+    ):
+        yielded = range(
+            yielded.num_samples
+        )  # a shuffle: all of them, and its generator is the user's
     own = np.unique(np.array(_up_to_the_end(yielded)))
     samples = [loader.dataset[key] for key in own[choose(len(own))].tolist()]
     try:
@@ -697,17 +809,25 @@ def _concatenate(pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
 def _pair(data: Any) -> tuple[Any, Any]:
     """`data`, provided that it is inputs and targets, with a row for each sample."""
     if not isinstance(data, tuple | list) or len(data) != 2:
-        raise UserError("The data must be a pair (inputs, targets), a Dataset of such pairs, or a DataLoader.")
+        raise UserError(
+            "The data must be a pair (inputs, targets), a Dataset of such pairs, or a DataLoader."
+        )
     for name, tree in zip(("inputs", "targets"), data, strict=True):
         tables = [leaf for _, leaf in leaves(tree)]
         if not tables or not all(_is_table(leaf) for leaf in tables):
-            raise UserError(f"The {name} must be tensors or NumPy arrays, with a row for each sample.")
+            raise UserError(
+                f"The {name} must be tensors or NumPy arrays, with a row for each sample."
+            )
     lengths = {len(leaf) for _, leaf in leaves(tuple(data))}
     if len(lengths) != 1:
-        raise UserError(f"Inputs and targets must have the same number of samples, not {sorted(lengths)}.")
+        raise UserError(
+            f"Inputs and targets must have the same number of samples, not {sorted(lengths)}."
+        )
     return data[0], data[1]
 
 
 def _is_table(leaf: Any) -> bool:
-    numeric = isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf")
+    numeric = isinstance(leaf, Tensor) or (
+        isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
+    )
     return numeric and leaf.ndim > 0

@@ -53,9 +53,13 @@ class Case:
             # As news are: 20 to 66 words, the n-th most frequent one with probability about 1/n, and padding.
             words = self.vocabulary ** random.random((self.samples, *self.shape), dtype=np.float32)
             lengths = random.integers(20, 67, (self.samples, 1))
-            x = torch.from_numpy(np.where(np.arange(self.shape[0]) < lengths, words, 0).astype(np.int32))
+            x = torch.from_numpy(
+                np.where(np.arange(self.shape[0]) < lengths, words, 0).astype(np.int32)
+            )
         else:
-            x = torch.from_numpy(random.integers(0, 256, (self.samples, *self.shape), dtype=np.uint8))
+            x = torch.from_numpy(
+                random.integers(0, 256, (self.samples, *self.shape), dtype=np.uint8)
+            )
         return Dataset(f"random {self.dataset}", x, y, self.classes, vocabulary=self.vocabulary)
 
     def _population(self) -> Federation:
@@ -63,7 +67,9 @@ class Case:
         data, random = self._random(), np.random.default_rng(0)
         rows = [random.integers(0, self.samples, 60) for _ in range(self.clients)]
         empty = tuple(row[:0] for row in rows)
-        return Federation(data, tuple(row[:45] for row in rows), tuple(row[45:] for row in rows), empty)
+        return Federation(
+            data, tuple(row[:45] for row in rows), tuple(row[45:] for row in rows), empty
+        )
 
 
 MNIST = Case("mnist, fedala", "mnist", (1, 28, 28), 10, 70_000, lr=0.1)
@@ -131,17 +137,28 @@ def measure(
         seconds.append(time.perf_counter() - before)
     steady = statistics.median(seconds[2:])
     own = _plain(case, federation, checked.device) if plain and case.plain else None
-    name = torch.cuda.get_device_name() if checked.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if checked.device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     return Figures(case.name, name, precision, seconds[0], seconds[1], steady, own, accuracy)
 
 
 def _plain(case: Case, federation: Federation, device: torch.device) -> float:
     data = federation.dataset
-    x = (data.x.to(device).float() / 255 - 0.5) / 0.5 if data.x.dtype == torch.uint8 else data.x.to(device)
+    x = (
+        (data.x.to(device).float() / 255 - 0.5) / 0.5
+        if data.x.dtype == torch.uint8
+        else data.x.to(device)
+    )
     y = data.y.to(device)
 
     def parts(rows: tuple[np.ndarray, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(x[torch.as_tensor(r, device=device)], y[torch.as_tensor(r, device=device)]) for r in rows]
+        return [
+            (x[torch.as_tensor(r, device=device)], y[torch.as_tensor(r, device=device)])
+            for r in rows
+        ]
 
     model = build_model(case.model, data).to(device)
     train, test = parts(federation.train), parts(federation.test)

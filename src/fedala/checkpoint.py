@@ -45,7 +45,9 @@ class Checkpoint:
         lanes = 1 if self.lanes is None else self.lanes
         limits = [(self.round, 0, 2**31), (lanes, 1, 2**31), (self.threads, 1, 2**10)]
         limits += [(n, 0, 2**31) for n in chain(*self.clients)]
-        return type(self.done) is bool and all(type(n) is int and least <= n < most for n, least, most in limits)
+        return type(self.done) is bool and all(
+            type(n) is int and least <= n < most for n, least, most in limits
+        )
 
     @property
     def names(self) -> set[str]:
@@ -53,7 +55,9 @@ class Checkpoint:
 
     def pack(self) -> bytes:
         clients = [[*lane, *file] for lane, file in self.clients.items()]
-        return files.pack_json("checkpoint", {"version": files.VERSION, **asdict(self), "clients": clients})
+        return files.pack_json(
+            "checkpoint", {"version": files.VERSION, **asdict(self), "clients": clients}
+        )
 
     @classmethod
     def unpack(cls, path: Path) -> "Checkpoint":
@@ -64,9 +68,13 @@ class Checkpoint:
         with files.damage(path):
             version = values.pop("version")
             if version != files.VERSION:
-                raise ValueError(f"it is of version {version}, and this program reads version {files.VERSION}")
+                raise ValueError(
+                    f"it is of version {version}, and this program reads version {files.VERSION}"
+                )
             values["server"] = File(*values["server"])
-            values["clients"] = {(run, client): File(*file) for run, client, *file in values["clients"]}
+            values["clients"] = {
+                (run, client): File(*file) for run, client, *file in values["clients"]
+            }
             found = cls(**values)
             if not found._sound():
                 raise ValueError("it says what no run has said")
@@ -109,7 +117,10 @@ class Checkpoints:
         self.bytes = self.written = 0
         self.seconds = 0.0
         self._kept: list[Checkpoint] = []  # the newest first
-        self._ended, self._took = time.monotonic(), size / 2**27  # a guess for the first, at 128 MiB a second
+        self._ended, self._took = (
+            time.monotonic(),
+            size / 2**27,
+        )  # a guess for the first, at 128 MiB a second
 
     @property
     def round(self) -> int | None:
@@ -188,7 +199,9 @@ class Checkpoints:
             try:
                 checkpoint = Checkpoint.unpack(path)
                 self._check_identity(checkpoint, path)
-                if found.newest is None:  # of the older ones it is enough that they say which files are theirs
+                if (
+                    found.newest is None
+                ):  # of the older ones it is enough that they say which files are theirs
                     self._check_files(checkpoint)
             except files.Damaged as error:
                 damage = str(error)
@@ -198,7 +211,9 @@ class Checkpoints:
             else:
                 found.whole.append(checkpoint)
         if found.newest is None and (damage or any(self.folder.glob("*.damaged"))):
-            raise files.Damaged(f"No checkpoint in {self.folder} is whole, so nothing can be resumed. {damage}".strip())
+            raise files.Damaged(
+                f"No checkpoint in {self.folder} is whole, so nothing can be resumed. {damage}".strip()
+            )
         return found
 
     def _check_identity(self, checkpoint: Checkpoint, path: Path) -> None:
@@ -227,14 +242,18 @@ class Checkpoints:
             with suppress(OSError):  # not there, or not empty
                 folder.rmdir()
 
-    def restore(self, checkpoint: Checkpoint, simulation: Simulation, *, anew: bool = False) -> None:
+    def restore(
+        self, checkpoint: Checkpoint, simulation: Simulation, *, anew: bool = False
+    ) -> None:
         """Brings the simulation to where it was; with `anew`, not to the lanes and threads that it had."""
         path = self.folder / checkpoint.server.name
         state, _ = files.load(path, checkpoint.server.digest)
         try:
             simulation.restore(checkpoint.round, state)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise files.Damaged(f"{path} does not fit this run: it is a checkpoint of something else.") from None
+            raise files.Damaged(
+                f"{path} does not fit this run: it is a checkpoint of something else."
+            ) from None
         simulation.clients.adopt(checkpoint.clients)
         simulation.clients.hold(self._needed)
         if simulation.task.device.type == checkpoint.device and not anew:

@@ -19,7 +19,9 @@ try:
     from rich.markup import escape
     from typer.core import TyperGroup
 except ModuleNotFoundError:
-    print("Error: the command line needs typer and rich: pip install 'fedala[cli]'.", file=sys.stderr)
+    print(
+        "Error: the command line needs typer and rich: pip install 'fedala[cli]'.", file=sys.stderr
+    )
     raise SystemExit(2) from None
 
 from fedala.config import Config
@@ -31,7 +33,16 @@ from fedala.paper import commands as paper
 from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
 from fedala.report.runs import find
-from fedala.running import Result, Stopped, Watcher, asked_to_stop, execute, plan, resume_advice, versions
+from fedala.running import (
+    Result,
+    Stopped,
+    Watcher,
+    asked_to_stop,
+    execute,
+    plan,
+    resume_advice,
+    versions,
+)
 from fedala.simulation import Row
 from fedala.store import RunFolder
 
@@ -86,7 +97,9 @@ def main() -> None:
     _keep_memory()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a console that has no ρ shows a question mark instead
+            stream.reconfigure(
+                errors="replace"
+            )  # a console that has no ρ shows a question mark instead
     app(prog_name="fedala")
 
 
@@ -98,7 +111,9 @@ def options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        own = [
+            p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD
+        ]
         kinds, panel, generated = typing.get_type_hints(Config), None, []
         for field in fields(Config):
             panel = PANELS.get(field.name, panel)
@@ -118,9 +133,10 @@ def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Par
     flag, text = f"--{field.name.replace('_', '-')}", escape(field.metadata["help"])
     annotation: Any = str | None
     default = "" if field.default is None else str(field.default)
-    metavar = "|".join(field.metadata.get("choices") or ()) or {int: "INTEGER", float: "NUMBER"}.get(
-        _plain(kind), "TEXT"
-    )
+    metavar = "|".join(field.metadata.get("choices") or ()) or {
+        int: "INTEGER",
+        float: "NUMBER",
+    }.get(_plain(kind), "TEXT")
     if kind is bool:
         annotation, metavar, flag = bool | None, "", f"{flag}/--no-{flag[2:]}"
         default = flag.split("/")[0 if field.default else 1]
@@ -129,9 +145,14 @@ def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Par
         text += "; can be given several times"
     if default:
         text += rf" [dim]\[default: {default}][/dim]"
-    option = typer.Option(flag, metavar=metavar, help=text, show_default=False, rich_help_panel=panel)
+    option = typer.Option(
+        flag, metavar=metavar, help=text, show_default=False, rich_help_panel=panel
+    )
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[annotation, option],
     )
 
 
@@ -161,7 +182,13 @@ def _version(asked: bool) -> None:
 def fedala(
     version: Annotated[
         bool,
-        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Show the versions and exit."),
+        typer.Option(
+            "--version",
+            metavar="",
+            callback=_version,
+            is_eager=True,
+            help="Show the versions and exit.",
+        ),
     ] = False,
 ) -> None:
     pass
@@ -181,7 +208,10 @@ A config file is TOML and holds the same names, such as batch_size = 10. Options
 def run(
     *,
     config: Annotated[
-        Path | None, typer.Option(help="a TOML file with any of these options", rich_help_panel="Files", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="a TOML file with any of these options", rich_help_panel="Files", metavar="FILE"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -192,7 +222,13 @@ def run(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", metavar="", help="replace the run folder if it exists", rich_help_panel="Files")
+        bool,
+        typer.Option(
+            "--force",
+            metavar="",
+            help="replace the run folder if it exists",
+            rich_help_panel="Files",
+        ),
     ] = False,
     resume: Annotated[
         Path | None,
@@ -204,7 +240,12 @@ def run(
     ] = None,
     tensorboard: Annotated[
         bool,
-        typer.Option("--tensorboard", metavar="", help="write TensorBoard events as well", rich_help_panel="Files"),
+        typer.Option(
+            "--tensorboard",
+            metavar="",
+            help="write TensorBoard events as well",
+            rich_help_panel="Files",
+        ),
     ] = False,
     log: Annotated[
         list[str] | None,
@@ -220,7 +261,9 @@ def run(
     given, file = _given(values), Config.read(config) if config else {}
     if resume:
         if config or force:
-            raise UserError("--resume takes everything from its folder: it cannot go with --config or --force.")
+            raise UserError(
+                "--resume takes everything from its folder: it cannot go with --config or --force."
+            )
         asked, folder = RunFolder.existing(resume).config().changed(given), out or resume
         for name, what in (("model", asked.model), ("partition", asked.partition)):
             if what == "own":
@@ -258,7 +301,9 @@ def run(
         _say(f"{stopped}; {resume_advice(resolved, folder)}.")
         raise typer.Exit(128 + asked_by[0]) from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"; {resume_advice(resolved, folder)}" if folder.exists() else "") from None
+        raise KeyboardInterrupt(
+            f"; {resume_advice(resolved, folder)}" if folder.exists() else ""
+        ) from None
     _show(result)
     _report(folder)
     _print(f"Run folder: {folder}")
@@ -266,15 +311,23 @@ def run(
 
 def _show(result: Result) -> None:
     console, config = _console(), result.config
-    console.print(tables.results({name: method.summary() for name, method in result.methods.items()}))
+    console.print(
+        tables.results({name: method.summary() for name, method in result.methods.items()})
+    )
     print("The best round is picked on test data, as in the paper.")
     if any(row["diverged"] for method in result.methods.values() for row in method.history):
-        print(f"Clients diverged: their rounds do not count (--on-divergence {config.on_divergence}); see faults.csv.")
+        print(
+            f"Clients diverged: their rounds do not count (--on-divergence {config.on_divergence}); see faults.csv."
+        )
     if config.join_ratio < 1:
         whom = "all clients" if config.eval_clients == "all" else "the participants of a round"
-        print(f"With ρ = {config.join_ratio:g}, accuracy is that of {whom}, where the heading does not say otherwise.")
+        print(
+            f"With ρ = {config.join_ratio:g}, accuracy is that of {whom}, where the heading does not say otherwise."
+        )
     if config.seeds > 1:
-        print(f"Mean ± standard deviation of {config.seeds} runs; the seconds are those of all of them together.")
+        print(
+            f"Mean ± standard deviation of {config.seeds} runs; the seconds are those of all of them together."
+        )
 
 
 def _report(folder: Path) -> None:
@@ -282,7 +335,9 @@ def _report(folder: Path) -> None:
     try:
         _print(f"Report: {page.write([folder], say=_say)}")
     except Exception as error:
-        _say(f"The report could not be written ({error}); try again with: fedala report {shlex.quote(str(folder))}")
+        _say(
+            f"The report could not be written ({error}); try again with: fedala report {shlex.quote(str(folder))}"
+        )
 
 
 def _name(config: Config) -> str:
@@ -306,10 +361,16 @@ def _name(config: Config) -> str:
 def partition(
     *,
     plot: Annotated[
-        Path | None, typer.Option(help="draw classes × clients into this .png, .pdf or .svg file", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="draw classes × clients into this .png, .pdf or .svg file", metavar="FILE"
+        ),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="write the partition to this .json file, for --partition", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="write the partition to this .json file, for --partition", metavar="FILE"
+        ),
     ] = None,
     **values: Any,
 ) -> None:
@@ -320,7 +381,9 @@ def partition(
         plots.check(plot)
     data = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
     # Only a number that was asked for is held against that of a partition file.
-    federation = federate(data, config.partition, config.clients, config.partition_seed, config.validation)
+    federation = federate(
+        data, config.partition, config.clients, config.partition_seed, config.validation
+    )
     if save:
         write_partition(federation, save)
     counts = federation.counts()
@@ -346,14 +409,21 @@ def partition(
   fedala report runs/mine --plots figures     .png and .pdf for a paper"""
 )
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="run folders, or a folder that holds some", metavar="DIR")],
+    folders: Annotated[
+        list[Path], typer.Argument(help="run folders, or a folder that holds some", metavar="DIR")
+    ],
     *,
     out: Annotated[
         Path | None,
-        typer.Option(help=r"the page [dim]\[default: report.html in the only folder][/dim]", metavar="FILE"),
+        typer.Option(
+            help=r"the page [dim]\[default: report.html in the only folder][/dim]", metavar="FILE"
+        ),
     ] = None,
     plots_: Annotated[
-        Path | None, typer.Option("--plots", help="draw it for print as well, as .png and .pdf in here", metavar="DIR")
+        Path | None,
+        typer.Option(
+            "--plots", help="draw it for print as well, as .png and .pdf in here", metavar="DIR"
+        ),
     ] = None,
 ) -> None:
     """Make one HTML page of one or several runs, finished or not: figures, curves, clients, split, W, cost, set-up."""
@@ -379,7 +449,9 @@ def methods() -> None:
 def datasets() -> None:
     """List the datasets that are known by name."""
     _console().print(tables.datasets(known()))
-    print("Your own data: --dataset with the path of a .npz, a .csv or an image folder, or hub:owner/name.")
+    print(
+        "Your own data: --dataset with the path of a .npz, a .csv or an image folder, or hub:owner/name."
+    )
 
 
 @app.command(
@@ -390,15 +462,27 @@ def datasets() -> None:
 )
 def bench(
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="small cases that finish in about a minute")] = False,
-    case: Annotated[list[str] | None, typer.Option(help="measure this case only; can be given several times")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="small cases that finish in about a minute")
+    ] = False,
+    case: Annotated[
+        list[str] | None, typer.Option(help="measure this case only; can be given several times")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, tf32, bf16 or float64")] = "float32",
-    data_dir: Annotated[Path | None, typer.Option(help="real samples from here, where there are any")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="real samples from here, where there are any")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="rounds to measure, from 4 on", min=4)] = 6,
-    plain: Annotated[bool, typer.Option("--plain/--no-plain", help="measure the plain loop as well")] = True,
-    out: Annotated[Path | None, typer.Option(help="write the table to this .md file", metavar="FILE")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw it into this .png, .pdf or .svg file", metavar="FILE")] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain/--no-plain", help="measure the plain loop as well")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="write the table to this .md file", metavar="FILE")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw it into this .png, .pdf or .svg file", metavar="FILE")
+    ] = None,
 ) -> None:
     """Measure this machine: seconds per round, against the plain per-client loop in the same run."""
     from fedala import bench as benchmark
@@ -410,13 +494,22 @@ def bench(
     if plot:
         plots.check(plot)
     if out and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise UserError(f"The table {out} cannot be written: there is no folder {out.absolute().parent}, or it is one.")
+        raise UserError(
+            f"The table {out} cannot be written: there is no folder {out.absolute().parent}, or it is one."
+        )
     Config.of({"device": device, "precision": precision})
     figures = []
     for chosen in [known_cases[name] for name in case] if case else known_cases.values():
         _say(f"{chosen.name} …")
         figures.append(
-            benchmark.measure(chosen, device=device, precision=precision, data_dir=data_dir, rounds=rounds, plain=plain)
+            benchmark.measure(
+                chosen,
+                device=device,
+                precision=precision,
+                data_dir=data_dir,
+                rounds=rounds,
+                plain=plain,
+            )
         )
         _console().print(tables.bench(figures[-1:]))
     _console().print(tables.bench(figures))
@@ -428,7 +521,9 @@ def bench(
         _print(f"Written: {path}")
 
 
-flower = typer.Typer(no_args_is_help=True, help="The same methods on Flower: real clients, on machines of their own.")
+flower = typer.Typer(
+    no_args_is_help=True, help="The same methods on Flower: real clients, on machines of their own."
+)
 app.add_typer(flower, name="flower")
 
 
@@ -439,7 +534,11 @@ app.add_typer(flower, name="flower")
   flwr run my-app my-superlink                on the nodes of a SuperLink: see docs/deployment.md"""
 )
 @options()
-def new(*, folder: Annotated[Path, typer.Argument(help="the folder to write", metavar="DIR")], **values: Any) -> None:
+def new(
+    *,
+    folder: Annotated[Path, typer.Argument(help="the folder to write", metavar="DIR")],
+    **values: Any,
+) -> None:
     """Write a folder for flwr run: an app that runs a method, with every option in its pyproject.toml."""
     from fedala.flower.experiment import LOCAL, Deployment
     from fedala.flower.new import check, write
@@ -448,7 +547,9 @@ def new(*, folder: Annotated[Path, typer.Argument(help="the folder to write", me
     given = _given(values)
     for name in LOCAL:
         if name in given:
-            raise UserError(f"--{name.replace('_', '-')} has no meaning where every client has its own machine.")
+            raise UserError(
+                f"--{name.replace('_', '-')} has no meaning where every client has its own machine."
+            )
     config = Config.of({"method": "fedala", **given})
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
@@ -464,17 +565,33 @@ def new(*, folder: Annotated[Path, typer.Argument(help="the folder to write", me
   fedala flower demo
   fedala flower demo --method ditto+ala --clients 4 --rounds 5 --out runs/demo"""
 )
-@options("method", "set", "dataset", "data_dir", "model", "partition", "clients", "rounds", "batch_size", "lr", "seed")
+@options(
+    "method",
+    "set",
+    "dataset",
+    "data_dir",
+    "model",
+    "partition",
+    "clients",
+    "rounds",
+    "batch_size",
+    "lr",
+    "seed",
+)
 def demo(
     *,
-    out: Annotated[Path | None, typer.Option(help="keep the server's run folder here", metavar="DIR")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="keep the server's run folder here", metavar="DIR")
+    ] = None,
     **values: Any,
 ) -> None:
     """Run a federation with TLS and node authentication on this machine: a SuperLink, SuperNodes, one run."""
     from fedala.flower.demo import demo as show
 
     given = _given(values)
-    checked = plan(Config.of({"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5", **given}))
+    checked = plan(
+        Config.of({"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5", **given})
+    )
     if len(checked.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {checked.config.method}.")
     if out:

@@ -56,7 +56,12 @@ class ClientStates(Mapping[Lane, State]):
     """The states of clients, by lane."""
 
     def __init__(
-        self, device: torch.device, *, everybody: bool, budget: int | None = None, folder: Path | None = None
+        self,
+        device: torch.device,
+        *,
+        everybody: bool,
+        budget: int | None = None,
+        folder: Path | None = None,
     ) -> None:
         """With `everybody`, states stay on the device; otherwise `budget` bounds the bytes of host memory that they take, and
         the rest is in files: those of `folder`, which outlive the process, or temporary ones."""
@@ -64,13 +69,17 @@ class ClientStates(Mapping[Lane, State]):
         self.budget = free_memory() // 2 if budget is None else budget
         self.bytes = 0
         self._kept: dict[Lane, Kept] = {}
-        self._resident: OrderedDict[Lane, int] = OrderedDict()  # in host memory, by age, with their bytes
+        self._resident: OrderedDict[Lane, int] = (
+            OrderedDict()
+        )  # in host memory, by age, with their bytes
         self._before: dict[Lane, Kept | None] = {}  # what this round has replaced
         self._folder, self._lasting = folder, folder is not None
         self._held: set[str] = set()  # files that checkpoints refer to
         self._adopted: set[File] = set()  # files that another process has written
         self._serial = 0
-        self._lock = threading.RLock()  # cohorts in threads come for their states while others bring theirs back
+        self._lock = (
+            threading.RLock()
+        )  # cohorts in threads come for their states while others bring theirs back
 
     def gather(self, lanes: Sequence[Lane], fresh: Callable[[Lane], State]) -> State:
         """The states of a cohort's lanes, stacked on the device; `fresh` makes that of a client that is new."""
@@ -86,7 +95,9 @@ class ClientStates(Mapping[Lane, State]):
         """A client's state; one that was adopted has to be the state of such a client."""
         state, file = self[lane], self._kept[lane].file
         if file in self._adopted and not fits(state, fresh(lane)):
-            raise files.Damaged(f"{self.folder / file.name} does not fit this run: it is the state of something else.")
+            raise files.Damaged(
+                f"{self.folder / file.name} does not fit this run: it is the state of something else."
+            )
         return state
 
     def _stack_of(self, lanes: Sequence[Lane]) -> State | None:
@@ -94,7 +105,11 @@ class ClientStates(Mapping[Lane, State]):
         kept = [self._kept.get(lane) for lane in lanes]
         stack = kept[0].stack if kept[0] else None
         whole = stack is not None and _length(stack) == len(lanes)
-        return stack if whole and all(k and k.stack is stack and k.place == i for i, k in enumerate(kept)) else None
+        return (
+            stack
+            if whole and all(k and k.stack is stack and k.place == i for i, k in enumerate(kept))
+            else None
+        )
 
     def scatter(self, lanes: Sequence[Lane], state: State) -> None:
         """Keeps the states of a cohort's lanes."""
@@ -154,7 +169,9 @@ class ClientStates(Mapping[Lane, State]):
                 stack = kept.stack or {}
                 if id(stack) not in on_host:
                     on_host[id(stack)] = tree_map(lambda t: t.cpu(), stack)
-                kept.file = self._save(lane, take(on_host[id(stack)], slice(kept.place, kept.place + 1)))
+                kept.file = self._save(
+                    lane, take(on_host[id(stack)], slice(kept.place, kept.place + 1))
+                )
             found[lane] = kept.file
         return found
 
@@ -168,8 +185,12 @@ class ClientStates(Mapping[Lane, State]):
     def adopt(self, found: Mapping[Lane, File]) -> None:
         """Takes up states from their files, as `write` returned them."""
         self._adopted = set(found.values()) - {NOTHING}
-        self._kept = {lane: Kept({} if file == NOTHING else None, file=file) for lane, file in found.items()}
-        serials = [int(file.name.split(".")[0].split("-")[2]) for file in found.values() if file != NOTHING]
+        self._kept = {
+            lane: Kept({} if file == NOTHING else None, file=file) for lane, file in found.items()
+        }
+        serials = [
+            int(file.name.split(".")[0].split("-")[2]) for file in found.values() if file != NOTHING
+        ]
         self._serial = max(serials, default=0) + 1
 
     @property

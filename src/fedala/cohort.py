@@ -103,7 +103,9 @@ class Task:
         self.layers = layers_of(model)
         if not any(True for _ in model.parameters()):
             raise UserError("The model has no parameters: there is nothing to learn.")
-        self.trainable = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self.trainable = tuple(
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        )
         #: On a GPU: the steps that have been captured, by what they do; what rounds to come have drawn; whom evaluations test.
         self.captured: dict[Any, Any] = {}
         self.ahead: dict[Any, Any] = {}
@@ -129,11 +131,17 @@ class Task:
 
     def draws(self, start: Params) -> bool:
         """Whether the model draws random numbers itself (dropout), seen by running it on two samples."""
-        rows = torch.tensor([0, 1], device=self.device)[: len(next(leaf for _, leaf in leaves(self.y)))]
+        rows = torch.tensor([0, 1], device=self.device)[
+            : len(next(leaf for _, leaf in leaves(self.y)))
+        ]
         with self.mode(training=True), torch.no_grad(), torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             try:
-                call(self.model, {name: value[0].clone() for name, value in start.items()}, self.inputs(rows))
+                call(
+                    self.model,
+                    {name: value[0].clone() for name, value in start.items()},
+                    self.inputs(rows),
+                )
             except (RuntimeError, ValueError):  # two samples are not enough for it
                 return True
             return not torch.equal(before, torch.get_rng_state())
@@ -193,7 +201,9 @@ class Task:
         """
         for training in (False, True):
             try:
-                expected, draws = self._try_model(lambda objective, *trees: objective(*trees), training)
+                expected, draws = self._try_model(
+                    lambda objective, *trees: objective(*trees), training
+                )
                 found, _ = self._try_model(run, training)
             except Exception:  # whatever the user's model or loss may raise
                 return False
@@ -206,30 +216,42 @@ class Task:
 
         Returns all results, and whether the model drew random numbers.
         """
-        rows = torch.arange(min(4, len(next(leaf for _, leaf in leaves(self.y)))), device=self.device)
+        rows = torch.arange(
+            min(4, len(next(leaf for _, leaf in leaves(self.y)))), device=self.device
+        )
         generator = torch.Generator().manual_seed(0)
         state, learning = {}, []
         for name, p in self.model.named_parameters():
             inputs = p.numel() // p.shape[0] if p.dim() and len(p) else 1
-            value = torch.randn(p.shape, generator=generator) / max(1, inputs) ** 0.5  # no layer makes it overflow
+            value = (
+                torch.randn(p.shape, generator=generator) / max(1, inputs) ** 0.5
+            )  # no layer makes it overflow
             state[name] = value.to(self.device, self.dtype if p.is_floating_point() else p.dtype)
             if p.is_floating_point():
                 learning.append(state[name].requires_grad_())
         for name, b in self.model.named_buffers():
             made_up = torch.ones_like if b.is_floating_point() else torch.zeros_like
-            value = made_up(b, device=self.device) if b.is_meta else b.detach().to(self.device, copy=True)
+            value = (
+                made_up(b, device=self.device)
+                if b.is_meta
+                else b.detach().to(self.device, copy=True)
+            )
             state[name] = value.to(self.dtype) if b.is_floating_point() else value
 
         def objective(state: Params, x: Any, y: Any) -> tuple[list[Tensor], Tensor]:
             output = call(self.model, state, x)
-            return [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)], self.loss(output, y)
+            return [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)], self.loss(
+                output, y
+            )
 
         devices = [self.device] if self.device.type == "cuda" else []
         with self.mode(training), torch.enable_grad(), torch.random.fork_rng(devices=devices):
             before = self._random_states()
             outputs, loss = run(objective, state, self.inputs(rows), self.targets(rows))
             draws = not all(map(torch.equal, before, self._random_states()))
-            gradients = () if training else torch.autograd.grad(loss, learning, materialize_grads=True)
+            gradients = (
+                () if training else torch.autograd.grad(loss, learning, materialize_grads=True)
+            )
         joined = [torch.cat([gradient.flatten() for gradient in gradients])] if gradients else []
         return [value.detach().float() for value in (*outputs, loss, *joined)], draws
 
@@ -254,8 +276,12 @@ class Task:
         if 0 < cut.p < cut.depth and samples:
             if cut.p not in self._feature_bytes:
                 first = {name: value[0] for name, value in state.items()}
-                features = cut.lower(first, self.inputs(torch.zeros(1, dtype=torch.int64, device=self.device)))
-                self._feature_bytes[cut.p] = sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(features))
+                features = cut.lower(
+                    first, self.inputs(torch.zeros(1, dtype=torch.int64, device=self.device))
+                )
+                self._feature_bytes[cut.p] = sum(
+                    leaf.numel() * leaf.element_size() for _, leaf in leaves(features)
+                )
             if samples * self._feature_bytes[cut.p] > self.feature_memory:
                 return Cut(self.model, cut.depth)
         return cut
@@ -318,11 +344,16 @@ class Task:
         """`f` of each lane's part of the trees. A single lane is called plainly, as a module would be."""
         lanes = _lanes_of(trees)
         if lanes == 1:
-            return tree_map(lambda t: t.unsqueeze(0), f(*(tree_map(lambda t: t.squeeze(0), tree) for tree in trees)))
+            return tree_map(
+                lambda t: t.unsqueeze(0),
+                f(*(tree_map(lambda t: t.squeeze(0), tree) for tree in trees)),
+            )
         if self.uses_vmap:
             return vmap(f, randomness="different")(*trees)
         # Lanes are views: what a module changes in place (running statistics) changes in the trees.
-        return tree_map(lambda *parts: torch.stack(parts), *(f(*take(trees, lane)) for lane in range(lanes)))
+        return tree_map(
+            lambda *parts: torch.stack(parts), *(f(*take(trees, lane)) for lane in range(lanes))
+        )
 
     def losses(self, params: Params, x: Any, y: Any, cut: Cut | None = None) -> Tensor:
         """Each lane's loss on its batch; with a `cut`, from the features below it."""
@@ -339,9 +370,13 @@ class Task:
     def summed_losses(self, output: Tensor, y: Tensor, real: Tensor, ends: Sequence[int]) -> Tensor:
         """Each lane's summed loss over its real samples, the first `ends[lane]` of its row."""
         if self.loss is F.cross_entropy:
-            each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+            each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none").view(
+                y.shape
+            )
             return torch.where(real, each, 0).sum(1)
-        return torch.stack([self.loss(output[lane, :end], y[lane, :end]) * end for lane, end in enumerate(ends)])
+        return torch.stack(
+            [self.loss(output[lane, :end], y[lane, :end]) * end for lane, end in enumerate(ends)]
+        )
 
     def gradients(
         self,
@@ -361,9 +396,15 @@ class Task:
         rows = RowGradients(name for name in by_rows if name in names)
         with torch.enable_grad(), rows if rows.found else nullcontext():
             state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
-            losses = self.per_lane(objective, state, x, y, *fixed) if objective else self.losses(state, x, y)
+            losses = (
+                self.per_lane(objective, state, x, y, *fixed)
+                if objective
+                else self.losses(state, x, y)
+            )
             if names and not losses.requires_grad:
-                raise UserError(f"The loss does not depend on the parameters that should learn: {few(names)}.")
+                raise UserError(
+                    f"The loss does not depend on the parameters that should learn: {few(names)}."
+                )
             wanted = [state[name] for name in names]
             values = torch.autograd.grad(losses.sum(), wanted, allow_unused=True) if names else ()
         gradients: Gradients = {
@@ -385,8 +426,14 @@ def check_scores(output: Any, dimensions: int | None = None) -> None:
     """Refuse a model whose output is not class scores: a tensor, of so many dimensions."""
     shape = tuple(output.shape) if isinstance(output, Tensor) else None
     if shape is None or (dimensions is not None and len(shape) != dimensions):
-        what = f"a tensor of {len(shape)} dimensions per lane" if shape is not None else f"a {type(output).__name__}"
-        raise UserError(f"The model must return a tensor of scores [sample, class], and it returns {what}.")
+        what = (
+            f"a tensor of {len(shape)} dimensions per lane"
+            if shape is not None
+            else f"a {type(output).__name__}"
+        )
+        raise UserError(
+            f"The model must return a tensor of scores [sample, class], and it returns {what}."
+        )
 
 
 def few(names: Sequence[str]) -> str:
@@ -462,7 +509,9 @@ def descend(params: Params, gradients: Gradients, lr: float) -> None:
     """One step of gradient descent, in place."""
     whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
     if whole:
-        torch._foreach_add_([params[name].detach() for name in whole], list(whole.values()), alpha=-lr)
+        torch._foreach_add_(
+            [params[name].detach() for name in whole], list(whole.values()), alpha=-lr
+        )
     for name, value in gradients.items():
         if isinstance(value, RowGradient):
             value.add_to(params[name].detach(), -lr)
@@ -470,7 +519,10 @@ def descend(params: Params, gradients: Gradients, lr: float) -> None:
 
 def dense(gradients: Gradients) -> Params:
     """Gradients as whole tensors, for arithmetic that needs them so."""
-    return {name: value.dense() if isinstance(value, RowGradient) else value for name, value in gradients.items()}
+    return {
+        name: value.dense() if isinstance(value, RowGradient) else value
+        for name, value in gradients.items()
+    }
 
 
 def pull(params: Params, gradients: Gradients, anchor: Params, mu: float) -> None:
@@ -516,7 +568,9 @@ class Cohort:
     def __post_init__(self) -> None:
         sizes = self.sizes()
         if any(a < b for a, b in pairwise(sizes)):
-            raise ValueError("lanes must be sorted by their number of training samples, the longest first")
+            raise ValueError(
+                "lanes must be sorted by their number of training samples, the longest first"
+            )
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -525,7 +579,9 @@ class Cohort:
         return [self.task.size(client, part) for client in self.clients]
 
     def draw(self, lane: int, purpose: str, epoch: int = 0) -> np.random.Generator:
-        return draw(self.seeds[lane], purpose, client=self.clients[lane], round=self.round, epoch=epoch)
+        return draw(
+            self.seeds[lane], purpose, client=self.clients[lane], round=self.round, epoch=epoch
+        )
 
     # --- local training --------------------------------------------------------------------------------------------
 
@@ -549,7 +605,11 @@ class Cohort:
         mu, anchor = proximal or (0.0, {})
         step = SGD(task.lr if lr is None else lr, learning, mu)
         fixed = {"anchor": {name: anchor[name] for name in learning}} if mu else {}
-        frozen = set() if names is None else {name for layer in task.layers for name in layer} - set(names)
+        frozen = (
+            set()
+            if names is None
+            else {name for layer in task.layers for name in layer} - set(names)
+        )
         trained: Params = self.train(step, params, fixed, epochs=epochs, frozen=frozen, **options)
         return trained
 
@@ -593,7 +653,10 @@ class Cohort:
             for epoch in range(epochs):
 
                 def order(cohort: "Cohort", epoch: int = epoch) -> Tensor:
-                    return pad([cohort.shuffled(i, own[i], purpose, epoch) for i in range(len(own))], task.device)
+                    return pad(
+                        [cohort.shuffled(i, own[i], purpose, epoch) for i in range(len(own))],
+                        task.device,
+                    )
 
                 table = order(self) if rows is not None else self.drawn((purpose, epoch), order)
                 if captured:
@@ -616,7 +679,9 @@ class Cohort:
             self.notes["train_loss"] = total / onto(task.device, taken)
         return state
 
-    def _captured(self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any) -> Any:
+    def _captured(
+        self, turns: tuple[Step, ...], size: int, frozen: Collection[str], state: Any, fixed: Any
+    ) -> Any:
         from fedala.cuda.graphs import Captured, is_shared
 
         shapes = tuple((name, *value.shape[1:]) for name, value in leaves((state, fixed)))
@@ -624,7 +689,9 @@ class Cohort:
         key = (turns, size, frozenset(frozen), shapes, shared)
         known = self.task.captured.get(key)
         if known is None or known.lanes < len(self):
-            known = self.task.captured[key] = Captured(self.task, turns, size, len(self), state, fixed)
+            known = self.task.captured[key] = Captured(
+                self.task, turns, size, len(self), state, fixed
+            )
         return known
 
     def drawn(self, key: Any, make: Callable[["Cohort"], T]) -> T:
@@ -638,7 +705,9 @@ class Cohort:
     def look_ahead(self) -> None:
         """Draws for the same clients' next round what they have drawn in this one. There is time now: the device works."""
         following = replace(self, round=self.round + 1, _draws={})
-        self.task.ahead = {key: value for key, value in self.task.ahead.items() if key[1] > self.round}
+        self.task.ahead = {
+            key: value for key, value in self.task.ahead.items() if key[1] > self.round
+        }
         for key, make in self._draws.items():
             self.task.ahead[key, *following._who()] = make(following)
 
@@ -647,7 +716,11 @@ class Cohort:
 
     def shuffled(self, lane: int, rows: np.ndarray, purpose: str, epoch: int) -> np.ndarray:
         """A lane's samples in the order of one epoch."""
-        return rows[self.draw(lane, purpose, epoch).permutation(len(rows))] if self.task.shuffle else rows
+        return (
+            rows[self.draw(lane, purpose, epoch).permutation(len(rows))]
+            if self.task.shuffle
+            else rows
+        )
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -670,11 +743,17 @@ class Cohort:
             for start in range(0, where.shape[1], self._width()):
                 columns = slice(start, min(start + self._width(), where.shape[1]))
                 lanes = slice(0, sum(length > start for length in samples.lengths))
-                x, y = self.rows(table, where[lanes, columns]), task.targets(samples.matrix[lanes, columns])
+                x, y = (
+                    self.rows(table, where[lanes, columns]),
+                    task.targets(samples.matrix[lanes, columns]),
+                )
                 output = task.per_lane(cut.upper, take(state, lanes), x) if cut.p else x
                 check_scores(output, y.dim() + 1)
                 # No sample's output depends on its neighbours here: shorter lanes are padded, the padding is not counted.
-                real = torch.arange(columns.start, columns.stop, device=task.device) < samples.counts[lanes, None]
+                real = (
+                    torch.arange(columns.start, columns.stop, device=task.device)
+                    < samples.counts[lanes, None]
+                )
                 correct[lanes] += ((output.argmax(-1) == y) & real).sum(1)
                 ends = [min(length - start, y.shape[1]) for length in samples.lengths[lanes]]
                 loss[lanes] += task.summed_losses(output, y, real, ends)
@@ -698,7 +777,9 @@ class Cohort:
         if found is None:
             if len(self.task.tested) > 16:  # other clients every round
                 self.task.tested.clear()
-            found = self.task.tested[key] = gather([self.task.parts[part][client] for client in self.clients])
+            found = self.task.tested[key] = gather(
+                [self.task.parts[part][client] for client in self.clients]
+            )
         return found
 
     def _width(self) -> int:
@@ -708,14 +789,18 @@ class Cohort:
     def _own_layers(self, params: Params) -> int:
         """How many upper layers are not the received ones, told by identity: the tensors that were handed out are the same."""
         own = len(self.task.layers)
-        while own and all(params[name] is self.received.get(name) for name in self.task.layers[own - 1]):
+        while own and all(
+            params[name] is self.received.get(name) for name in self.task.layers[own - 1]
+        ):
             own -= 1
         return own
 
     # --- features under the upper layers ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def features(self, cut: Cut, params: Params, samples: Samples, lanes: Sequence[int] = ()) -> tuple[Any, Tensor]:
+    def features(
+        self, cut: Cut, params: Params, samples: Samples, lanes: Sequence[int] = ()
+    ) -> tuple[Any, Tensor]:
         """What enters the upper layers, for each lane's samples: a table, and each lane's places in it.
 
         Lanes whose lower layers are one and the same received model go through it together, in large batches. Where the
@@ -731,8 +816,15 @@ class Cohort:
         table = []
         for group, rows in zip(groups, joined, strict=True):
             lane = lanes[group[0]]
-            state = {name: task.laid_out(value[lane].unsqueeze(0)).squeeze(0) for name, value in params.items()}
-            table += [cut.lower(state, task.inputs(chunk)) for chunk in torch.split(rows, task.chunk) if len(chunk)]
+            state = {
+                name: task.laid_out(value[lane].unsqueeze(0)).squeeze(0)
+                for name, value in params.items()
+            }
+            table += [
+                cut.lower(state, task.inputs(chunk))
+                for chunk in torch.split(rows, task.chunk)
+                if len(chunk)
+            ]
         return tree_map(lambda *parts: torch.cat(parts), *table) if table else None, places
 
     def _groups(self, lanes: Sequence[int], shared: bool = True) -> Groups:
@@ -785,7 +877,11 @@ def pad(rows: Sequence[Any], device: torch.device) -> Tensor:
 def onto(device: torch.device, values: Any) -> Tensor:
     """Numbers of the host on the device. From pinned memory, so that the host need not wait until the device gets to it."""
     tensor: Tensor = values if isinstance(values, Tensor) else torch.tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def lanewise(numbers: Tensor, like: Tensor) -> Tensor:

@@ -27,39 +27,72 @@ class Config:
     """A run, or a comparison of several methods. `None` stands for the paper's value for that dataset and model."""
 
     method: str = option(
-        "fedala,fedavg", "methods, separated by commas; x+ala adds ALA to x; all: every method, with and without"
+        "fedala,fedavg",
+        "methods, separated by commas; x+ala adds ALA to x; all: every method, with and without",
     )
     set: Mapping[str, Any] = field(
-        default_factory=dict, metadata={"help": "a hyperparameter, such as fedala.eta=0.5 or ala.layers=2"}
+        default_factory=dict,
+        metadata={"help": "a hyperparameter, such as fedala.eta=0.5 or ala.layers=2"},
     )
-    dataset: str = option("digits", "a dataset's name, an .npz or .csv file, an image folder, or hub:owner/name")
-    data_dir: str | None = option(None, "folder with a local copy of the dataset; without it, the hub")
-    model: str | None = option(None, "cnn, resnet18 or fasttext; without it, the one for the dataset")
-    partition: str = option("dir:0.1", "dir:β, pathological:classes, iid, or a partition file (.json)")
-    partition_seed: int = option(1, "seed of the partition, the same for all runs", least=0, most=2**32 - 1)
-    clients: int | None = option(None, "number of clients: 20, or as many as a partition file has", least=1)
-    join_ratio: float = option(1.0, "ρ: share of the clients that take part in a round", above=0, most=1)
-    rounds: int | None = option(None, "T: number of rounds; without it, 30 for digits and the paper's 2000", least=1)
+    dataset: str = option(
+        "digits", "a dataset's name, an .npz or .csv file, an image folder, or hub:owner/name"
+    )
+    data_dir: str | None = option(
+        None, "folder with a local copy of the dataset; without it, the hub"
+    )
+    model: str | None = option(
+        None, "cnn, resnet18 or fasttext; without it, the one for the dataset"
+    )
+    partition: str = option(
+        "dir:0.1", "dir:β, pathological:classes, iid, or a partition file (.json)"
+    )
+    partition_seed: int = option(
+        1, "seed of the partition, the same for all runs", least=0, most=2**32 - 1
+    )
+    clients: int | None = option(
+        None, "number of clients: 20, or as many as a partition file has", least=1
+    )
+    join_ratio: float = option(
+        1.0, "ρ: share of the clients that take part in a round", above=0, most=1
+    )
+    rounds: int | None = option(
+        None, "T: number of rounds; without it, 30 for digits and the paper's 2000", least=1
+    )
     batch_size: int = option(10, "B: samples per local step", least=1)
     lr: float | None = option(
-        None, "local learning rate; without it, the paper's for the dataset and model", above=0, most=1e9
+        None,
+        "local learning rate; without it, the paper's for the dataset and model",
+        above=0,
+        most=1e9,
     )
     local_epochs: int = option(1, "local epochs per round", least=1)
-    shuffle: bool = option(True, "reshuffle the batches every epoch; the paper's presets keep the fixed order")
+    shuffle: bool = option(
+        True, "reshuffle the batches every epoch; the paper's presets keep the fixed order"
+    )
     seeds: int = option(1, "how many runs", least=1, most=10_000)
     seed: int = option(0, "seed of the first run; the next runs count on", least=0, most=2**32 - 1)
     eval_every: int = option(1, "evaluate every so many rounds, and after the last", least=1)
     eval_clients: str = option(
-        "all", "whom to evaluate where not everybody joins: all clients, or joined", choices=("all", "joined")
+        "all",
+        "whom to evaluate where not everybody joins: all clients, or joined",
+        choices=("all", "joined"),
     )
-    validation: float = option(0.0, "share of the training data held out to pick a round by", least=0, most=0.9)
+    validation: float = option(
+        0.0, "share of the training data held out to pick a round by", least=0, most=0.9
+    )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    lanes: str = option("auto", "clients side by side: auto, all, or a number (1 = one after another)")
+    lanes: str = option(
+        "auto", "clients side by side: auto, all, or a number (1 = one after another)"
+    )
     precision: str = option(
-        "float32", "arithmetic; tf32 and bf16 are faster on a GPU, and less exact", choices=PRECISIONS
+        "float32",
+        "arithmetic; tf32 and bf16 are faster on a GPU, and less exact",
+        choices=PRECISIONS,
     )
     client_memory: float | None = option(
-        None, "GiB of memory for the state of clients that are not taking part; the rest goes to files", least=0
+        None,
+        "GiB of memory for the state of clients that are not taking part; the rest goes to files",
+        least=0,
     )
     feature_memory: float | None = option(
         None,
@@ -80,9 +113,13 @@ class Config:
     )
     save_models: bool = option(True, "keep the global and every client's personal model at the end")
     checkpoint_every: int | None = option(
-        None, "rounds between checkpoints; without it, as often as takes less than 1 % of the time; 0: none", least=0
+        None,
+        "rounds between checkpoints; without it, as often as takes less than 1 % of the time; 0: none",
+        least=0,
     )
-    keep_checkpoint: bool = option(True, "keep the last checkpoint at the end, to resume with more rounds")
+    keep_checkpoint: bool = option(
+        True, "keep the last checkpoint at the end, to resume with more rounds"
+    )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Config":
@@ -96,7 +133,9 @@ class Config:
         if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
         if not config.methods or len(set(config.methods)) < len(config.methods):
-            raise UserError(f"method must name different methods, separated by commas, not {config.method!r}.")
+            raise UserError(
+                f"method must name different methods, separated by commas, not {config.method!r}."
+            )
         return config
 
     @classmethod
@@ -113,7 +152,9 @@ class Config:
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
-                raise UserError(f"The config file {path} has an unknown option {name}{suggest(name, known)}.")
+                raise UserError(
+                    f"The config file {path} has an unknown option {name}{suggest(name, known)}."
+                )
         return {**values, "set": _flat(values.get("set", {}))}
 
     @property
@@ -123,8 +164,14 @@ class Config:
     def changed(self, changes: Mapping[str, Any]) -> "Config":
         """The config of a run that is resumed; what a run is cannot change on the way."""
         table = {**self.set, **_flat(changes.get("set", {}))}
-        asked = Config.of({**{f.name: getattr(self, f.name) for f in fields(self)}, **changes, "set": table})
-        differences = [f"{name} ({change})" for name, change in self.differences(asked).items() if name not in FREE]
+        asked = Config.of(
+            {**{f.name: getattr(self, f.name) for f in fields(self)}, **changes, "set": table}
+        )
+        differences = [
+            f"{name} ({change})"
+            for name, change in self.differences(asked).items()
+            if name not in FREE
+        ]
         if differences:
             raise UserError(
                 f"A run that is resumed must stay what it is, and this would change {', '.join(differences)}. "
@@ -161,12 +208,18 @@ def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
         elif isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
             flat[name] = value
         else:
-            raise UserError(f"set {name} must be a number, text, true or false, and is none of them.")
+            raise UserError(
+                f"set {name} must be a number, text, true or false, and is none of them."
+            )
     return flat
 
 
 def _plainly(value: Any) -> str:
-    return ", ".join(f"{key} = {item}" for key, item in value.items()) if isinstance(value, Mapping) else str(value)
+    return (
+        ", ".join(f"{key} = {item}" for key, item in value.items())
+        if isinstance(value, Mapping)
+        else str(value)
+    )
 
 
 def toml(value: str | float) -> str:

@@ -78,7 +78,9 @@ class Digests:
             return None
         with files.damage(path):
             methods = {str(name): _method(value) for name, value in values["methods"].items()}
-            written = {str(name): [str(one) for one in both] for name, both in values["written"].items()}
+            written = {
+                str(name): [str(one) for one in both] for name, both in values["written"].items()
+            }
             versions = {str(name): str(version) for name, version in values["versions"].items()}
             probe = [float(value) for value in values["probe"]]
             return cls(written, methods, str(values["identity"]), versions, probe)
@@ -110,9 +112,13 @@ class Digests:
             if seen.count < expected:
                 seen.add(row)
                 if seen.count == expected and seen.value[1] != value:
-                    raise files.Damaged(f"{path} is damaged: its rows of {method} are not the ones that the run wrote.")
+                    raise files.Damaged(
+                        f"{path} is damaged: its rows of {method} are not the ones that the run wrote."
+                    )
             elif record.finished:
-                raise files.Damaged(f"{path} is damaged: it has more rows of {method} than the run wrote.")
+                raise files.Damaged(
+                    f"{path} is damaged: it has more rows of {method} than the run wrote."
+                )
             else:
                 newer += 1
         for method, record in self.methods.items():

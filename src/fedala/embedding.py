@@ -83,7 +83,9 @@ class RowGradients(TorchFunctionMode):
             nothing = indices == padding
             values = values.masked_fill(nothing.unsqueeze(-1), 0)
             # These zeros may go anywhere. A GPU adds what goes to one row one after the other, so they get a row each.
-            indices = torch.where(nothing, torch.arange(indices.shape[1], device=indices.device) % shape[1], indices)
+            indices = torch.where(
+                nothing, torch.arange(indices.shape[1], device=indices.device) % shape[1], indices
+            )
         return RowGradient(indices, values, shape)
 
 
@@ -100,13 +102,23 @@ def large_embeddings(model: nn.Module) -> dict[str, int | None]:
     """The weights that have row gradients, and their padding rows. From now on these modules say when they are running."""
     found = {}
     for name, module in model.named_modules():
-        plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
+        plain = (
+            isinstance(module, nn.Embedding)
+            and module.max_norm is None
+            and not module.scale_grad_by_freq
+        )
         if plain and module.num_embeddings >= LEAST_ROWS and module.weight.requires_grad:
             weight = f"{name}.weight" if name else "weight"
             found[weight] = module.padding_idx
-            module.register_forward_pre_hook(lambda _, __, weight=weight: setattr(_current, "name", weight))
-            module.register_forward_hook(lambda *_: setattr(_current, "name", None), always_call=True)
+            module.register_forward_pre_hook(
+                lambda _, __, weight=weight: setattr(_current, "name", weight)
+            )
+            module.register_forward_hook(
+                lambda *_: setattr(_current, "name", None), always_call=True
+            )
     # A table that is also used elsewhere (tied weights) has gradients from there, too: it takes the usual way.
     uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: padding for name, padding in found.items() if uses.count(id(parameters[name])) == 1}
+    return {
+        name: padding for name, padding in found.items() if uses.count(id(parameters[name])) == 1
+    }

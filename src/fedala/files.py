@@ -39,7 +39,9 @@ def replace(path: Path, data: bytes, *, private: bool = False, durable: bool = T
     temporary = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()  # what a fault left, or a link that somebody laid
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666
+    )
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -119,14 +121,24 @@ def damage(path: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+    except (
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        RecursionError,
+    ) as error:
         raise Damaged(f"{path} is damaged, or was not written by this program: {error}.") from None
 
 
 # --- trees of tensors ----------------------------------------------------------------------------------------------
 
 
-def save(path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = None, **options: bool) -> str:
+def save(
+    path: Path, tree: Mapping[str, Any], about: Mapping[str, Any] | None = None, **options: bool
+) -> str:
     """Writes nested dicts of tensors, and some words about them, as `replace` does. Returns the file's digest."""
     data = pack(tree, about)
     replace(path, data, **options)
@@ -150,7 +162,9 @@ def read(path: Path, digest: str | None = None) -> bytes:
     except UserError as error:
         raise Damaged(str(error)) from None
     if digest is not None and sha256(data) != digest:
-        raise Damaged(f"{path} is damaged: its checksum is not the one that was noted when it was written.")
+        raise Damaged(
+            f"{path} is damaged: its checksum is not the one that was noted when it was written."
+        )
     return data
 
 
@@ -161,14 +175,26 @@ def pack(tree: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> byt
     shape = _flatten(tree, tensors, {})
     for name, tensor in tensors.items():
         # In memory, dimensions may stand in another order (channels last); torch then computes in another order, too.
-        order = [d for _, d in sorted((-s if n > 1 else 0, d) for d, (s, n) in enumerate(_dimensions(tensor)))]
+        order = [
+            d
+            for _, d in sorted(
+                (-s if n > 1 else 0, d) for d, (s, n) in enumerate(_dimensions(tensor))
+            )
+        ]
         if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
             orders[name] = order
             tensor = tensor.permute(order)
         tensor = tensor.detach().cpu().contiguous()
         # A part of something larger is taken out of it: the format has no views.
-        tensors[name] = tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
-    words: dict[str, Any] = {"version": VERSION, "about": dict(about or {}), "tree": shape, "orders": orders}
+        tensors[name] = (
+            tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+        )
+    words: dict[str, Any] = {
+        "version": VERSION,
+        "about": dict(about or {}),
+        "tree": shape,
+        "orders": orders,
+    }
     words["digest"] = _digest(words, tensors)
     data: bytes = serialize(tensors, {"fedala": json.dumps(words)})
     return data
@@ -179,7 +205,9 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     size = int.from_bytes(data[:8], "little")
     words = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["fedala"])
     if words["version"] != VERSION:
-        raise ValueError(f"it is of version {words['version']}, and this program reads version {VERSION}")
+        raise ValueError(
+            f"it is of version {words['version']}, and this program reads version {VERSION}"
+        )
     tensors = deserialize(data)
     if words.pop("digest") != _digest(words, tensors):
         raise ValueError("its content does not have the checksum that it was written with")
@@ -203,7 +231,9 @@ def _dimensions(tensor: Tensor) -> Iterator[tuple[int, int]]:
     return zip(tensor.stride(), tensor.shape, strict=True)
 
 
-def _flatten(tree: Mapping[str, Any], tensors: dict[str, Tensor], known: dict[Any, str]) -> dict[str, Any]:
+def _flatten(
+    tree: Mapping[str, Any], tensors: dict[str, Tensor], known: dict[Any, str]
+) -> dict[str, Any]:
     """The tree's shape, with each leaf's number in its place: names of parameters may hold any character.
 
     What is one tensor under several names is kept once.
@@ -213,17 +243,24 @@ def _flatten(tree: Mapping[str, Any], tensors: dict[str, Tensor], known: dict[An
         if isinstance(value, Mapping):
             shape[key] = _flatten(value, tensors, known)
         elif isinstance(value, torch.Tensor):
-            same = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else id(value)
+            same = (
+                (value.data_ptr(), value.dtype, value.shape, value.stride())
+                if value.numel()
+                else id(value)
+            )
             if same not in known:
                 known[same] = str(len(tensors))
                 tensors[known[same]] = value
             shape[key] = known[same]
         else:
-            raise TypeError(f"{key} is no tensor and no dict of tensors, so it cannot be kept: {type(value).__name__}")
+            raise TypeError(
+                f"{key} is no tensor and no dict of tensors, so it cannot be kept: {type(value).__name__}"
+            )
     return shape
 
 
 def _rebuild(shape: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        key: _rebuild(value, tensors) if isinstance(value, dict) else tensors[value] for key, value in shape.items()
+        key: _rebuild(value, tensors) if isinstance(value, dict) else tensors[value]
+        for key, value in shape.items()
     }

@@ -39,7 +39,9 @@ def read(path: Path, most: int) -> bytes:
     with opened(path) as file:
         data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
     if data is None or len(data) > most:
-        raise UserError(f"{path} is larger than {most:,} bytes, which is too much for what it should be.")
+        raise UserError(
+            f"{path} is larger than {most:,} bytes, which is too much for what it should be."
+        )
     return data
 
 
@@ -54,7 +56,9 @@ def read_json(path: Path, most: int) -> Any:
         if b"\\u" in data:  # an escape can stand for half a character
             json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{path} is not readable JSON: it holds text that is not Unicode.") from None
+        raise UserError(
+            f"{path} is not readable JSON: it holds text that is not Unicode."
+        ) from None
     except RecursionError:
         raise UserError(f"{path} is not readable JSON: it is nested too deeply.") from None
     except ValueError as error:
@@ -81,7 +85,9 @@ def check_room(size: int, what: str) -> None:
     """Refuses what does not fit, before memory is taken: a system promises more than it has, and then ends the process."""
     free = free_memory()
     if size > free:
-        raise UserError(f"{what} takes {size / 2**30:.1f} GiB of memory, and there are {free / 2**30:.1f} left.")
+        raise UserError(
+            f"{what} takes {size / 2**30:.1f} GiB of memory, and there are {free / 2**30:.1f} left."
+        )
 
 
 def check_expansion(size: int, stored: int, what: str, instead: str) -> None:
@@ -97,7 +103,9 @@ def free_memory() -> int:
     """Bytes of memory that can be had, or 4 GiB where the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+            return next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")
+            )
     except (OSError, ValueError, StopIteration):
         pass
     try:

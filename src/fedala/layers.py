@@ -46,7 +46,11 @@ def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     if isinstance(model, Layered):
         layers = [
-            tuple(name for name in names if any(not prefix or name.startswith(prefix + ".") for prefix in group))
+            tuple(
+                name
+                for name in names
+                if any(not prefix or name.startswith(prefix + ".") for prefix in group)
+            )
             for group in model.layers
         ]
     else:  # every module that holds parameters of its own is a layer; its children are layers themselves
@@ -56,7 +60,9 @@ def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
             for name, module in reversed(list(model.named_modules()))
             if any(True for _ in module.parameters(False))
         ]
-        layers = [tuple(n for n in names if owners[n] == holder) for holder in dict.fromkeys(holders)]
+        layers = [
+            tuple(n for n in names if owners[n] == holder) for holder in dict.fromkeys(holders)
+        ]
     layers = [layer for layer in layers if layer]
     rest = tuple(name for name in names if not any(name in layer for layer in layers))
     if rest:  # buffers of modules without parameters: below every cut
@@ -92,9 +98,13 @@ def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
             try:
                 matches = {name for name in parameters if re.match(pattern, name)}
             except (re.error, TypeError) as error:
-                raise UserError(f"{pattern!r} is not a pattern for the names of parameters: {error}.") from error
+                raise UserError(
+                    f"{pattern!r} is not a pattern for the names of parameters: {error}."
+                ) from error
             if not matches:
-                raise UserError(f"No parameter matches the pattern {pattern!r}; the model has {', '.join(parameters)}.")
+                raise UserError(
+                    f"No parameter matches the pattern {pattern!r}; the model has {', '.join(parameters)}."
+                )
             chosen |= matches
     return tuple(name for name in parameters if name in chosen)
 
@@ -119,7 +129,12 @@ class Cut:
         self.depth = len(layers)
         self._last = _owner(layers[0][0]) if layers else ""
         if not isinstance(model, Layered) and 0 < p < self.depth:
-            possible = p == 1 and probe is not None and self._owns(layers[0]) and self._comes_last(layers[0], *probe)
+            possible = (
+                p == 1
+                and probe is not None
+                and self._owns(layers[0])
+                and self._comes_last(layers[0], *probe)
+            )
             self.p = 1 if possible else self.depth
 
     def __eq__(self, other: object) -> bool:
@@ -151,7 +166,11 @@ class Cut:
         if self.p == self.depth:
             return call(self.model, state, features)
         prefix = f"{self._last}."
-        part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        part = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
         return functional_call(self.model.get_submodule(self._last), part, (features,))
 
     # --- the last layer of a module that is not ours -------------------------------------------------------------------
@@ -161,7 +180,12 @@ class Cut:
         calls: list[list[tuple[Any, int | None]]] = []
 
         def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            calls.append([(value, getattr(value, "_version", None)) for value in (*args, *kwargs.items(), output)])
+            calls.append(
+                [
+                    (value, getattr(value, "_version", None))
+                    for value in (*args, *kwargs.items(), output)
+                ]
+            )
 
         handle = self.model.get_submodule(self._last).register_forward_hook(catch, with_kwargs=True)
         try:
@@ -169,7 +193,9 @@ class Cut:
         finally:
             handle.remove()
         match calls:
-            case [[(Tensor() as features, before), (Tensor() as output, after)]] if output is result:
+            case [[(Tensor() as features, before), (Tensor() as output, after)]] if (
+                output is result
+            ):
                 # A tensor changed in place is still the same object; its version tells.
                 return features if (features._version, output._version) == (before, after) else None
         return None
@@ -177,7 +203,10 @@ class Cut:
     def _owns(self, names: tuple[str, ...]) -> bool:
         """Whether the last layer's module holds just these parameters and buffers, and shares none with another."""
         model, prefix = self.model, f"{self._last}."
-        held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        held = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
         own = {name: id(value) for name, value in held if name.startswith(prefix)}
         others = {id(value) for name, value in held if name not in own}
         return set(own) == set(names) and others.isdisjoint(own.values())
@@ -198,6 +227,11 @@ class Cut:
             return False
         if two is None or three is None or two.requires_grad:
             return False
-        if len({two.shape[1:], three.shape[1:]}) > 1 or (two.shape[:1], three.shape[:1]) != ((2,), (3,)):
+        if len({two.shape[1:], three.shape[1:]}) > 1 or (two.shape[:1], three.shape[:1]) != (
+            (2,),
+            (3,),
+        ):
             return False
-        return bool(torch.dist(two.float(), three[:2].float()) <= 0.01 * two.float().norm())  # equal but for rounding
+        return bool(
+            torch.dist(two.float(), three[:2].float()) <= 0.01 * two.float().norm()
+        )  # equal but for rounding

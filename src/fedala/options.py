@@ -41,7 +41,9 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     for name, value in values.items():
         if name not in fields:
             raise UserError(f"There is no option {where}{name}{suggest(name, fields)}.")
-        checked[name] = _check(convert(value, kinds[name], where + name), fields[name], where + name)
+        checked[name] = _check(
+            convert(value, kinds[name], where + name), fields[name], where + name
+        )
     return cls(**checked)
 
 
@@ -76,14 +78,19 @@ def convert(value: Any, kind: Any, name: str) -> Any:
             pass
         elif kind is int and not isinstance(value, bool):
             exact = isinstance(value, (int, str)) and "." not in str(value)
-            if float(value) == int(float(value)) and abs(number := int(value if exact else float(value))) < 2**63:
+            if (
+                float(value) == int(float(value))
+                and abs(number := int(value if exact else float(value))) < 2**63
+            ):
                 return number
         elif kind is float and not isinstance(value, bool):
             if abs(float(value)) < 2**127:
                 return float(value)
         elif kind is str and isinstance(value, (str, int)) and not isinstance(value, bool):
             str(value).encode()  # a name that is not Unicode could not be written to the run folder
-            if not any(unicodedata.category(c) == "Cc" for c in str(value)):  # no file's name has a use for them
+            if not any(
+                unicodedata.category(c) == "Cc" for c in str(value)
+            ):  # no file's name has a use for them
                 return str(value)
     except (KeyError, TypeError, ValueError, OverflowError):
         pass

@@ -52,7 +52,9 @@ class PlainLoop:
             for name, value in self.server.state_dict().items():
                 states = [model.state_dict()[name] for model in self.clients]
                 if value.is_floating_point():
-                    value.copy_(sum(n / sum(sizes) * state for n, state in zip(sizes, states, strict=True)))
+                    value.copy_(
+                        sum(n / sum(sizes) * state for n, state in zip(sizes, states, strict=True))
+                    )
         return correct / samples
 
     def _initialize(self, client: int, model: nn.Module) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 
-def draw(seed: int, purpose: str, *, client: int = 0, round: int = 0, epoch: int = 0) -> np.random.Generator:
+def draw(
+    seed: int, purpose: str, *, client: int = 0, round: int = 0, epoch: int = 0
+) -> np.random.Generator:
     """A generator of its own for one purpose. Philox is counter-based: its key and counter *are* the coordinates of the draw."""
     key = np.array([seed, client], dtype=np.uint64)
     counter = np.array([0, epoch, round, zlib.crc32(purpose.encode())], dtype=np.uint64)

@@ -52,7 +52,9 @@ class MethodResult:
 
     def _per_run(self, pick: Callable[[list[Row]], float]) -> np.ndarray:
         seeds = dict.fromkeys(row["seed"] for row in self.history)
-        return np.array([pick([row for row in self.history if row["seed"] == seed]) for seed in seeds])
+        return np.array(
+            [pick([row for row in self.history if row["seed"] == seed]) for seed in seeds]
+        )
 
     @property
     def best(self) -> np.ndarray:
@@ -74,7 +76,9 @@ class MethodResult:
         """Each run's accuracy in the round that the validation slice picks."""
         if "accuracy_validation" not in self.history[0]:
             return None
-        return self._per_run(lambda rows: max(rows, key=lambda row: row["accuracy_validation"])["accuracy"])
+        return self._per_run(
+            lambda rows: max(rows, key=lambda row: row["accuracy_validation"])["accuracy"]
+        )
 
     @property
     def best_accuracy(self) -> float:
@@ -90,7 +94,11 @@ class MethodResult:
 
     def summary(self) -> dict[str, Any]:
         def over_runs(values: np.ndarray) -> dict[str, Any]:
-            return {"mean": float(values.mean()), "std": float(values.std()), "runs": values.tolist()}
+            return {
+                "mean": float(values.mean()),
+                "std": float(values.std()),
+                "runs": values.tolist(),
+            }
 
         figures = {"best": over_runs(self.best), "final": over_runs(self.final)}
         if self.picked is not None:
@@ -102,12 +110,20 @@ class MethodResult:
             "title": self.title,
             "accuracy": figures,
             "seconds_per_round": self.seconds_per_round,
-            "parameters_per_client_and_round": {"sent": sent, "uploaded": uploaded, "together": sent + uploaded},
+            "parameters_per_client_and_round": {
+                "sent": sent,
+                "uploaded": uploaded,
+                "together": sent + uploaded,
+            },
             "client_rounds_that_diverged": sum(row["diverged"] for row in self.history),
         }
         if self.checkpoints and self.checkpoints.written:
             kept = self.checkpoints
-            told["checkpoints"] = {"written": kept.written, "bytes": kept.bytes, "seconds": kept.seconds}
+            told["checkpoints"] = {
+                "written": kept.written,
+                "bytes": kept.bytes,
+                "seconds": kept.seconds,
+            }
         return told
 
 
@@ -161,7 +177,9 @@ class Plan:
 
 
 def plan(
-    config: Config, dataset: Dataset | Federation | None = None, model: Callable[[], nn.Module] | None = None
+    config: Config,
+    dataset: Dataset | Federation | None = None,
+    model: Callable[[], nn.Module] | None = None,
 ) -> Plan:
     """Checks a config and loads what it names; nothing is written. The plan's config has every value resolved."""
     names = [name for name in known() if name.name == config.dataset]
@@ -174,15 +192,21 @@ def plan(
         if sum(other.name == method.name for other in methods) > 1:
             raise UserError(f"method names {method.title} twice: {config.method}.")
         if method.everyone and config.join_ratio < 1:
-            raise UserError(f"{method.title} needs every client in every round: it cannot run with join_ratio < 1.")
+            raise UserError(
+                f"{method.title} needs every client in every round: it cannot run with join_ratio < 1."
+            )
     device = _device(config.device)
 
     if isinstance(dataset, Federation):
         federation = dataset
-        config = replace(config, partition="own", validation=0.0)  # as it was handed over, whatever the options say
+        config = replace(
+            config, partition="own", validation=0.0
+        )  # as it was handed over, whatever the options say
     else:
         data = dataset or load(config.dataset, Path(config.data_dir) if config.data_dir else None)
-        federation = federate(data, config.partition, config.clients, config.partition_seed, config.validation)
+        federation = federate(
+            data, config.partition, config.clients, config.partition_seed, config.validation
+        )
     if not names and federation.dataset.vocabulary is not None:
         values |= {"model": "fasttext", "lr": 0.1}
     if config.model in ("resnet18", "fasttext"):
@@ -259,14 +283,20 @@ def run(
     function that builds an `nn.Module` for the model's. With `out`, everything is kept in that folder. `resume` names the
     folder of a run that was interrupted, or that shall have more rounds; data and model of your own are given again.
     """
-    if config is not None and (options or resume or isinstance(dataset, str) or isinstance(model, str)):
-        raise UserError("Give run either a Config or options, not both: what it should do would not be clear.")
+    if config is not None and (
+        options or resume or isinstance(dataset, str) or isinstance(model, str)
+    ):
+        raise UserError(
+            "Give run either a Config or options, not both: what it should do would not be clear."
+        )
     if isinstance(dataset, Path):
         dataset = str(dataset)
     if isinstance(dataset, Federation):
         for name in ("partition", "partition_seed", "clients", "validation"):
             if name in options:
-                raise UserError(f"A Federation is divided already: {name} has no meaning beside it.")
+                raise UserError(
+                    f"A Federation is divided already: {name} has no meaning beside it."
+                )
     if isinstance(dataset, str):
         options["dataset"] = dataset
     elif dataset is not None and not resume:
@@ -280,7 +310,9 @@ def run(
     checked = plan(config or Config.of(options), own_data, own_model)
     watcher = Watcher(row=on_row) if on_row else Watcher()
     where = Path(out) if out else Path(resume) if resume else None
-    return execute(checked, where, force=force, resume=Path(resume) if resume else None, watcher=watcher)
+    return execute(
+        checked, where, force=force, resume=Path(resume) if resume else None, watcher=watcher
+    )
 
 
 def execute(
@@ -310,7 +342,9 @@ def execute(
         else:
             _check_room(plan, out)
             if out:
-                folder = stack.enter_context(RunFolder.create(out, config, force=force, about=about))
+                folder = stack.enter_context(
+                    RunFolder.create(out, config, force=force, about=about)
+                )
         try:
             if folder:
                 folder.write_split(plan.federation)
@@ -324,7 +358,15 @@ def execute(
                         size=plan.lanes * plan.state_bytes[method.name],
                         say=watcher.say,
                     )
-                _carry_out(plan, method, outcome, folder, progress.get(method.name), watcher, simulate or prepare)
+                _carry_out(
+                    plan,
+                    method,
+                    outcome,
+                    folder,
+                    progress.get(method.name),
+                    watcher,
+                    simulate or prepare,
+                )
                 if folder:
                     folder.write_summary(_summary(plan, result, time.time() - began))
         except OSError as error:
@@ -361,13 +403,20 @@ def _carry_out(
             checkpoints.take_up(progress.found)
         if progress.is_finished:
             if checkpoints and progress.found.newest and not progress.found.newest.done:
-                checkpoints.finish(keep=config.keep_checkpoint)  # a kill came between the results and this
+                checkpoints.finish(
+                    keep=config.keep_checkpoint
+                )  # a kill came between the results and this
             return
     found = progress.found.newest if progress else None
 
     def note(fault: Fault) -> None:
         if folder:
-            folder.add("faults.csv", method.name, fault.round, {**asdict(fault), "policy": config.on_divergence})
+            folder.add(
+                "faults.csv",
+                method.name,
+                fault.round,
+                {**asdict(fault), "policy": config.on_divergence},
+            )
         watcher.fault(method.name, fault)
 
     simulation = simulate(
@@ -389,7 +438,9 @@ def _carry_out(
 
     def after(round: int) -> None:
         stop = watcher.stop()
-        wanted = config.checkpoint_every != 0 and (stop or round == rounds or (checkpoints and checkpoints.due(round)))
+        wanted = config.checkpoint_every != 0 and (
+            stop or round == rounds or (checkpoints and checkpoints.due(round))
+        )
         if folder and checkpoints and wanted:
             folder.flush()
             checkpoints.write(simulation)
@@ -448,21 +499,30 @@ def _reopen(
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
         other = _other_program(folder.record, about)
         for change in other:
-            watcher.say(f"This run began with another version ({change}); its results may differ from now on.")
+            watcher.say(
+                f"This run began with another version ({change}); its results may differ from now on."
+            )
         changes += other
         if elsewhere:
             changes.append(f"out: {folder.path} → {out}")
             folder = stack.enter_context(folder.copied(out))
         else:
             stack.enter_context(held.pop_all())
-    rounds = {name: found.found.newest.round if found.found.newest else 0 for name, found in progress.items()}
-    folder.shorten({name: round for name, round in rounds.items() if not progress[name].is_finished}, about)
+    rounds = {
+        name: found.found.newest.round if found.found.newest else 0
+        for name, found in progress.items()
+    }
+    folder.shorten(
+        {name: round for name, round in rounds.items() if not progress[name].is_finished}, about
+    )
     folder.add_resumption("; ".join(changes))
     folder.write_config(after)
     return folder, progress
 
 
-def _inspect(plan: Plan, folder: RunFolder, before: Config, about: Digests, watcher: Watcher) -> dict[str, Progress]:
+def _inspect(
+    plan: Plan, folder: RunFolder, before: Config, about: Digests, watcher: Watcher
+) -> dict[str, Progress]:
     """Find out how far each method has got. Refuse what cannot be resumed, and change nothing."""
     for sentence in folder.unverified() if folder.record is None else ():
         watcher.say(sentence)
@@ -479,7 +539,9 @@ def _inspect(plan: Plan, folder: RunFolder, before: Config, about: Digests, watc
             if row["method"] == method.name
         ]
         checkpoints = Checkpoints(folder.checkpoints(number), about.identity, say=watcher.say)
-        progress[method.name] = _locate(plan, method, folder, before, rows, checkpoints.find(), watcher)
+        progress[method.name] = _locate(
+            plan, method, folder, before, rows, checkpoints.find(), watcher
+        )
     return progress
 
 
@@ -500,21 +562,33 @@ def _locate(
         is_finished = entry.finished and rounds == before.rounds
     trained = before.rounds if entry and entry.finished else newest.round if newest else 0
     if trained is not None and trained > rounds:
-        raise UserError(f"{method.title} has been trained for {trained} rounds already, which is more than {rounds}.")
+        raise UserError(
+            f"{method.title} has been trained for {trained} rounds already, which is more than {rounds}."
+        )
     if newest is None and entry and entry.checkpoint is not None:
-        raise files.Damaged(f"The checkpoints of {method.title} are gone from {folder.path}: nothing can be resumed.")
+        raise files.Damaged(
+            f"The checkpoints of {method.title} are gone from {folder.path}: nothing can be resumed."
+        )
     can_continue = newest is not None and newest.server != NOTHING
     if is_finished and plan.config.save_models and (damaged := folder.damaged_model(method.name)):
         sentence = f"{damaged} is gone or damaged"
         if newest is None or not can_continue or newest.round < rounds:
-            raise files.Damaged(f"{sentence}, and no checkpoint was kept from which it could be written again.")
+            raise files.Damaged(
+                f"{sentence}, and no checkpoint was kept from which it could be written again."
+            )
         watcher.say(f"{sentence}: the last evaluation is done again to write it.")
         is_finished = False
     if is_finished:
-        return Progress(found, _complete(folder, method, before, rows, rounds, is_finished=True), is_finished=True)
+        return Progress(
+            found,
+            _complete(folder, method, before, rows, rounds, is_finished=True),
+            is_finished=True,
+        )
     if newest is None:
         if entry and entry.finished:
-            raise UserError(f"{method.title} is finished and kept no checkpoint, so it cannot get more rounds.")
+            raise UserError(
+                f"{method.title} is finished and kept no checkpoint, so it cannot get more rounds."
+            )
         if rows and (folder.record is None or before.checkpoint_every == 0):
             raise UserError(
                 f"{folder.path} has no checkpoint of {method.title}, so it cannot be resumed: "
@@ -522,13 +596,23 @@ def _locate(
             )
         return Progress(found, [], is_finished=False)
     if not can_continue:
-        raise UserError(f"{method.title} is finished and its checkpoint was not kept, so it cannot get more rounds.")
+        raise UserError(
+            f"{method.title} is finished and its checkpoint was not kept, so it cannot get more rounds."
+        )
     history = [row for row in rows if row["round"] < newest.round]
-    return Progress(found, _complete(folder, method, before, history, newest.round), is_finished=False)
+    return Progress(
+        found, _complete(folder, method, before, history, newest.round), is_finished=False
+    )
 
 
 def _complete(
-    folder: RunFolder, method: Method, before: Config, rows: list[Row], rounds: int, *, is_finished: bool = False
+    folder: RunFolder,
+    method: Method,
+    before: Config,
+    rows: list[Row],
+    rounds: int,
+    *,
+    is_finished: bool = False,
 ) -> list[Row]:
     """Return the rows of so many rounds, if all of them are there; a finished run has one evaluation more."""
     evaluations = -(-rounds // before.eval_every) + is_finished
@@ -569,14 +653,20 @@ def _probe(plan: Plan) -> list[float]:
         torch.manual_seed(torch_seed(plan.config.seed, "initial model"))
         model = plan.model()
     try:
-        return [round(value, 6) for value in _first_output(model, data).double().flatten()[:16].tolist()]
+        return [
+            round(value, 6) for value in _first_output(model, data).double().flatten()[:16].tolist()
+        ]
     except Exception:  # a model of the user's, which may want other samples than these
         return []
 
 
 def _identity(plan: Plan) -> str:
     """The digest of what a run is: its options, but for those that may change, and its data."""
-    what = {**plan.config.identity(), "set": dict(plan.config.set), "data": plan.federation.digest()}
+    what = {
+        **plan.config.identity(),
+        "set": dict(plan.config.set),
+        "data": plan.federation.digest(),
+    }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
@@ -596,7 +686,9 @@ def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
         shuffle=config.shuffle,
         device=plan.device,
         precision=config.precision,
-        feature_memory=None if config.feature_memory is None else int(config.feature_memory * 2**30),
+        feature_memory=None
+        if config.feature_memory is None
+        else int(config.feature_memory * 2**30),
     )
 
     def start(seed: int) -> Params:
@@ -623,7 +715,9 @@ def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
         rounds=int(config.rounds or 1),
         join_ratio=config.join_ratio,
         lanes=_lanes(config.lanes, plan.device),
-        threads=torch.get_num_threads() if config.lanes == "auto" and plan.device.type == "cpu" else 1,
+        threads=torch.get_num_threads()
+        if config.lanes == "auto" and plan.device.type == "cpu"
+        else 1,
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
         client_memory=None if config.client_memory is None else int(config.client_memory * 2**30),
@@ -633,7 +727,9 @@ def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
     )
 
 
-def _rehearse(methods: tuple[Method, ...], model: nn.Module, federation: Federation) -> dict[str, int]:
+def _rehearse(
+    methods: tuple[Method, ...], model: nn.Module, federation: Federation
+) -> dict[str, int]:
     """Lets methods refuse the model before any work is done: server and client are made up once, with two samples.
 
     Returns the bytes of a client's state, by method.
@@ -673,7 +769,9 @@ def _try_model(model: nn.Module, data: Dataset) -> None:
         ) from error
     shape = getattr(output, "shape", None)
     if shape is None or len(shape) != 2 or shape[1] < data.classes:
-        found = f"a {type(output).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+        found = (
+            f"a {type(output).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+        )
         raise UserError(
             f"The model turns {len(data.y[:2])} samples into {found}; "
             f"it must give a score for each of the {data.classes} classes: ({len(data.y[:2])}, {data.classes})."
@@ -738,7 +836,9 @@ def _lanes(lanes: str, device: torch.device) -> int | None:
 
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, and there is no CUDA device here: use --device cpu or auto.")
+        raise UserError(
+            "device is cuda, and there is no CUDA device here: use --device cpu or auto."
+        )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -750,11 +850,15 @@ def _check_settings(config: Config) -> None:
     for key in config.set:
         owner, dot, name = key.partition(".")
         if owner != "ala" and owner not in catalogue():
-            raise UserError(f"set {key}: there is no method {owner!r}{suggest(owner, [*catalogue(), 'ala'])}.")
+            raise UserError(
+                f"set {key}: there is no method {owner!r}{suggest(owner, [*catalogue(), 'ala'])}."
+            )
         if not dot or not name:
             raise UserError(f"set {key}: write it as method.option=value, such as fedala.eta=0.5.")
         if owner not in owners:
-            raise UserError(f"set {key}: {owner} is not among the methods of this run ({', '.join(config.methods)}).")
+            raise UserError(
+                f"set {key}: {owner} is not among the methods of this run ({', '.join(config.methods)})."
+            )
 
 
 def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
@@ -773,7 +877,10 @@ def _summary(plan: Plan, result: Result, seconds: float) -> Mapping[str, Any]:
 def _command() -> str:
     """What is running, as one would type it."""
     program = Path(sys.argv[0])
-    is_own = program.stem == "fedala" or program.parts[-2:] in (("fedala", "cli.py"), ("fedala", "__main__.py"))
+    is_own = program.stem == "fedala" or program.parts[-2:] in (
+        ("fedala", "cli.py"),
+        ("fedala", "__main__.py"),
+    )
     return printable(shlex.join(["fedala" if is_own else sys.argv[0], *sys.argv[1:]]), 100_000)
 
 
@@ -800,7 +907,12 @@ def _commit() -> str | None:
         return None  # installed: a repository around it would be somebody else's
     try:
         answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=10, check=True
+            ["git", "describe", "--always", "--dirty"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -95,7 +95,12 @@ class Done:
 
 
 def take_part(
-    method: Method, cohort: Cohort, lanes: Sequence[Lane], state: State, asked: Asked, parts: Sequence[str]
+    method: Method,
+    cohort: Cohort,
+    lanes: Sequence[Lane],
+    state: State,
+    asked: Asked,
+    parts: Sequence[str],
 ) -> Done:
     """A cohort's part of a round, on one machine or on its own."""
     before = state
@@ -156,17 +161,25 @@ class Simulation:
         self._pool: ThreadPoolExecutor | None = None
         self._twins = threading.local()
         self.population = len(task.parts["train"])
-        self.parts = ["test"] + (["validation"] if any(len(rows) for rows in task.parts["validation"]) else [])
+        self.parts = ["test"] + (
+            ["validation"] if any(len(rows) for rows in task.parts["validation"]) else []
+        )
         self.start = [start(seed) for seed in self.seeds]
         # Layers that draw from torch's own generator would depend on which thread comes first.
         self.threads = 1 if threads > 1 and task.draws(self.start[0]) else threads
         sizes = [task.size(client) for client in range(self.population)]
-        self.servers: list[State] = [method.serve(task, method.shared(task, model), sizes) for model in self.start]
-        self.clients = ClientStates(task.device, everybody=join_ratio == 1, budget=client_memory, folder=client_files)
+        self.servers: list[State] = [
+            method.serve(task, method.shared(task, model), sizes) for model in self.start
+        ]
+        self.clients = ClientStates(
+            task.device, everybody=join_ratio == 1, budget=client_memory, folder=client_files
+        )
         #: How many rounds have been trained.
         self.round = 0
         self.on_divergence, self.on_fault, self.say = on_divergence, on_fault, say
-        self._diverged: dict[Lane, int] = {}  # rounds that did not count since the last row, by lane
+        self._diverged: dict[
+            Lane, int
+        ] = {}  # rounds that did not count since the last row, by lane
         self._explained: set[Lane] = set()
         #: Per run, client and part: what the model that the client was left with scores (correct, loss, samples).
         self.left: np.ndarray | None = None
@@ -191,7 +204,9 @@ class Simulation:
     def state(self) -> State:
         """The servers, the scores of left models and who has diverged, as tensors; `clients` have a file each."""
         servers = {str(run): server for run, server in enumerate(self.servers)}
-        diverged = torch.tensor([[*lane, n] for lane, n in self._diverged.items()], dtype=torch.int64)
+        diverged = torch.tensor(
+            [[*lane, n] for lane, n in self._diverged.items()], dtype=torch.int64
+        )
         explained = torch.tensor(sorted(self._explained), dtype=torch.int64)
         left = {} if self.left is None else {"left": torch.from_numpy(self.left)}
         return {"servers": servers, "diverged": diverged, "explained": explained, **left}
@@ -212,7 +227,9 @@ class Simulation:
 
     # --- one round -------------------------------------------------------------------------------------------------
 
-    def step(self, round: int, *, train: bool, on_model: Callable[[Personal], None] | None = None) -> list[Row]:
+    def step(
+        self, round: int, *, train: bool, on_model: Callable[[Personal], None] | None = None
+    ) -> list[Row]:
         """Round `round`, counted from 1: its evaluation is number `round − 1`, after that many aggregations.
 
         If the device's memory does not suffice, the round begins anew with half as many lanes.
@@ -225,7 +242,9 @@ class Simulation:
             self._begin_anew(shortage)
 
     def _begin_anew(self, shortage: str) -> None:
-        widest = min(self.lanes or len(self.seeds) * self.population, len(self.seeds) * self.population)
+        widest = min(
+            self.lanes or len(self.seeds) * self.population, len(self.seeds) * self.population
+        )
         if widest == 1:
             raise RunError(f"A single client does not fit into the device's memory: {shortage}.")
         self.clients.undo()
@@ -235,15 +254,22 @@ class Simulation:
         gc.collect()
         if self.task.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.say(f"The device's memory does not suffice for {widest} clients side by side: going on with {self.lanes}.")
+        self.say(
+            f"The device's memory does not suffice for {widest} clients side by side: going on with {self.lanes}."
+        )
 
-    def _step(self, round: int, train: bool, on_model: Callable[[Personal], None] | None) -> list[Row]:
+    def _step(
+        self, round: int, train: bool, on_model: Callable[[Personal], None] | None
+    ) -> list[Row]:
         began = time.perf_counter()
         evaluates = not train or (round - 1) % self.eval_every == 0
         every = self.record_weights
         records = every > 0 and evaluates and (not train or (round - 1) % every < self.eval_every)
         joined = [self.participants(seed, round) for seed in self.seeds]
-        sent = [self.method.send(server, clients) for server, clients in zip(self.servers, joined, strict=True)]
+        sent = [
+            self.method.send(server, clients)
+            for server, clients in zip(self.servers, joined, strict=True)
+        ]
         table = self._scores_left().copy() if self._looks_back else np.zeros(self._shape)
         left = self._scores_left() if self._looks_back and train else None
         uploads: list[tuple[Sequence[Lane], Params]] = []
@@ -263,10 +289,14 @@ class Simulation:
                 diverged |= bad
                 self.clients.scatter(done.lanes, done.state)
                 good = [place for place, lane in enumerate(done.lanes) if lane not in bad]
-                uploads.append(([done.lanes[i] for i in good], take(done.upload, good) if bad else done.upload))
+                uploads.append(
+                    ([done.lanes[i] for i in good], take(done.upload, good) if bad else done.upload)
+                )
             elif on_model and self.method.personal:
                 for i, (run, client) in enumerate(done.lanes):
-                    on_model(Personal(self.seeds[run], client, take(done.evaluated, slice(i, i + 1))))
+                    on_model(
+                        Personal(self.seeds[run], client, take(done.evaluated, slice(i, i + 1)))
+                    )
         if evaluates and self.eval_clients == "all":
             self._score_others(round, sent, joined, table)
         servers, uploaded = self._aggregate(uploads) if train else (self.servers, 0)
@@ -277,7 +307,10 @@ class Simulation:
                 notes.setdefault(name, {}).update(zip(lanes, figures.tolist(), strict=True))
         for lane in diverged:
             self._diverged[lane] = self._diverged.get(lane, 0) + 1
-        rows = [self._row(run, round, joined[run], table, notes, sent[run]) for run in range(len(self.seeds))]
+        rows = [
+            self._row(run, round, joined[run], table, notes, sent[run])
+            for run in range(len(self.seeds))
+        ]
         if learned:
             self._record(learned, rows)
         if train:
@@ -296,7 +329,9 @@ class Simulation:
 
         def work(lanes: list[Lane]) -> Done:
             cohort = self._cohort(lanes, asked.round, sent, joined)
-            state = self.clients.gather(lanes, lambda lane: self.method.fresh(cohort.task, self.start[lane[0]]))
+            state = self.clients.gather(
+                lanes, lambda lane: self.method.fresh(cohort.task, self.start[lane[0]])
+            )
             done = take_part(self.method, cohort, lanes, state, asked, self.parts)
             if asked.train and self.join_ratio == 1:
                 cohort.look_ahead()
@@ -316,7 +351,9 @@ class Simulation:
                 yield work(lanes)
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(
+                self.threads, initializer=torch.set_num_threads, initargs=(1,)
+            )
         yield from self._pool.map(work, cohorts)
 
     def _own_task(self) -> Task:
@@ -333,20 +370,26 @@ class Simulation:
         size = max(1, int(np.floor(self.join_ratio * self.population + 0.5)))
         if size >= self.population:
             return list(range(self.population))
-        chosen = draw(seed, "participants", round=round).choice(self.population, size, replace=False)
+        chosen = draw(seed, "participants", round=round).choice(
+            self.population, size, replace=False
+        )
         return sorted(chosen.tolist())
 
     def _cohorts(self, lanes: Sequence[Lane]) -> Iterator[list[Lane]]:
         """Lanes by length, the longest first, as many at a time as work side by side."""
         size = self.task.size
-        ordered = sorted(lanes, key=lambda lane: (-size(lane[1]), -size(lane[1], "test"), lane[1], lane[0]))
+        ordered = sorted(
+            lanes, key=lambda lane: (-size(lane[1]), -size(lane[1], "test"), lane[1], lane[0])
+        )
         runs = [[lane for lane in ordered if lane[0] == run] for run in range(len(self.seeds))]
         for together in runs if self.method.stacked else [ordered]:
             width = self.lanes or len(together)
             for first in range(0, len(together), width):
                 yield together[first : first + width]
 
-    def _cohort(self, lanes: Sequence[Lane], round: int, sent: list[Params], joined: list[list[int]]) -> Cohort:
+    def _cohort(
+        self, lanes: Sequence[Lane], round: int, sent: list[Params], joined: list[list[int]]
+    ) -> Cohort:
         """The lanes of a cohort with what the server sent them: lanes of one run share one model, or each has its own."""
         models, source, offset = [], {}, 0
         for run in sorted({run for run, _ in lanes}):
@@ -373,17 +416,25 @@ class Simulation:
             clients = sorted(client for other, client in place if other == run)
             sizes = [self.task.size(client) for client in clients]
             if sum(sizes):
-                own = take(everything, onto(self.task.device, [place[run, client] for client in clients]))
+                own = take(
+                    everything, onto(self.task.device, [place[run, client] for client in clients])
+                )
                 weights = onto(self.task.device, sizes).double()
                 servers[run] = self.method.aggregate(servers[run], own, weights, clients)
         return servers, count(everything) // max(1, len(place))
 
     # --- clients that diverge --------------------------------------------------------------------------------------
 
-    def _heed(self, done: Done, round: int, sent: list[Params], joined: list[list[int]]) -> set[Lane]:
+    def _heed(
+        self, done: Done, round: int, sent: list[Params], joined: list[list[int]]
+    ) -> set[Lane]:
         """The cohort's lanes whose training came to nothing. Their new state is not kept, whatever the policy."""
         finite = done.finite
-        bad = [] if finite is None else [place for place, good in enumerate(finite.tolist()) if not good]
+        bad = (
+            []
+            if finite is None
+            else [place for place, good in enumerate(finite.tolist()) if not good]
+        )
         if finite is None or not bad:
             return set()
         for place in bad:
@@ -401,10 +452,14 @@ class Simulation:
         instead = done.before
         if self.on_divergence == "reset":
             instead = {**instead, **join([fresh(lane) for lane in done.lanes])}
-        done.state = tree_map(lambda new, old: torch.where(lanewise(finite, new), new, old), done.state, instead)
+        done.state = tree_map(
+            lambda new, old: torch.where(lanewise(finite, new), new, old), done.state, instead
+        )
         return {done.lanes[place] for place in bad}
 
-    def _first_fault(self, lane: Lane, round: int, sent: list[Params], joined: list[list[int]]) -> int | None:
+    def _first_fault(
+        self, lane: Lane, round: int, sent: list[Params], joined: list[list[int]]
+    ) -> int | None:
         """The client's training once more, alone, until a step's loss or result is not finite."""
         cohort = self._cohort([lane], round, sent, joined)
         taken = 0
@@ -416,7 +471,9 @@ class Simulation:
                 raise FloatingPointError
 
         cohort.watch = watch
-        state = self.clients.gather([lane], lambda lane: self.method.fresh(cohort.task, self.start[lane[0]]))
+        state = self.clients.gather(
+            [lane], lambda lane: self.method.fresh(cohort.task, self.start[lane[0]])
+        )
         try:
             initialized, state = self.method.initialize(cohort, cohort.received, state)
             self.method.train(cohort, initialized, cohort.received, state)
@@ -439,20 +496,28 @@ class Simulation:
         """What every client's left model scores; before its first participation that is Θ⁰."""
         if self.left is None:
             self.left = np.zeros(self._shape)
-            self._score_sent(0, self.start, [list(range(self.population))] * len(self.seeds), self.left)
+            self._score_sent(
+                0, self.start, [list(range(self.population))] * len(self.seeds), self.left
+            )
             self._settle()
         return self.left
 
-    def _score_others(self, round: int, sent: list[Params], joined: list[list[int]], table: np.ndarray) -> None:
+    def _score_others(
+        self, round: int, sent: list[Params], joined: list[list[int]], table: np.ndarray
+    ) -> None:
         """Clients outside the round, where the model is the global one."""
         if self.method.personal or self.join_ratio == 1:
             return
         others = [sorted(set(range(self.population)) - set(clients)) for clients in joined]
         self._score_sent(round, sent, others, table)
 
-    def _score_sent(self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray) -> None:
+    def _score_sent(
+        self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray
+    ) -> None:
         """Clients that are tested with what is sent to them, as it is."""
-        for lanes in self._cohorts([(run, client) for run, clients in enumerate(whom) for client in clients]):
+        for lanes in self._cohorts(
+            [(run, client) for run, clients in enumerate(whom) for client in clients]
+        ):
             cohort = self._cohort(lanes, round, sent, whom)
             self._note(lanes, scores(cohort, cohort.received, self.parts), table)
 
@@ -482,7 +547,11 @@ class Simulation:
     ) -> Row:
         def shares(clients: Any, part: int) -> tuple[float, float]:
             correct, loss, samples = table[run, clients, part].sum(0)
-            return (float(correct / samples), float(loss / samples)) if samples else (float("nan"), float("nan"))
+            return (
+                (float(correct / samples), float(loss / samples))
+                if samples
+                else (float("nan"), float("nan"))
+            )
 
         evaluated = slice(None) if self.eval_clients == "all" else joined
         accuracy, loss = shares(evaluated, 0)
@@ -491,7 +560,9 @@ class Simulation:
         if "validation" in self.parts:
             row["accuracy_validation"] = shares(evaluated, 1)[0]
         for name, values in notes.items():
-            own = [value for lane, value in values.items() if lane[0] == run and not np.isnan(value)]
+            own = [
+                value for lane, value in values.items() if lane[0] == run and not np.isnan(value)
+            ]
             row[name] = float(np.mean(own)) if own else float("nan")
         row["sent"] = count(sent) // max(1, len(next(iter(sent.values())))) if sent else 0
         row["uploaded"] = 0
@@ -500,7 +571,9 @@ class Simulation:
         return row
 
     @staticmethod
-    def _record(learned: list[tuple[Sequence[Lane], list[str], torch.Tensor]], rows: list[Row]) -> None:
+    def _record(
+        learned: list[tuple[Sequence[Lane], list[str], torch.Tensor]], rows: list[Row]
+    ) -> None:
         """Puts how W is spread, by client and parameter, into the rows of its runs."""
         figures = iter(torch.cat([figures for *_, figures in learned]).tolist())
         found: dict[Lane, list[tuple[int, str, list[float]]]] = {}
@@ -508,16 +581,26 @@ class Simulation:
             for lane in lanes:
                 found[lane] = [(lane[1], *own) for own in zip(names, next(figures), strict=True)]
         for run, row in enumerate(rows):
-            row["weights"] = [line for lane in sorted(found) if lane[0] == run for line in found[lane]]
+            row["weights"] = [
+                line for lane in sorted(found) if lane[0] == run for line in found[lane]
+            ]
 
     def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
         """The global models, and the personal models of clients outside the last round."""
         for run, seed in enumerate(self.seeds):
             if "global" in self.servers[run] and self.method.send(self.servers[run], joined[run]):
                 on_model(Personal(seed, None, self.servers[run]["global"]))
-            for client in sorted(set(range(self.population)) - set(joined[run])) if self.method.personal else ():
+            for client in (
+                sorted(set(range(self.population)) - set(joined[run]))
+                if self.method.personal
+                else ()
+            ):
                 state = self.clients.get((run, client))
-                known = self.start[run] if state is None else self.method.left(state.get("local", {}), state)
+                known = (
+                    self.start[run]
+                    if state is None
+                    else self.method.left(state.get("local", {}), state)
+                )
                 if known:
                     on_model(Personal(seed, client, known, is_initial=state is None))
 

@@ -24,15 +24,23 @@ class _PerLane(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, stacked: Any, rest: Any, *tensors: Tensor | None) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: Any, stacked: Any, rest: Any, *tensors: Tensor | None
+    ) -> tuple[Tensor, int]:
         lanes = [
-            None if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            None
+            if t is None
+            else t.expand(info.batch_size, *t.shape)
+            if dim is None
+            else t.movedim(dim, 0)
             for t, dim in zip(tensors, in_dims[2:], strict=True)
         ]
         return stacked(*lanes, *rest), 0
 
 
-def call_stacked(stacked: Callable[..., Tensor], tensors: Sequence[Tensor | None], rest: tuple[Any, ...]) -> Tensor:
+def call_stacked(
+    stacked: Callable[..., Tensor], tensors: Sequence[Tensor | None], rest: tuple[Any, ...]
+) -> Tensor:
     """One lane's result of `stacked(*tensors, *rest)`, where `tensors` are that lane's and `rest` is the same for all."""
     if any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in tensors):
         result: Tensor = _PerLane.apply(stacked, rest, *tensors)  # type: ignore[no-untyped-call]

@@ -61,7 +61,9 @@ class RunFolder:
         self._hashes: dict[tuple[str, str], RowHash] = {}  # by table and method
         self._missing: list[str] = []  # whole files that should be there
         self._newer: dict[str, int] = {}  # by table: rows that the record does not cover
-        self._initial: dict[Path, Path] = {}  # the file of the initial model, by the folder of a run's models
+        self._initial: dict[
+            Path, Path
+        ] = {}  # the file of the initial model, by the folder of a run's models
 
     @classmethod
     def check(cls, path: Path, *, force: bool) -> None:
@@ -70,11 +72,17 @@ class RunFolder:
             if not os.path.lexists(path):
                 parent = standing(path)
                 if not parent.is_dir() or not os.access(parent, os.W_OK):
-                    raise UserError(f"The output folder {path} cannot be made: {parent} cannot be written to.")
+                    raise UserError(
+                        f"The output folder {path} cannot be made: {parent} cannot be written to."
+                    )
             elif not force:
-                raise UserError(f"The output folder {path} exists already: choose another, or --force to replace it.")
+                raise UserError(
+                    f"The output folder {path} exists already: choose another, or --force to replace it."
+                )
             elif path.is_symlink() or not path.is_dir():
-                raise UserError(f"{path} is not a folder, so --force does not replace it: choose another.")
+                raise UserError(
+                    f"{path} is not a folder, so --force does not replace it: choose another."
+                )
             else:
                 _own(path)
         except OSError as error:
@@ -82,7 +90,9 @@ class RunFolder:
 
     @classmethod
     @contextmanager
-    def create(cls, path: Path, config: Config, *, force: bool, about: Digests | None = None) -> Iterator["RunFolder"]:
+    def create(
+        cls, path: Path, config: Config, *, force: bool, about: Digests | None = None
+    ) -> Iterator["RunFolder"]:
         """Make a run folder, and keep it to this process while it is in use. `about` says what the run is."""
         cls.check(path, force=force)
         try:
@@ -95,7 +105,9 @@ class RunFolder:
                 folder._clear(about or Digests())
                 folder.write_config(config)
             except OSError as error:
-                raise UserError(f"The output folder {path} cannot be made: {error.strerror}.") from None
+                raise UserError(
+                    f"The output folder {path} cannot be made: {error.strerror}."
+                ) from None
             yield folder
 
     def _clear(self, record: Digests) -> None:
@@ -104,13 +116,17 @@ class RunFolder:
         if things:
             earlier = self._kept_record()
             self._record = record
-            record.written = dict(earlier.written)  # what is still there is a run's until it is gone
+            record.written = dict(
+                earlier.written
+            )  # what is still there is a run's until it is gone
             self._write_record()
         # A summary without a history would look damaged, and so would a history without a config.
         order = {"summary.json": 0, "config.toml": 2}
         for entry in sorted(things, key=lambda entry: order.get(entry.name, 1)):
             if entry.name not in (".lock", DIGESTS):
-                entry.unlink(missing_ok=True)  # a record that was not written to its end is gone already
+                entry.unlink(
+                    missing_ok=True
+                )  # a record that was not written to its end is gone already
         for entry in folders:  # which fails if something else has come since
             entry.rmdir()
         self._record, record.written = record, {}
@@ -119,7 +135,9 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Nobody else may work in the folder meanwhile. A process that has died holds nothing."""
         try:
-            with files.lock(self.path / ".lock", f"{self.path} is in use: another process is working in it."):
+            with files.lock(
+                self.path / ".lock", f"{self.path} is in use: another process is working in it."
+            ):
                 yield
         except PermissionError:
             raise UserError(f"The run folder {self.path} cannot be written to.") from None
@@ -130,9 +148,14 @@ class RunFolder:
         if not (path / "config.toml").is_file():
             raise UserError(f"{path} is no run folder: there is no config.toml in it.")
         things, folders = _walk(path)
-        for entry in (*things, *(folder for folder in folders if _is_own(folder.relative_to(path)))):
+        for entry in (
+            *things,
+            *(folder for folder in folders if _is_own(folder.relative_to(path))),
+        ):
             if entry.is_symlink() or not entry.is_file():
-                raise UserError(f"{entry} is a link, or no file at all: such a run folder is not used.")
+                raise UserError(
+                    f"{entry} is a link, or no file at all: such a run folder is not used."
+                )
         return cls(path)
 
     # --- what the run has written, and whether it is still there ---------------------------------------------------
@@ -180,7 +203,9 @@ class RunFolder:
     def has_begun(self) -> bool:
         """Tell whether a round has been evaluated; its row may be gone."""
         entries = self.record.methods.values() if self.record else ()
-        return os.path.lexists(self.path / "history.csv") or any("history.csv" in entry.rows for entry in entries)
+        return os.path.lexists(self.path / "history.csv") or any(
+            "history.csv" in entry.rows for entry in entries
+        )
 
     def seal(self, method: str, *, checkpoint: int | None = None, finished: bool = False) -> None:
         """Record the digests of everything that the tables hold of a method now."""
@@ -191,7 +216,9 @@ class RunFolder:
 
     def _row_digests(self, method: str) -> dict[str, tuple[int, str]]:
         """Return, by table, how many rows of a method it holds, and their digest."""
-        return {table: rows.value for (table, other), rows in self._hashes.items() if other == method}
+        return {
+            table: rows.value for (table, other), rows in self._hashes.items() if other == method
+        }
 
     def recorded(self, method: str) -> MethodRecord | None:
         """Return what the record says of a method, if anything."""
@@ -204,7 +231,9 @@ class RunFolder:
         """Return the record to add to. A folder that has none gets one, which takes its files as they are."""
         if self.record is None:
             there = {name: self.path / name for name in WHOLE if (self.path / name).is_file()}
-            self._record = Digests({name: [files.sha256(read(path, LARGEST))] for name, path in there.items()})
+            self._record = Digests(
+                {name: [files.sha256(read(path, LARGEST))] for name, path in there.items()}
+            )
         assert self._record is not None
         return self._record
 
@@ -216,7 +245,9 @@ class RunFolder:
         tables = {name: self._lines(name) for name in TABLES if (self.path / name).is_file()}
         self._hashes, texts = {}, {}
         for name, (columns, lines) in tables.items():
-            lines = [line for line in lines if int(line["round"]) < rounds.get(line["method"], 2**63)]
+            lines = [
+                line for line in lines if int(line["round"]) < rounds.get(line["method"], 2**63)
+            ]
             for line in lines:
                 self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
             texts[name] = csv_text(columns, lines, header=True)
@@ -251,7 +282,9 @@ class RunFolder:
             ignored = shutil.ignore_patterns(".lock", "log-id", FOREIGN)
             shutil.copytree(self.path, path, symlinks=True, ignore=ignored)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be copied to {path}: {error.strerror or error}.") from None
+            raise RunError(
+                f"{self.path} cannot be copied to {path}: {error.strerror or error}."
+            ) from None
         copy = RunFolder(path)
         with copy.held():
             yield copy
@@ -263,14 +296,19 @@ class RunFolder:
     def add_history(self, method: str, rows: Iterable[Row]) -> None:
         """Appends evaluations, flushed, so that a fault later loses none of them."""
         for row in rows:
-            line = {"method": method, **{key: value for key, value in row.items() if key not in ("clients", "weights")}}
+            line = {
+                "method": method,
+                **{key: value for key, value in row.items() if key not in ("clients", "weights")},
+            }
             self._append("history.csv", [line])
 
     def add_clients(self, method: str, row: Row) -> None:
         """Every client's part in one evaluation."""
         lines = []
         for client, (correct, loss, samples) in enumerate(row["clients"]):
-            accuracy, mean_loss = (correct / samples, loss / samples) if samples else (float("nan"), float("nan"))
+            accuracy, mean_loss = (
+                (correct / samples, loss / samples) if samples else (float("nan"), float("nan"))
+            )
             line = {"method": method, "seed": row["seed"], "round": row["round"], "client": client}
             lines.append({**line, "samples": int(samples), "accuracy": accuracy, "loss": mean_loss})
         self._append("clients.csv", lines)
@@ -311,9 +349,16 @@ class RunFolder:
                 self.verified("resumed.csv")
                 columns, lines = self._lines("resumed.csv")
             except files.Damaged:
-                lines = [{"time": now, "changed": "resumed.csv was damaged: what it said before is lost"}]
+                lines = [
+                    {"time": now, "changed": "resumed.csv was damaged: what it said before is lost"}
+                ]
         elif self.record and "resumed.csv" in self.record.written:
-            lines = [{"time": now, "changed": "resumed.csv was missing: if it said anything before, it is lost"}]
+            lines = [
+                {
+                    "time": now,
+                    "changed": "resumed.csv was missing: if it said anything before, it is lost",
+                }
+            ]
         lines.append({"time": now, "changed": printable(changes, 10_000)})
         self._replace("resumed.csv", csv_text(columns, lines, header=True))
 
@@ -411,7 +456,8 @@ class RunFolder:
             self._newer[name] = record.check_rows(self.path / name, lines)
         try:
             read: list[dict[str, Any]] = [
-                {key: value if key in _TEXT else _number(value) for key, value in line.items()} for line in lines
+                {key: value if key in _TEXT else _number(value) for key, value in line.items()}
+                for line in lines
             ]
             for accuracy in (row["accuracy"] for row in read if row.get("accuracy") is not None):
                 if accuracy < 0 or accuracy > 1:
@@ -424,7 +470,10 @@ class RunFolder:
         """Say, in sentences, what no digest vouches for of the tables that have been read."""
         if self.record is None:
             return [f"{self.path} has no {DIGESTS}, so nothing in it can be verified."]
-        missing = [f"{self.path / name} is missing; a run was about to write it, or has." for name in self._missing]
+        missing = [
+            f"{self.path / name} is missing; a run was about to write it, or has."
+            for name in self._missing
+        ]
         return missing + [
             f"{newer} of the rows in {self.path / name} came after {DIGESTS} was written, so they are not verified."
             for name, newer in self._newer.items()
@@ -442,7 +491,9 @@ class RunFolder:
                 os.link(twin, path)
                 models[name] = models[twin.relative_to(self.path).as_posix()]
                 return
-        model = {name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()}
+        model = {
+            name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()
+        }
         data = save(model)
         files.replace(path, data, durable=False)
         models[name] = files.sha256(data)
@@ -461,7 +512,9 @@ class RunFolder:
         entry = self.recorded(method)
         found = entry.models.get(path.relative_to(self.path).as_posix()) if entry else None
         if found is None and path.exists():
-            warnings.warn(f"{path} cannot be verified: {DIGESTS} does not have its digest.", stacklevel=3)
+            warnings.warn(
+                f"{path} cannot be verified: {DIGESTS} does not have its digest.", stacklevel=3
+            )
         return found
 
     def damaged_model(self, method: str) -> Path | None:
@@ -520,12 +573,20 @@ def _own(path: Path) -> tuple[list[Path], list[Path]]:
     things, folders = _walk(path)
     for entry in sorted((*things, *folders)):
         place = entry.relative_to(path)
-        if not (place.parts[0] in ("models", "checkpoint", "tensorboard") if entry in folders else _is_own(place)):
-            raise UserError(f"{path} holds {place}, which is no part of a run, so --force will not replace it.")
+        if not (
+            place.parts[0] in ("models", "checkpoint", "tensorboard")
+            if entry in folders
+            else _is_own(place)
+        ):
+            raise UserError(
+                f"{path} holds {place}, which is no part of a run, so --force will not replace it."
+            )
     folder = RunFolder(path)
     if folder.record is None:
         unfinished = {".lock", f".{DIGESTS}.new"}
-        if any(entry.name not in unfinished for entry in path.iterdir()) and not _is_older_run(path):
+        if any(entry.name not in unfinished for entry in path.iterdir()) and not _is_older_run(
+            path
+        ):
             raise UserError(
                 f"{path} is not empty and has no {DIGESTS}, so --force cannot tell that a run wrote it: "
                 "remove it yourself, or choose another folder."
@@ -545,7 +606,9 @@ def _is_older_run(path: Path) -> bool:
     """Tell whether a folder without digests is that of a run: its config is written as only a run writes it."""
     try:
         text = read(path / "config.toml", LARGEST).decode()
-        return (path / "split.csv").is_file() and Config.of(Config.read(path / "config.toml")).text() == text
+        return (path / "split.csv").is_file() and Config.of(
+            Config.read(path / "config.toml")
+        ).text() == text
     except (OSError, ValueError):
         return False
 
@@ -556,7 +619,9 @@ def _is_own(place: Path) -> bool:
     return str(whole) in CONTENT or INSIDE.fullmatch(whole.as_posix()) is not None
 
 
-def csv_text(columns: Sequence[str], lines: Iterable[Mapping[str, Any]], *, header: bool = False) -> str:
+def csv_text(
+    columns: Sequence[str], lines: Iterable[Mapping[str, Any]], *, header: bool = False
+) -> str:
     """Lines of a table; with `header`, the whole of it."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

@@ -10,7 +10,10 @@ from torch import Tensor
 def tree_map(f: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """The same tree with `f` of each leaf (and of the leaves at the same place in `others`)."""
     if isinstance(tree, dict):
-        return {key: tree_map(f, value, *(other[key] for other in others)) for key, value in tree.items()}
+        return {
+            key: tree_map(f, value, *(other[key] for other in others))
+            for key, value in tree.items()
+        }
     if isinstance(tree, tuple | list):
         return type(tree)(tree_map(f, *leaves) for leaves in zip(tree, *others, strict=True))
     return f(tree, *others)
@@ -38,8 +41,12 @@ def take(tree: Any, lanes: Any) -> Any:
 def fits(tree: Any, template: Any) -> bool:
     """Whether the tree has all that the template has, of the same type and shape."""
     if isinstance(template, dict):
-        return isinstance(tree, dict) and all(key in tree and fits(tree[key], template[key]) for key in template)
-    return isinstance(tree, Tensor) and tree.dtype == template.dtype and tree.shape == template.shape
+        return isinstance(tree, dict) and all(
+            key in tree and fits(tree[key], template[key]) for key in template
+        )
+    return (
+        isinstance(tree, Tensor) and tree.dtype == template.dtype and tree.shape == template.shape
+    )
 
 
 def count(tree: Any) -> int:

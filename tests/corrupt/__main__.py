@@ -15,10 +15,16 @@ from fuzz import bounded
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m corrupt", description=__doc__)
-    parser.add_argument("worlds", nargs="*", help="finished, stopped, 'cells', 'stopped cell', csv; all by default")
-    parser.add_argument("--only", help="the cases whose line contains this text, such as 'history.csv | empty'")
+    parser.add_argument(
+        "worlds", nargs="*", help="finished, stopped, 'cells', 'stopped cell', csv; all by default"
+    )
+    parser.add_argument(
+        "--only", help="the cases whose line contains this text, such as 'history.csv | empty'"
+    )
     parser.add_argument("--share", type=int, default=1, help="of all cases, every so-manieth")
-    parser.add_argument("--keep", type=Path, help="leave the damaged folder of the (last) case here")
+    parser.add_argument(
+        "--keep", type=Path, help="leave the damaged folder of the (last) case here"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     bounded.SECONDS = 60
@@ -26,7 +32,9 @@ def main() -> int:
     counts: dict[tuple[str, str], Counter[str]] = {}
     faults = []
     memory = Path("/dev/shm")  # a disk that need not flush: thousands of small folders are written
-    with tempfile.TemporaryDirectory(prefix="corrupt-", dir=memory if memory.is_dir() else None) as place:
+    with tempfile.TemporaryDirectory(
+        prefix="corrupt-", dir=memory if memory.is_dir() else None
+    ) as place:
         judge = Judge(Path(place))
         worlds = build(Path(place), options.worlds)
         bounded.SECONDS = 10
@@ -41,13 +49,18 @@ def main() -> int:
                 faults.append(verdict) if verdict in BAD else None
                 print(f"{verdict.upper()}: {case}\n    {why}", flush=True)
     names = (*GOOD, *BAD)
-    print(f"\n{'folder':14}{'command':26}{'cases':>7}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in names))
+    print(
+        f"\n{'folder':14}{'command':26}{'cases':>7}"
+        + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in names)
+    )
     total = Counter[str]()
     for (world, command), counted in counts.items():
         print(_line(world, command, counted))
         total += counted
     print(_line("together", "", total))
-    print(f"{total.total()} cases, {len(faults)} faults, {time.monotonic() - began:.0f} s. One again: --only 'LINE'")
+    print(
+        f"{total.total()} cases, {len(faults)} faults, {time.monotonic() - began:.0f} s. One again: --only 'LINE'"
+    )
     return 1 if faults else 0
 
 

@@ -20,7 +20,8 @@ from fuzz.bounded import Outcome, attempt
 
 #: Words that tell of damage.
 TELLS = re.compile(
-    r"damaged|checksum|incomplete|unverified|not verified|cannot be verified|could not be verified", re.I
+    r"damaged|checksum|incomplete|unverified|not verified|cannot be verified|could not be verified",
+    re.I,
 )
 
 GOOD = ("refused", "equal", "told")
@@ -66,7 +67,9 @@ class Judge:
                     assert not re.search("damaged", outcome.says), f"{key}: {outcome.says}"
                     found.append((outcome, command.outcome(here, outcome.says)))
             for _, other in found:
-                assert other == found[0][1], f"{key} differs from itself: {differences(found[0][1], other)}"
+                assert other == found[0][1], (
+                    f"{key} differs from itself: {differences(found[0][1], other)}"
+                )
             self.references[key] = found[0]
         return self.references[key]
 
@@ -76,7 +79,9 @@ class Judge:
         with tempfile.TemporaryDirectory(dir=self.place) as place:
             here = Path(place, "here")
             case.world.copy(here)
-            mutations(here / case.victim, case.world.twin / case.victim)[case.mutation](here / case.victim)
+            mutations(here / case.victim, case.world.twin / case.victim)[case.mutation](
+                here / case.victim
+            )
             if keep:
                 shutil.copytree(here, keep, symlinks=True, ignore=_pipes)
             before = snapshot(here)
@@ -98,7 +103,11 @@ class Judge:
                 return "equal", ""
             page = content(here / case.world.folder / "report.html").decode(errors="replace")
             shown = page if "report.html" in outcome else ""
-            if _tells(found.says + shown, sound.says + str(expected.get("report.html", "")), case.victim.name):
+            if _tells(
+                found.says + shown,
+                sound.says + str(expected.get("report.html", "")),
+                case.victim.name,
+            ):
                 return "told", ""
             return "silent", differences(expected, outcome)
 
@@ -107,7 +116,9 @@ def _pipes(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if stat.S_ISFIFO(Path(folder, name).lstat().st_mode)]
 
 
-def _judge_refusal(found: Outcome, before: dict[str, Any], after: dict[str, Any], case: Case) -> tuple[str, str]:
+def _judge_refusal(
+    found: Outcome, before: dict[str, Any], after: dict[str, Any], case: Case
+) -> tuple[str, str]:
     sentences = [line for line in found.says.splitlines() if line.startswith("Error: ")]
     clean = all(c.isprintable() or c == "\n" for c in found.says)
     if len(sentences) != 1 or found.says.splitlines()[-1] != sentences[0] or not clean:
@@ -150,8 +161,13 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
     for name in sorted(expected.keys() | found.keys()):
         a, b = (str(values.get(name, "nothing")) for values in (expected, found))
         if a != b:
-            at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            told.append(f"{name}: …{a[max(0, at - 15) : at + 15]}… is …{b[max(0, at - 15) : at + 15]}…")
+            at = next(
+                (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+                min(len(a), len(b)),
+            )
+            told.append(
+                f"{name}: …{a[max(0, at - 15) : at + 15]}… is …{b[max(0, at - 15) : at + 15]}…"
+            )
     return "; ".join(told)[:300].replace("\n", " ")
 
 

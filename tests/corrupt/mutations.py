@@ -86,7 +86,11 @@ def _to_the_lines(path: Path) -> dict[str, Damage]:
             "two lines swapped": "".join(swapped),
             "only the first line": lines[0],
         }
-    found = {name: _with(other.encode()) for name, other in whole.items() if other is not None and other != text}
+    found = {
+        name: _with(other.encode())
+        for name, other in whole.items()
+        if other is not None and other != text
+    }
     found["not UTF-8"] = _with(text.encode("utf-16"))
     return found
 
@@ -97,12 +101,18 @@ def _to_the_numbers(path: Path) -> dict[str, Damage]:
     found: dict[str, Damage] = {}
     if not places:
         return found
-    most = 3 if path.parent.parent.name == "checkpoint" else DIGITS  # a manifest has one checksum for all of it
+    most = (
+        3 if path.parent.parent.name == "checkpoint" else DIGITS
+    )  # a manifest has one checksum for all of it
     names = list(places)
-    for where in names if len(names) <= most else [names[k * len(names) // most] for k in range(most)]:
+    for where in (
+        names if len(names) <= most else [names[k * len(names) // most] for k in range(most)]
+    ):
         found[f"a digit of {where}"] = _over(text, places[where], _other_digit)
     told = [
-        where for where in places if where.split(",")[0] in ("accuracy", "best", "mean", "round", "rounds", "samples")
+        where
+        for where in places
+        if where.split(",")[0] in ("accuracy", "best", "mean", "round", "rounds", "samples")
     ]
     for where in dict.fromkeys([*told[:3], names[len(names) // 2]]):
         for value in VALUES:
@@ -117,12 +127,20 @@ def _numbers_of_table(text: str) -> dict[str, tuple[int, int]]:
     header, *lines = text.splitlines(keepends=True)
     found: dict[str, tuple[int, int]] = {}
     for column, name in enumerate(header.strip().split(",")):
-        for number in (len(lines) - 1, len(lines) // 2) if name == "accuracy" else (-column % max(1, len(lines)),):
+        for number in (
+            (len(lines) - 1, len(lines) // 2)
+            if name == "accuracy"
+            else (-column % max(1, len(lines)),)
+        ):
             if not lines:
                 continue
             cells = lines[number].rstrip("\n").split(",")
             if len(cells) > column and _NUMBER.fullmatch(cells[column]):
-                start = len(header) + sum(map(len, lines[:number])) + sum(len(cell) + 1 for cell in cells[:column])
+                start = (
+                    len(header)
+                    + sum(map(len, lines[:number]))
+                    + sum(len(cell) + 1 for cell in cells[:column])
+                )
                 found[f"{name}, line {number + 2}"] = (start, start + len(cells[column]))
     return found
 
@@ -137,7 +155,9 @@ def _numbers_of_text(path: Path, text: str) -> dict[str, tuple[int, int]]:
             name = match[1]
         elif _NUMBER.fullmatch(match[0]):
             label = next(
-                f"{name}{', again' * again}" for again in range(99) if f"{name}{', again' * again}" not in found
+                f"{name}{', again' * again}"
+                for again in range(99)
+                if f"{name}{', again' * again}" not in found
             )
             found[label] = match.span()
     return found

@@ -30,9 +30,24 @@ SAMPLE = [
     ("finished", "split.csv", "a pipe", "report"),
     ("finished", "weights.csv", "a digit of mean", "report"),
     ("finished", "checkpoint/0/0000003.json", "half of it", "run --resume --rounds 4"),
-    ("finished", "checkpoint/0/server-3.safetensors", "a bit flipped in the middle", "run --resume --rounds 4"),
-    ("finished", "models/fedala/seed-0/global.safetensors", "a bit flipped in the middle", "model()"),
-    ("finished", "models/fedala/seed-0/global.safetensors", "a bit flipped at the start", "model()"),
+    (
+        "finished",
+        "checkpoint/0/server-3.safetensors",
+        "a bit flipped in the middle",
+        "run --resume --rounds 4",
+    ),
+    (
+        "finished",
+        "models/fedala/seed-0/global.safetensors",
+        "a bit flipped in the middle",
+        "model()",
+    ),
+    (
+        "finished",
+        "models/fedala/seed-0/global.safetensors",
+        "a bit flipped at the start",
+        "model()",
+    ),
     ("finished", "models/fedala/seed-0/global.safetensors", "removed", "model()"),
     ("stopped", "history.csv", "a middle line dropped", "run --resume"),
     ("stopped", "history.csv", "a digit of accuracy", "run --resume"),
@@ -42,8 +57,18 @@ SAMPLE = [
     ("stopped", "checkpoint/1/0000002.json", "half of it", "run --resume"),
     ("stopped", "models/fedala/seed-0/global.safetensors", "all zeros", "model()"),
     ("cells", "mnist-pathological/fedavg/seeds-0-0/config.toml", "empty", "paper report"),
-    ("cells", "mnist-pathological/fedavg/seeds-0-0/history.csv", "a digit of accuracy", "paper report"),
-    ("cells", "mnist-pathological/fedavg/seeds-0-0/history.csv", "a digit of accuracy", "paper run, again"),
+    (
+        "cells",
+        "mnist-pathological/fedavg/seeds-0-0/history.csv",
+        "a digit of accuracy",
+        "paper report",
+    ),
+    (
+        "cells",
+        "mnist-pathological/fedavg/seeds-0-0/history.csv",
+        "a digit of accuracy",
+        "paper run, again",
+    ),
     ("cells", "mnist-pathological/fedavg/cell.json", "a digit of samples", "paper report"),
     ("cells", "results.csv", "a pipe", "paper report"),
     ("cells", "results.csv", "a link to a zero device", "paper report"),
@@ -60,7 +85,10 @@ def judge(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worlds(judge):
-    return {world.name: world for world in build(judge.place, list(dict.fromkeys(s[0] for s in SAMPLE)), twins=False)}
+    return {
+        world.name: world
+        for world in build(judge.place, list(dict.fromkeys(s[0] for s in SAMPLE)), twins=False)
+    }
 
 
 @pytest.mark.parametrize("sample", SAMPLE, ids=" | ".join)
@@ -68,7 +96,9 @@ def test_damage_is_not_believed(sample, judge, worlds):
     name, file, mutation, command = sample
     world = worlds[name]
     [victim] = [path for path in world.victims() if str(path) == f"{world.folder}/{file}"]
-    found = next(label for label in mutations(world.sound / victim, None) if label.startswith(mutation))
+    found = next(
+        label for label in mutations(world.sound / victim, None) if label.startswith(mutation)
+    )
     asked = next(one for one in world.commands if one.name == command)
     verdict, why = judge.judge(Case(world, victim, found, asked))
     assert verdict not in BAD, f"{verdict}: {why}"

@@ -26,11 +26,33 @@ from fedala.paper.results import Results
 from fedala.store import RunFolder
 
 RUN = [
-    *("run", "--dataset", "d.npz", "--clients", "3", "--partition", "iid", "--rounds", "3", "--method", "fedala"),
+    *(
+        "run",
+        "--dataset",
+        "d.npz",
+        "--clients",
+        "3",
+        "--partition",
+        "iid",
+        "--rounds",
+        "3",
+        "--method",
+        "fedala",
+    ),
     *("--set", "fedala.max_epochs=2", "--checkpoint-every", "1", "--device", "cpu"),
 ]
 PAPER = [
-    *("paper", "run", "table2", "--columns", "mnist-pathological", "--seeds", "1", "--data-dir", "data"),
+    *(
+        "paper",
+        "run",
+        "table2",
+        "--columns",
+        "mnist-pathological",
+        "--seeds",
+        "1",
+        "--data-dir",
+        "data",
+    ),
     *("--out", "out", "--device", "cpu"),
 ]
 
@@ -65,7 +87,9 @@ class World:
 
     def victims(self) -> list[Path]:
         """List the files that can be damaged, one of each kind of model and of client state."""
-        paths = sorted(p.relative_to(self.sound) for p in (self.sound / self.folder).rglob("*") if p.is_file())
+        paths = sorted(
+            p.relative_to(self.sound) for p in (self.sound / self.folder).rglob("*") if p.is_file()
+        )
         kinds: dict[str, Path] = {}
         for path in reversed(paths):  # fedavg before fedala: the other is what a cell is by default
             if path.name != ".lock":
@@ -102,7 +126,9 @@ def run_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
 
     def look(here: Path, said: str) -> dict[str, Any]:
         path = here / folder
-        found: dict[str, Any] = {name: table(path / name) for name in ("history.csv", "clients.csv", "weights.csv")}
+        found: dict[str, Any] = {
+            name: table(path / name) for name in ("history.csv", "clients.csv", "weights.csv")
+        }
         found |= {name: content(path / name) for name in ("split.csv", "faults.csv", "config.toml")}
         found["summary.json"] = accuracies(path / "summary.json")
         for model in sorted((path / "models").rglob("*.safetensors")):
@@ -116,7 +142,9 @@ def page_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
     """All that the page shows."""
 
     def look(here: Path, said: str) -> dict[str, Any]:
-        return {"report.html": content(here / folder / "report.html").replace(str(here).encode(), b"")}
+        return {
+            "report.html": content(here / folder / "report.html").replace(str(here).encode(), b"")
+        }
 
     return look
 
@@ -168,7 +196,9 @@ def table(path: Path) -> Any:
     except (ValueError, csv.Error):
         return data
     left = [n for n, name in enumerate(lines[0]) if name not in _TIMES] if lines else []
-    kept = [[line[n] if n < len(line) else None for n in left] + line[len(lines[0]) :] for line in lines]
+    kept = [
+        [line[n] if n < len(line) else None for n in left] + line[len(lines[0]) :] for line in lines
+    ]
     return kept[:1] + sorted(kept[1:], key=lambda line: str(line[:1]))
 
 
@@ -177,7 +207,12 @@ def accuracies(path: Path) -> Any:
     data = content(path)
     try:
         found = json.loads(data)
-        keys = ("title", "accuracy", "parameters_per_client_and_round", "client_rounds_that_diverged")
+        keys = (
+            "title",
+            "accuracy",
+            "parameters_per_client_and_round",
+            "client_rounds_that_diverged",
+        )
         methods = {name: [about[key] for key in keys] for name, about in found["methods"].items()}
         return [methods, found["rounds"], found["seeds"], found["data"]]
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -192,7 +227,13 @@ def build(place: Path, names: Sequence[str] = (), *, twins: bool = True) -> list
     for name in ("torch._dynamo", "sklearn.datasets", "matplotlib.figure"):
         importlib.import_module(name)  # here, once: every case would import it again
     sheets(Results([]))
-    makers = {"finished": _finished, "stopped": _stopped, "cells": _cells, "stopped cell": _stopped_cell, "csv": _csv}
+    makers = {
+        "finished": _finished,
+        "stopped": _stopped,
+        "cells": _cells,
+        "stopped cell": _stopped_cell,
+        "csv": _csv,
+    }
     worlds = []
     for name in names or makers:
         sound, twin = (place / name.replace(" ", "-") / which for which in ("sound", "twin"))
@@ -201,7 +242,9 @@ def build(place: Path, names: Sequence[str] = (), *, twins: bool = True) -> list
         if twins:
             makers[name](twin, True)
         commands = makers[name](sound, False)
-        worlds.append(World(name, sound, twin, "run" if (sound / "run").is_dir() else "out", commands))
+        worlds.append(
+            World(name, sound, twin, "run" if (sound / "run").is_dir() else "out", commands)
+        )
     return worlds
 
 
@@ -249,10 +292,19 @@ def _run_commands(here: Path) -> tuple[Command, ...]:
     return (
         Command("run --resume", ("run", "--resume", "run"), run_outcome("run"), not_a_model),
         Command(
-            "run --resume --rounds 4", ("run", "--resume", "run", "--rounds", "4"), run_outcome("run"), not_a_model
+            "run --resume --rounds 4",
+            ("run", "--resume", "run", "--rounds", "4"),
+            run_outcome("run"),
+            not_a_model,
         ),
         Command("report", ("report", "run"), page_outcome("run"), no_weights),
-        Command("model()", ("run",), models_outcome, lambda path: "models" in path.parts, _load(here / "run")),
+        Command(
+            "model()",
+            ("run",),
+            models_outcome,
+            lambda path: "models" in path.parts,
+            _load(here / "run"),
+        ),
     )
 
 
@@ -285,7 +337,9 @@ def _cell_commands(again: list[str], needs: Callable[[Path], bool]) -> tuple[Com
     return (
         Command("paper report", ("paper", "report", "out"), comparison_outcome, no_weights),
         Command("paper run, again", tuple(again), cells_outcome, needs),
-        Command("report", ("report", "out", "--out", "out/report.html"), page_outcome("out"), no_weights),
+        Command(
+            "report", ("report", "out", "--out", "out/report.html"), page_outcome("out"), no_weights
+        ),
     )
 
 

@@ -36,9 +36,15 @@ def image_task(device, precision="float32", model=small_cnn, side=16, **options)
 
 
 def go(method, task, model=small_cnn, rounds=2, **options):
-    simulation = Simulation(make(method, QUICK.get(method)), task, start_of(task, model), rounds=rounds, **options)
+    simulation = Simulation(
+        make(method, QUICK.get(method)), task, start_of(task, model), rounds=rounds, **options
+    )
     models = {}
-    rows = list(simulation.run(lambda p: models.update({(p.seed, p.client): {n: v.cpu() for n, v in p.model.items()}})))
+    rows = list(
+        simulation.run(
+            lambda p: models.update({(p.seed, p.client): {n: v.cpu() for n, v in p.model.items()}})
+        )
+    )
     return rows, models
 
 
@@ -81,7 +87,8 @@ def test_captured_steps_are_the_steps_themselves(monkeypatch):
     task = image_task("cuda")
     order = sorted(range(len(SIZES)), key=lambda client: -SIZES[client])
     params = {
-        n: torch.cat([start_of(task, small_cnn)(seed)[n] for seed in range(7)]) for n in start_of(task, small_cnn)(0)
+        n: torch.cat([start_of(task, small_cnn)(seed)[n] for seed in range(7)])
+        for n in start_of(task, small_cnn)(0)
     }
     cohort = Cohort(task, order, [0] * 7)
     captured = [cohort.sgd(params, epochs=2, proximal=(0.1, params)) for _ in range(2)]
@@ -98,7 +105,9 @@ def test_a_deep_network_with_batch_normalisation():
         return resnet18((3, 32, 32), 3)
 
     def models(device, precision, **options):
-        return go("fedala", image_task(device, precision, deep, 32, lr=1e-4), deep, rounds=1, **options)[1]
+        return go(
+            "fedala", image_task(device, precision, deep, 32, lr=1e-4), deep, rounds=1, **options
+        )[1]
 
     exact, plain = models("cpu", "float64", lanes=1), models("cpu", "float32", lanes=1)
     lanes, double = models("cuda", "float32"), models("cuda", "float64")
@@ -134,17 +143,23 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_in_the_kernel_too(max_epoch
         cohort = Cohort(task, clients, [0] * len(clients), round=2)
         task.x[torch.as_tensor(task.parts["train"][clients[1]])] *= value
         start = start_of(task, small_cnn)
-        local, received = (join([start(first + i) for i in range(len(clients))]) for first in (0, 50))
+        local, received = (
+            join([start(first + i) for i in range(len(clients))]) for first in (0, 50)
+        )
         governed = upper(task.model, 1)
         state = fresh(local, governed)
-        initialized, state, outcome = initialize(cohort, settings, state, local, received, governed=governed)
+        initialized, state, outcome = initialize(
+            cohort, settings, state, local, received, governed=governed
+        )
         found.append((initialized, state, outcome, received))
     (sound, good, _, _), (initialized, state, outcome, received) = found
     others = [lane for lane in range(len(SIZES)) if lane != 1]
     assert [report.fault is not None for report in outcome.reports(settings)] == [
         lane == 1 for lane in range(len(SIZES))
     ]
-    assert state["trained"].tolist() == [size > 0 and lane != 1 for lane, size in enumerate(cohort.sizes())]
+    assert state["trained"].tolist() == [
+        size > 0 and lane != 1 for lane, size in enumerate(cohort.sizes())
+    ]
     for name, value in state["weights"].items():
         assert (value[1] == 1).all()
         assert torch.equal(initialized[name][1], received[name][1])
@@ -154,7 +169,9 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_in_the_kernel_too(max_epoch
 
 def test_a_client_without_samples_on_the_gpu():
     local, received = (nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).cuda() for _ in range(2))
-    report = ALA().initialize(local, received, (torch.empty(0, 4), torch.empty(0, dtype=torch.int64)))
+    report = ALA().initialize(
+        local, received, (torch.empty(0, 4), torch.empty(0, dtype=torch.int64))
+    )
     assert report.skipped
     assert all(map(torch.equal, local.parameters(), received.parameters()))
 
@@ -186,4 +203,6 @@ def test_a_model_that_notices_vmap_runs_lane_by_lane_on_the_gpu():
     plain.x = plain.x[:, :1].contiguous()
     (rows, _), (expected, _) = go("fedala", fussy, Views), go("fedala", plain, Views)
     assert (fussy.uses_vmap, plain.uses_vmap) == (False, True)
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)
+    assert [row["loss"] for row in rows] == pytest.approx(
+        [row["loss"] for row in expected], rel=1e-4
+    )

@@ -25,7 +25,10 @@ def agree(function, *inputs, tolerance=1e-5, special=True):
     lanes = len(inputs[0])
     inputs = [value.to(DEVICE) for value in inputs]
     leaves = [value.requires_grad_() if value.is_floating_point() else value for value in inputs]
-    double = [value.detach().double().requires_grad_() if value.is_floating_point() else value for value in inputs]
+    double = [
+        value.detach().double().requires_grad_() if value.is_floating_point() else value
+        for value in inputs
+    ]
     expected = torch.stack([function(*(value[lane] for value in double)) for lane in range(lanes)])
     slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
     floats = [value for value in double if value.is_floating_point()]
@@ -57,7 +60,10 @@ def random(*shape, seed=0):
 )
 @pytest.mark.parametrize(("bias", "special"), [(True, True), (False, False)])
 def test_convolution(channels, side, out, kernel, stride, pad, batch, lanes, bias, special):
-    inputs = [random(lanes, batch, channels, side, side), random(lanes, out, channels, kernel, kernel, seed=1)]
+    inputs = [
+        random(lanes, batch, channels, side, side),
+        random(lanes, out, channels, kernel, kernel, seed=1),
+    ]
     if bias:
         inputs.append(random(lanes, out, seed=2))
     agree(lambda x, w, b=None: F.conv2d(x, w, b, stride, pad), *inputs, special=special)
@@ -100,10 +106,13 @@ def test_what_has_no_kernel_goes_its_usual_way():
     x, w = random(2, 4, 6, 6).to(DEVICE), random(4, 2, 3, 3).to(DEVICE)
     with LaneKernels():
         grouped = F.conv2d(x, w, groups=2)
-        smoothed = F.cross_entropy(x.flatten(1), torch.tensor([0, 1], device=DEVICE), label_smoothing=0.1)
+        smoothed = F.cross_entropy(
+            x.flatten(1), torch.tensor([0, 1], device=DEVICE), label_smoothing=0.1
+        )
     assert torch.equal(grouped, F.conv2d(x, w, groups=2))
     assert torch.equal(
-        smoothed, F.cross_entropy(x.flatten(1), torch.tensor([0, 1], device=DEVICE), label_smoothing=0.1)
+        smoothed,
+        F.cross_entropy(x.flatten(1), torch.tensor([0, 1], device=DEVICE), label_smoothing=0.1),
     )
 
 
@@ -112,25 +121,44 @@ def test_weight_learning_is_the_plain_loops(classes):
     """ALA on a last linear layer, against the paper's equations written out: ragged lanes, one without samples, all stages."""
     lanes, width, batch, threshold = 4, 72, 4, 0.02
     draw = torch.Generator().manual_seed(0)
-    features, labels = torch.randn(60, width, generator=draw), torch.randint(0, classes, (60,), generator=draw)
+    features, labels = (
+        torch.randn(60, width, generator=draw),
+        torch.randint(0, classes, (60,), generator=draw),
+    )
     lengths, places = torch.tensor([13, 9, 0, 4]), torch.randint(0, 60, (lanes, 13), generator=draw)
     ignored = places[0, 1]
-    assert ignored not in (places[0, 12], places[1, 8]), "a batch of ignored samples alone has no loss"
+    assert ignored not in (places[0, 12], places[1, 8]), (
+        "a batch of ignored samples alone has no loss"
+    )
     labels[ignored] = -100
     w, g = (torch.randn(lanes, classes, width, generator=draw) * 0.1 for _ in range(2))
     w0, g0 = (torch.randn(lanes, classes, generator=draw) for _ in range(2))
     least, limit = torch.tensor([1, 2, 1, 3]), torch.tensor([13, 2, 5, 3])
     learned = Head(torch.ones_like(w).to(DEVICE), torch.ones_like(w0).to(DEVICE))
     moved = [t.to(DEVICE) for t in (features, places, labels[places], lengths, least, limit)]
-    local, update = Head(w.to(DEVICE), w0.to(DEVICE)), Head((g - w).to(DEVICE), (g0 - w0).to(DEVICE))
+    local, update = (
+        Head(w.to(DEVICE), w0.to(DEVICE)),
+        Head((g - w).to(DEVICE), (g0 - w0).to(DEVICE)),
+    )
     losses, epochs = learn(
-        *moved, local, update, learned, batch_size=batch, eta=1.0, threshold=threshold, most=15, window=10
+        *moved,
+        local,
+        update,
+        learned,
+        batch_size=batch,
+        eta=1.0,
+        threshold=threshold,
+        most=15,
+        window=10,
     )
     for lane in range(lanes):
         weight, bias, history = torch.ones(classes, width), torch.ones(classes), []
         while int(lengths[lane]) and (
             len(history) < least[lane]
-            or (len(history) < limit[lane] and not (len(history) > 10 and np.std(history[-10:]) < threshold))
+            or (
+                len(history) < limit[lane]
+                and not (len(history) > 10 and np.std(history[-10:]) < threshold)
+            )
         ):
             each = []
             for rows in places[lane, : lengths[lane]].split(batch):
@@ -157,7 +185,10 @@ def test_weight_learning_that_is_not_finite_shows_in_its_losses(classes, what):
     lanes, width = 3, 24
     draw = torch.Generator().manual_seed(0)
     features, places = torch.randn(12, width, generator=draw), torch.arange(12).reshape(lanes, 4)
-    w, d = (Head(torch.randn(lanes, classes, width, generator=draw), torch.randn(lanes, classes)) for _ in range(2))
+    w, d = (
+        Head(torch.randn(lanes, classes, width, generator=draw), torch.randn(lanes, classes))
+        for _ in range(2)
+    )
     if what == "features":
         features[places[1, 3], 5] = float("nan")
     else:
@@ -166,5 +197,7 @@ def test_weight_learning_that_is_not_finite_shows_in_its_losses(classes, what):
     moved = [t.to(DEVICE) for t in (features, places, places % classes, *counts)]
     local, update = (Head(*(t.to(DEVICE) for t in head)) for head in (w, d))
     learned = Head(*(torch.ones_like(t) for t in local))
-    done = learn(*moved, local, update, learned, batch_size=2, eta=1.0, threshold=0.0, most=3, window=10)
+    done = learn(
+        *moved, local, update, learned, batch_size=2, eta=1.0, threshold=0.0, most=3, window=10
+    )
     assert are_finite(*done).tolist() == [True, False, True]

@@ -20,7 +20,10 @@ def dataset(samples=120, classes=3, name="toy"):
 
 
 def parts(federation):
-    return [[p.tolist() for p in part] for part in (federation.train, federation.validation, federation.test)]
+    return [
+        [p.tolist() for p in part]
+        for part in (federation.train, federation.validation, federation.test)
+    ]
 
 
 @given(st.integers(2, 200), st.integers(1, 8), st.floats(0, 0.99), st.integers(0, 50))
@@ -29,7 +32,9 @@ def test_train_validation_and_test_are_disjoint_and_complete(samples, clients, v
     federation = federate(dataset(samples, 2), "iid", clients, seed, validation)
     everything = federation.train + federation.validation + federation.test
     assert sorted(np.concatenate(everything).tolist()) == list(range(samples))
-    for train, held_out, test in zip(federation.train, federation.validation, federation.test, strict=True):
+    for train, held_out, test in zip(
+        federation.train, federation.validation, federation.test, strict=True
+    ):
         training = len(train) + len(held_out)
         assert training == int(0.75 * (training + len(test)))
         assert len(held_out) == int(validation * training)
@@ -56,7 +61,9 @@ def test_a_written_partition_reads_back_the_same(tmp_path, validation):
     federation = federate(dataset(), "dir:1", 5, seed=3, validation=validation)
     write_partition(federation, tmp_path / "p.json")
     for clients in (5, None):
-        again = federate(dataset(), str(tmp_path / "p.json"), clients, seed=99, validation=validation)
+        again = federate(
+            dataset(), str(tmp_path / "p.json"), clients, seed=99, validation=validation
+        )
         assert parts(again) == parts(federation)
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
@@ -64,16 +71,24 @@ def test_a_written_partition_reads_back_the_same(tmp_path, validation):
 def test_validation_can_be_cut_from_a_file_that_has_none_and_a_files_own_stays(tmp_path):
     path = str(tmp_path / "p.json")
     write_partition(federate(dataset(), "iid", 4), path)
-    assert parts(federate(dataset(), path, 4, validation=0.2)) == parts(federate(dataset(), "iid", 4, validation=0.2))
+    assert parts(federate(dataset(), path, 4, validation=0.2)) == parts(
+        federate(dataset(), "iid", 4, validation=0.2)
+    )
     write_partition(federate(dataset(), "iid", 4, validation=0.2), path)
-    assert parts(federate(dataset(), path, 4, validation=0.5)) == parts(federate(dataset(), "iid", 4, validation=0.2))
+    assert parts(federate(dataset(), path, 4, validation=0.5)) == parts(
+        federate(dataset(), "iid", 4, validation=0.2)
+    )
 
 
 def test_a_client_given_as_a_list_is_split_as_any_share(tmp_path):
     shares = [share.tolist() for share in iid(dataset().y, clients=4, seed=7)]
     path = tmp_path / "p.json"
-    path.write_text(json.dumps({"format": "fedala-partition", "version": 1, "samples": 120, "clients": shares}))
-    assert parts(federate(dataset(), str(path), 4, seed=7)) == parts(federate(dataset(), "iid", 4, seed=7))
+    path.write_text(
+        json.dumps({"format": "fedala-partition", "version": 1, "samples": 120, "clients": shares})
+    )
+    assert parts(federate(dataset(), str(path), 4, seed=7)) == parts(
+        federate(dataset(), "iid", 4, seed=7)
+    )
 
 
 def change(tmp_path, **changes):
@@ -100,7 +115,10 @@ def change(tmp_path, **changes):
         ({"clients": [[True], [3]]}, "whole numbers"),
         ({"clients": [{"train": [1], "test": "2"}, [3]]}, "client 0, test must list"),
         ({"clients": [{"train": [1]}, [3]]}, "must be a list of samples, or have train, test"),
-        ({"clients": [{"train": [1], "test": [], "tset": []}, [3]]}, "must be a list of samples, or have train, test"),
+        (
+            {"clients": [{"train": [1], "test": [], "tset": []}, [3]]},
+            "must be a list of samples, or have train, test",
+        ),
         ({"clients": [1, 2]}, "must be a list of samples"),
         ({"clients": [[1], [2], [3]]}, "holds 3 clients, but 2 were asked for"),
     ],
@@ -140,7 +158,9 @@ def test_another_datasets_labels_are_refused_even_in_the_same_number(tmp_path):
         federate(other, str(tmp_path / "p.json"), 2)
 
 
-@pytest.mark.parametrize(("path", "says"), [("no/where/p.json", "cannot be written"), ("p.txt", r"called ….json")])
+@pytest.mark.parametrize(
+    ("path", "says"), [("no/where/p.json", "cannot be written"), ("p.txt", r"called ….json")]
+)
 def test_a_partition_that_cannot_be_written(tmp_path, path, says):
     with pytest.raises(UserError, match=says):
         write_partition(federate(dataset(), "iid", 2), tmp_path / path)

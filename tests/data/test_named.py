@@ -29,7 +29,11 @@ def encoded(array, kind="PNG"):
 
 def write_idx(path, array):
     array = np.asarray(array, dtype=np.uint8)
-    data = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    data = (
+        bytes((0, 0, 8, array.ndim))
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
@@ -83,7 +87,15 @@ def test_digits_are_embedded_and_fit_the_papers_cnn():
 
 def test_the_table_of_datasets_holds_the_papers_settings():
     rows = {row.name: row for row in known()}
-    assert list(rows) == ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "tiny-imagenet", "ag_news"]
+    assert list(rows) == [
+        "digits",
+        "mnist",
+        "fashion-mnist",
+        "cifar10",
+        "cifar100",
+        "tiny-imagenet",
+        "ag_news",
+    ]
     assert [row.lr for row in rows.values()] == [0.1, 0.1, 0.1, 0.005, 0.005, 0.005, 0.1]
     assert [row.rounds for row in rows.values()] == [30] + [2000] * 6
     assert [row.model for row in rows.values()] == ["cnn"] * 6 + ["fasttext"]
@@ -113,7 +125,9 @@ def test_a_named_npz(tmp_path):
 
 def test_mnist_from_the_hubs_parquet_files(tmp_path):
     images = [{"bytes": encoded(image), "path": None} for image in GREY]
-    write_parquet(tmp_path / "mnist" / "mnist", {"image": images, "label": LABELS}, list("0123456789"))
+    write_parquet(
+        tmp_path / "mnist" / "mnist", {"image": images, "label": LABELS}, list("0123456789")
+    )
     assert_is_grey(load("mnist", tmp_path))
 
 
@@ -138,7 +152,9 @@ def test_cifar100_has_the_fine_labels(tmp_path):
     folder.mkdir()
     planes = COLOUR.transpose(0, 3, 1, 2)
     for name, rows in (("train", range(8)), ("test", range(8, 12))):
-        (folder / f"{name}.bin").write_bytes(b"".join(bytes([7, 80 + j]) + planes[j].tobytes() for j in rows))
+        (folder / f"{name}.bin").write_bytes(
+            b"".join(bytes([7, 80 + j]) + planes[j].tobytes() for j in rows)
+        )
     (folder / "fine_label_names.txt").write_text("\n".join(f"thing{i}" for i in range(100)) + "\n")
     cifar = load("cifar100", tmp_path)
     np.testing.assert_array_equal(cifar.x.numpy(), planes)
@@ -162,7 +178,11 @@ def test_cifar100_from_the_hubs_parquet_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("cifar10", "cifar-10-batches-py/data_batch_1"), ("cifar100", "cifar100/cifar-100-python/train")]
+    ("name", "file"),
+    [
+        ("cifar10", "cifar-10-batches-py/data_batch_1"),
+        ("cifar100", "cifar100/cifar-100-python/train"),
+    ],
 )
 def test_pickled_cifar_is_refused_unopened(tmp_path, name, file):
     (tmp_path / file).parent.mkdir(parents=True)
@@ -197,11 +217,19 @@ def test_a_copy_with_other_classes_is_another_dataset(tmp_path):
         load("tiny-imagenet", tmp_path)
 
 
-NEWS = [(3, "Oil, up", "It's $50."), (4, "Chips", 'A "new" one'), (1, "Summit", "held"), (2, "Final", "won")]
+NEWS = [
+    (3, "Oil, up", "It's $50."),
+    (4, "Chips", 'A "new" one'),
+    (1, "Summit", "held"),
+    (2, "Final", "won"),
+]
 
 
 def assert_is_news(dataset):
-    assert (dataset.classes, dataset.class_names) == (4, ("World", "Sports", "Business", "Sci/Tech"))
+    assert (dataset.classes, dataset.class_names) == (
+        4,
+        ("World", "Sports", "Business", "Sci/Tech"),
+    )
     assert dataset.y.tolist() == [2, 3, 0, 1]
     assert dataset.x.dtype == torch.int32
     assert dataset.x.shape == (4, 200)
@@ -238,7 +266,10 @@ def test_ag_news_from_one_csv_with_a_header(tmp_path, first):
 
 
 def news_columns():
-    return {"text": [f"{title} {text}" for _, title, text in NEWS], "label": [label - 1 for label, _, _ in NEWS]}
+    return {
+        "text": [f"{title} {text}" for _, title, text in NEWS],
+        "label": [label - 1 for label, _, _ in NEWS],
+    }
 
 
 def test_ag_news_from_the_hubs_parquet_files(tmp_path):
@@ -249,9 +280,13 @@ def test_ag_news_from_the_hubs_parquet_files(tmp_path):
 def test_the_hub_is_asked_where_there_is_no_data_dir(tmp_path, monkeypatch):
     import datasets
 
-    made = write_parquet(tmp_path / "data", news_columns(), ["World", "Sports", "Business", "Sci/Tech"])
+    made = write_parquet(
+        tmp_path / "data", news_columns(), ["World", "Sports", "Business", "Sci/Tech"]
+    )
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda identifier: asked.append(identifier) or made)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda identifier: asked.append(identifier) or made
+    )
     assert_is_news(load("ag_news"))
     assert asked == ["fancyzhx/ag_news"]
 
@@ -261,7 +296,9 @@ def test_images_of_the_hub_and_only_the_parts_that_belong(tmp_path, monkeypatch)
 
     images = [{"bytes": encoded(image), "path": None} for image in GREY]
     made = write_parquet(tmp_path / "data", {"image": images, "label": LABELS}, list("0123456789"))
-    made = datasets.DatasetDict({"extra": made["test"], "test": made["test"], "train": made["train"]})
+    made = datasets.DatasetDict(
+        {"extra": made["test"], "test": made["test"], "train": made["train"]}
+    )
     monkeypatch.setattr(datasets, "load_dataset", lambda identifier: made)
     assert_is_grey(load("mnist"))
 
@@ -271,17 +308,23 @@ def test_images_that_the_hub_leaves_in_files(tmp_path, monkeypatch):
 
     for i, image in enumerate(GREY):
         (tmp_path / f"{i}.png").write_bytes(encoded(image))
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list("0123456789"))})
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=list("0123456789"))}
+    )
     columns = {"image": [str(tmp_path / f"{i}.png") for i in range(6)], "label": LABELS}
     made = datasets.DatasetDict({"train": datasets.Dataset.from_dict(columns, features=features)})
     monkeypatch.setattr(datasets, "load_dataset", lambda identifier: made)
-    with pytest.raises(UserError, match=r"image 0 is a path, .*0\.png, .* no table decides which files are read"):
+    with pytest.raises(
+        UserError, match=r"image 0 is a path, .*0\.png, .* no table decides which files are read"
+    ):
         load("mnist")
     monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", str(tmp_path))
     assert_is_grey(load("mnist"))
 
 
-@pytest.mark.parametrize("error", [ConnectionError("no route\nto host"), FileNotFoundError("gone"), RuntimeError()])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route\nto host"), FileNotFoundError("gone"), RuntimeError()]
+)
 def test_no_connection_is_one_sentence_that_knows_a_way_out(monkeypatch, error):
     import datasets
 
@@ -289,7 +332,9 @@ def test_no_connection_is_one_sentence_that_knows_a_way_out(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError, match=r"zh-plus/tiny-imagenet .* could not be loaded .* --data-dir\.$") as caught:
+    with pytest.raises(
+        UserError, match=r"zh-plus/tiny-imagenet .* could not be loaded .* --data-dir\.$"
+    ) as caught:
         load("tiny-imagenet")
     assert "\n" not in str(caught.value)
 
@@ -342,7 +387,16 @@ HUGE = bytes((0, 0, 8, 3)) + struct.pack(">3I", 2**31, 2**31, 2**31)
         (".gz", b"not gzip at all", "not a readable IDX file"),
         (".gz", gzip.compress(WHOLE)[:-200], "not a readable IDX file"),
     ],
-    ids=["huge", "huge-gz", "short", "long", "another-format", "half-a-header", "not-gzip", "truncated-gzip"],
+    ids=[
+        "huge",
+        "huge-gz",
+        "short",
+        "long",
+        "another-format",
+        "half-a-header",
+        "not-gzip",
+        "truncated-gzip",
+    ],
 )
 def test_a_damaged_idx_file(tmp_path, end, content, says):
     write_mnist(tmp_path, end)

@@ -86,7 +86,10 @@ def test_images_and_labels_is_another_spelling(tmp_path):
         ({"x": IMAGES, "y": Y * 10**9}, "from 0 to 2000000000; labels must be 0 to 2"),
         ({"x": IMAGES, "y": Y * 1.0}, "labels must be whole numbers"),
         ({"x": IMAGES, "y": np.eye(4, dtype=int)}, "labels must be whole numbers"),
-        ({"x": IMAGES, "y": np.array([0, 1, 2, 2**63], dtype=np.uint64)}, "labels must be whole numbers"),
+        (
+            {"x": IMAGES, "y": np.array([0, 1, 2, 2**63], dtype=np.uint64)},
+            "labels must be whole numbers",
+        ),
         ({"x": IMAGES, "y": Y[:3]}, "one length"),
         ({"x": np.uint8(3), "y": Y}, "one length"),
         ({"x": np.array([[1.0], [2.0], [np.nan], [3.0]]), "y": Y}, "NaN or infinite"),
@@ -99,9 +102,18 @@ def test_images_and_labels_is_another_spelling(tmp_path):
         ({"x": IMAGES}, "holds x; it must hold the arrays x and y"),
         ({"a": IMAGES, "b": Y}, "holds a, b; it must"),
         ({"x_train": IMAGES, "y_train": Y, "x_test": IMAGES}, "it must hold"),
-        ({"x_train": IMAGES, "y_train": Y, "x_test": IMAGES[:, :3], "y_test": Y}, "they must agree"),
-        ({"x": np.array([{}, 1, 2, 3], dtype=object), "y": Y}, "x is an array of pickled Python objects"),
-        ({"x": IMAGES, "y": np.array(["a", None, "b", "c"], dtype=object)}, "y is an array of pickled"),
+        (
+            {"x_train": IMAGES, "y_train": Y, "x_test": IMAGES[:, :3], "y_test": Y},
+            "they must agree",
+        ),
+        (
+            {"x": np.array([{}, 1, 2, 3], dtype=object), "y": Y},
+            "x is an array of pickled Python objects",
+        ),
+        (
+            {"x": IMAGES, "y": np.array(["a", None, "b", "c"], dtype=object)},
+            "y is an array of pickled",
+        ),
     ],
 )
 def test_an_npz_with_unsound_arrays(tmp_path, arrays, says):
@@ -143,7 +155,10 @@ def zipped(path, members, method=zipfile.ZIP_STORED):
 
 
 def test_a_zip_that_is_no_npz(tmp_path):
-    refused("holds readme.txt, sub/x; it must hold", zipped(tmp_path / "my.npz", {"readme.txt": "hi", "sub/x.npy": ""}))
+    refused(
+        "holds readme.txt, sub/x; it must hold",
+        zipped(tmp_path / "my.npz", {"readme.txt": "hi", "sub/x.npy": ""}),
+    )
     refused("not a readable .npz file", zipped(tmp_path / "my.npz", {"x.npy": "hi", "y.npy": "ho"}))
 
 
@@ -151,7 +166,9 @@ def test_a_zip_that_is_no_npz(tmp_path):
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_a_header_that_promises_what_the_file_does_not_hold(tmp_path, shape, method):
     file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": "|u1", "fortran_order": False, "shape": shape}
+    )
     y = io.BytesIO()
     np.save(y, Y)
     content = {"x.npy": file.getvalue() + b"four", "y.npy": y.getvalue()}
@@ -162,8 +179,12 @@ def test_a_size_that_no_compression_could_reach_is_refused_before_memory_is_take
     """The archive's directory is made to promise 2 GB too, as the header does, behind a few compressed bytes."""
     size = 2**31 - 1
     file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (size, 1)})
-    path = zipped(tmp_path / "my.npz", {"x.npy": file.getvalue(), "y.npy": b""}, zipfile.ZIP_DEFLATED)
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": "|u1", "fortran_order": False, "shape": (size, 1)}
+    )
+    path = zipped(
+        tmp_path / "my.npz", {"x.npy": file.getvalue(), "y.npy": b""}, zipfile.ZIP_DEFLATED
+    )
     data = bytearray(path.read_bytes())
     at = data.index(b"PK\x01\x02") + 24  # the field "uncompressed size" of the first entry
     data[at : at + 4] = (size + len(file.getvalue())).to_bytes(4, "little")
@@ -181,7 +202,10 @@ def test_a_size_that_no_compression_could_reach_is_refused_before_memory_is_take
     ],
 )  # fmt: skip
 def test_reading_takes_the_memory_of_the_result_alone(tmp_path, parts, expected, compressed):
-    arrays = {name: np.random.RandomState(0).randint(0, 99, shape, np.uint8) for name, shape in parts.items()}
+    arrays = {
+        name: np.random.RandomState(0).randint(0, 99, shape, np.uint8)
+        for name, shape in parts.items()
+    }
     arrays |= {name.replace("x", "y"): np.arange(shape[0]) % 3 for name, shape in parts.items()}
     path = npz(tmp_path, compressed, **arrays)
     del arrays
@@ -207,7 +231,9 @@ def test_wide_numbers_are_converted_piece_by_piece(tmp_path):
     assert peak < 4 * x.size + 20 * 2**20
 
 
-def test_all_that_conversion_takes_is_held_against_memory_before_anything_is_read(tmp_path, monkeypatch):
+def test_all_that_conversion_takes_is_held_against_memory_before_anything_is_read(
+    tmp_path, monkeypatch
+):
     """100 kB of uint8 become 400 kB of float32."""
     path = npz(tmp_path, compressed=True, x=np.zeros((100, 1000), np.uint8), y=np.arange(100) % 3)
     monkeypatch.setattr(arrays, "_CHUNK", 2**10)
@@ -347,7 +373,10 @@ def test_a_csv_in_another_encoding(tmp_path):
 def hub(monkeypatch, features, **splits):
     import datasets
 
-    made = {name: datasets.Dataset.from_dict(content, features=features) for name, content in splits.items()}
+    made = {
+        name: datasets.Dataset.from_dict(content, features=features)
+        for name, content in splits.items()
+    }
     monkeypatch.setattr(datasets, "load_dataset", lambda identifier: datasets.DatasetDict(made))
 
 
@@ -411,18 +440,47 @@ def test_pillow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
 def test_the_core_imports_without_the_optional_packages():
     code = "import sys, fedala.data; print({'sklearn', 'PIL', 'datasets', 'pyarrow'} & set(sys.modules))"
     path = {"PYTHONPATH": ":".join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=path, capture_output=True, text=True
+        ).stdout
+        == "set()\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("x", "y", "classes", "vocabulary", "says"),
     [
-        (torch.zeros(4, 2), torch.tensor([0, 1, 2, 3]), 3, None, "the labels of 3 classes are 0 to 2"),
+        (
+            torch.zeros(4, 2),
+            torch.tensor([0, 1, 2, 3]),
+            3,
+            None,
+            "the labels of 3 classes are 0 to 2",
+        ),
         (torch.zeros(4, 2), torch.tensor([0.0, 1, 1, 0]), 2, None, "int64 labels"),
         (torch.zeros(4, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0]), 2, None, "must hold"),
-        (torch.zeros(4, 2, dtype=torch.uint8), torch.tensor([0, 1, 1, 0]), 2, None, "uint8 images N×C×H×W"),
-        (torch.zeros(4, 2, dtype=torch.int32), torch.tensor([0, 1, 1, 0]), 2, None, "outside its vocabulary"),
-        (torch.full((4, 2), 9, dtype=torch.int32), torch.tensor([0, 1, 1, 0]), 2, 9, "outside its vocabulary"),
+        (
+            torch.zeros(4, 2, dtype=torch.uint8),
+            torch.tensor([0, 1, 1, 0]),
+            2,
+            None,
+            "uint8 images N×C×H×W",
+        ),
+        (
+            torch.zeros(4, 2, dtype=torch.int32),
+            torch.tensor([0, 1, 1, 0]),
+            2,
+            None,
+            "outside its vocabulary",
+        ),
+        (
+            torch.full((4, 2), 9, dtype=torch.int32),
+            torch.tensor([0, 1, 1, 0]),
+            2,
+            9,
+            "outside its vocabulary",
+        ),
     ],
 )
 def test_a_dataset_made_by_hand_is_checked_too(x, y, classes, vocabulary, says):

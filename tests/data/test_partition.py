@@ -21,7 +21,10 @@ def mnist_labels():
 
 
 def counts(labels, share):
-    return {int(k): int(n) for k, n in zip(*np.unique(np.asarray(labels)[share], return_counts=True), strict=True)}
+    return {
+        int(k): int(n)
+        for k, n in zip(*np.unique(np.asarray(labels)[share], return_counts=True), strict=True)
+    }
 
 
 def assert_disjoint_and_complete(shares, samples):
@@ -33,7 +36,9 @@ def mixed(sizes, seed):
 
 
 # Up to six classes of uneven sizes, each at least one for every client below.
-labels = st.builds(mixed, st.lists(st.integers(12, 60), min_size=1, max_size=6), st.integers(0, 1000))
+labels = st.builds(
+    mixed, st.lists(st.integers(12, 60), min_size=1, max_size=6), st.integers(0, 1000)
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -47,7 +52,9 @@ def test_dirichlet_is_disjoint_complete_and_leaves_nobody_short(y, clients, beta
 
 @settings(deadline=None, max_examples=150)
 @given(labels, st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
-def test_pathological_is_disjoint_complete_and_gives_no_client_more_than_c_classes(y, clients, c, seed):
+def test_pathological_is_disjoint_complete_and_gives_no_client_more_than_c_classes(
+    y, clients, c, seed
+):
     classes = len(set(y))
     c = min(c, classes)
     assume(c * clients >= classes)
@@ -69,7 +76,9 @@ def test_seed_1_gives_the_authors_split_of_mnist(mnist_labels):
     assert counts(mnist_labels, shares[0]) == {0: 140, 1: 890, 4: 1, 5: 319, 7: 29, 8: 1067, 9: 184}
 
 
-@pytest.mark.parametrize(("clients", "beta", "seed"), [(20, 0.1, 1), (50, 0.5, 3), (7, 1.0, 2), (10, 0.1, 5)])
+@pytest.mark.parametrize(
+    ("clients", "beta", "seed"), [(20, 0.1, 1), (50, 0.5, 3), (7, 1.0, 2), (10, 0.1, 5)]
+)
 def test_dirichlet_is_the_authors_algorithm(mnist_labels, clients, beta, seed):
     """The well-known loop, list by list, on every seventh of MNIST's labels: the same indices in the same order."""
     y = mnist_labels[::7]
@@ -87,7 +96,9 @@ def test_dirichlet_is_the_authors_algorithm(mnist_labels, clients, beta, seed):
     assert [share.tolist() for share in dirichlet(y, clients=clients, beta=beta, seed=seed)] == held
 
 
-@pytest.mark.parametrize(("clients", "c", "seed"), [(20, 2, 1), (50, 2, 1), (100, 3, 4), (10, 10, 2)])
+@pytest.mark.parametrize(
+    ("clients", "c", "seed"), [(20, 2, 1), (50, 2, 1), (100, 3, 4), (10, 10, 2)]
+)
 def test_pathological_is_the_authors_algorithm(mnist_labels, clients, c, seed):
     y = mnist_labels
     rng, room, held = np.random.RandomState(seed), [c] * clients, [[] for _ in range(clients)]
@@ -102,7 +113,9 @@ def test_pathological_is_the_authors_algorithm(mnist_labels, clients, c, seed):
             held[client] += indices[at : at + size].tolist()
             at += size
             room[client] -= 1
-    assert [s.tolist() for s in pathological(y, clients=clients, classes_per_client=c, seed=seed)] == held
+    assert [
+        s.tolist() for s in pathological(y, clients=clients, classes_per_client=c, seed=seed)
+    ] == held
 
 
 def test_pathological_clients_form_groups_of_the_same_classes(mnist_labels):
@@ -148,7 +161,11 @@ def test_beta_must_be_positive(beta):
 @pytest.mark.parametrize("clients", [0, -3, 101])
 @pytest.mark.parametrize(
     "divide",
-    [iid, lambda y, **k: dirichlet(y, beta=1, **k), lambda y, **k: pathological(y, classes_per_client=1, **k)],
+    [
+        iid,
+        lambda y, **k: dirichlet(y, beta=1, **k),
+        lambda y, **k: pathological(y, classes_per_client=1, **k),
+    ],
 )
 def test_clients_must_be_from_one_to_the_number_of_samples(divide, clients):
     with pytest.raises(UserError, match=f"1 to 100 clients, not {clients}"):
@@ -157,7 +174,11 @@ def test_clients_must_be_from_one_to_the_number_of_samples(divide, clients):
 
 @pytest.mark.parametrize(
     ("c", "clients", "says"),
-    [(0, 5, "1 to 4"), (5, 5, "1 to 4"), (1, 3, "cannot hold 4 classes; use at least 4 clients or 2 classes")],
+    [
+        (0, 5, "1 to 4"),
+        (5, 5, "1 to 4"),
+        (1, 3, "cannot hold 4 classes; use at least 4 clients or 2 classes"),
+    ],
 )
 def test_pathological_must_be_able_to_hold_all_classes(c, clients, says):
     with pytest.raises(UserError, match=says):

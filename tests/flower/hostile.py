@@ -32,7 +32,12 @@ def zipped(value: Any) -> bytes:
     return file.getvalue()
 
 
-def headed(header: str, rest: bytes = bytes(12), version: tuple[int, int] = (1, 0), length: int | None = None) -> bytes:
+def headed(
+    header: str,
+    rest: bytes = bytes(12),
+    version: tuple[int, int] = (1, 0),
+    length: int | None = None,
+) -> bytes:
     """An .npy file whose header is any text."""
     text = header.encode("latin1") + b"\n"
     size = struct.pack("<H", len(text) if length is None else length)
@@ -176,9 +181,15 @@ RECORDS: dict[str, Kind] = {
     "no metrics record": with_content(lambda content: content.pop("metrics")),
     "two array records": with_content(lambda content: content.update({"more": ArrayRecord()})),
     "two metric records": with_content(lambda content: content.update({"more": MetricRecord()})),
-    "a config record too many": with_content(lambda content: content.update({"more": ConfigRecord({"a": FORGED})})),
-    "a record with a name of a million letters": with_content(lambda c: c.update({LONG: MetricRecord()})),
-    "a record with control characters in its name": with_content(lambda c: c.update({FORGED: MetricRecord()})),
+    "a config record too many": with_content(
+        lambda content: content.update({"more": ConfigRecord({"a": FORGED})})
+    ),
+    "a record with a name of a million letters": with_content(
+        lambda c: c.update({LONG: MetricRecord()})
+    ),
+    "a record with control characters in its name": with_content(
+        lambda c: c.update({FORGED: MetricRecord()})
+    ),
     "a config record in the place of the metrics": with_content(misplaced),
     "neither content nor an error": without_content,
 }
@@ -196,7 +207,9 @@ def with_metrics(**metrics: Any) -> Kind:
         for name, value in metrics.items():
             content["metrics"].pop(name, None)
             if value is not None:
-                content["metrics"].__dict__["_data"][name] = value  # past the checks of the sender's own machine
+                content["metrics"].__dict__["_data"][name] = (
+                    value  # past the checks of the sender's own machine
+                )
 
     return with_content(change)
 
@@ -304,9 +317,13 @@ MESSAGES: dict[str, Kind] = {
     "an answer to another message": with_metadata(_reply_to_message_id="other"),
     "an answer from another node": with_metadata(_src_node_id=100),
     "an answer of another type": with_metadata(_message_type="query"),
-    "objects that Flower cannot decode": raised(ValueError(f"Unexpected set of `children` {FORGED}")),
+    "objects that Flower cannot decode": raised(
+        ValueError(f"Unexpected set of `children` {FORGED}")
+    ),
     "objects that do not fit into memory": raised(MemoryError()),
-    "objects that are nested too deeply": raised(RecursionError("maximum recursion depth exceeded")),
+    "objects that are nested too deeply": raised(
+        RecursionError("maximum recursion depth exceeded")
+    ),
     "objects that are not there": raised(KeyError(LONG)),
 }
 
@@ -317,13 +334,27 @@ TRAIN = {**ARRAYS, **RECORDS, **METRICS, **MESSAGES}
 EVALUATE = {
     "an array that nobody asked for": with_array("out.bias", BIAS),
     "the start of a zip file": with_content(
-        lambda c: c["arrays"].update({"out.bias": Array("float32", (3,), "numpy.ndarray", b"PK\x03\x04junk")})
+        lambda c: c["arrays"].update(
+            {"out.bias": Array("float32", (3,), "numpy.ndarray", b"PK\x03\x04junk")}
+        )
     ),
     "diverged without training": with_metrics(finite=0),
-    **{name: RECORDS[name] for name in ("no records", "two metric records", "neither content nor an error")},
-    **{f"scores of {name}": METRICS[f"scores of {name}"] for name in ("NaN", "infinity of infinity", "nothing")},
-    **{name: METRICS[f"metrics: {name}"] for name in ("another client", "the note weights", "twice finite")},
-    **{name: MESSAGES[name] for name in ("an error with control characters", "objects that Flower cannot decode")},
+    **{
+        name: RECORDS[name]
+        for name in ("no records", "two metric records", "neither content nor an error")
+    },
+    **{
+        f"scores of {name}": METRICS[f"scores of {name}"]
+        for name in ("NaN", "infinity of infinity", "nothing")
+    },
+    **{
+        name: METRICS[f"metrics: {name}"]
+        for name in ("another client", "the note weights", "twice finite")
+    },
+    **{
+        name: MESSAGES[name]
+        for name in ("an error with control characters", "objects that Flower cannot decode")
+    },
 }
 
 #: And with what a node says of itself.
@@ -375,7 +406,10 @@ def fail(reply: Message) -> Message:
 #: What a real SuperNode sends, in rounds 1, 2, …, and what the server then says.
 OVER_TLS: list[tuple[Kind, str]] = [
     (TRAIN["an array of the start of a zip file"], "is dropped: out.bias has 8 bytes"),
-    (TRAIN["an array of a header that promises 16 TiB"], "is dropped: out.bias does not hold the float32 [3]"),
+    (
+        TRAIN["an array of a header that promises 16 TiB"],
+        "is dropped: out.bias does not hold the float32 [3]",
+    ),
     (TRAIN["metrics: a note with a name of a million letters"], "is dropped: its metric 'note.xxx"),
     (with_metrics(scores=[1e18, 0.0, 1e18]), "is dropped: its numbers of samples are not those"),
     (with_content(garble), "failed: its answer cannot be read"),

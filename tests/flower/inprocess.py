@@ -23,17 +23,26 @@ class Here(Grid):
     What `meddle` makes of a reply is what the server gets: a message, several, none, or an error when it asks for it.
     """
 
-    def __init__(self, app: ClientApp, nodes: int, state_dir: Any, run_config: dict[str, Any] | None = None) -> None:
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # who sends: else, Flower says so
+    def __init__(
+        self, app: ClientApp, nodes: int, state_dir: Any, run_config: dict[str, Any] | None = None
+    ) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (
+            1,
+            1,
+            1,
+        )  # who sends: else, Flower says so
         self.app, self.run_config, self.state_dir = app, run_config or {}, state_dir
         self.node_configs = {
-            100 + i: {"partition-id": i, "num-partitions": nodes, "state-dir": str(state_dir)} for i in range(nodes)
+            100 + i: {"partition-id": i, "num-partitions": nodes, "state-dir": str(state_dir)}
+            for i in range(nodes)
         }
         self.meddle: Callable[[Message, Message], Any] = lambda sent, reply: reply
         self.asks: Callable[[Message], bool] = lambda message: True
         self.sent: list[Message] = []
         self.replies: list[Message] = []
-        self.waiting: dict[str, list[Any]] = {}  # answers that the server has not asked for yet, by message
+        self.waiting: dict[
+            str, list[Any]
+        ] = {}  # answers that the server has not asked for yet, by message
 
     def set_run(self, run: Any) -> None: ...
 
@@ -57,7 +66,9 @@ class Here(Grid):
             self.sent.append(message)
             # Every message comes to a process of its own, with nothing of the rounds before.
             node = message.metadata.dst_node_id
-            context = Context(1, node, dict(self.node_configs[node]), RecordDict(), dict(self.run_config))
+            context = Context(
+                1, node, dict(self.node_configs[node]), RecordDict(), dict(self.run_config)
+            )
             try:
                 reply = self.app(message, context)
             except Exception as error:  # what Flower does
@@ -69,13 +80,17 @@ class Here(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = [reply for message_id in message_ids for reply in self.waiting.pop(message_id, [])]
+        replies = [
+            reply for message_id in message_ids for reply in self.waiting.pop(message_id, [])
+        ]
         for error in replies:
             if isinstance(error, Exception):  # what Flower's own decoder raises
                 raise error
         return replies
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         return self.pull_messages(self.push_messages(messages))
 
 
@@ -96,7 +111,9 @@ def together(clients=3):
     parts = [federate(samples(client), "iid", 1, 1) for client in range(clients)]
     offsets = np.cumsum([0, *SIZES])
     held = {
-        part: tuple(getattr(alone, part)[0] + offset for alone, offset in zip(parts, offsets, strict=False))
+        part: tuple(
+            getattr(alone, part)[0] + offset for alone, offset in zip(parts, offsets, strict=False)
+        )
         for part in ("train", "test", "validation")
     }
     data = [alone.dataset for alone in parts]
@@ -114,6 +131,12 @@ def flat(options):
 
 
 def in_process(tmp_path, own=OWN, nodes=3, **options):
-    run_config = {"clients": nodes, "min_nodes": nodes, "out": str(tmp_path / "runs"), **RUN, **flat(options)}
+    run_config = {
+        "clients": nodes,
+        "min_nodes": nodes,
+        "out": str(tmp_path / "runs"),
+        **RUN,
+        **flat(options),
+    }
     grid = Here(client_app(own), nodes, tmp_path / "state", run_config)
     return grid, serve(grid, run_config, own)

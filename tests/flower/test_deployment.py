@@ -40,15 +40,21 @@ def federation(tmp_path):
     environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     with LocalFederation(tmp_path / "federation", environment=environment) as federation:
         yield federation
-    assert not [pid for name in federation.processes for pid in family(f"{federation.folder}/{name}")]
+    assert not [
+        pid for name in federation.processes for pid in family(f"{federation.folder}/{name}")
+    ]
 
 
 def submit(federation, tmp_path, **options):
-    return federation.run(APP, **{"out": str(tmp_path / "runs"), "clients": 2, "min_nodes": 2, **RUN, **options})
+    return federation.run(
+        APP, **{"out": str(tmp_path / "runs"), "clients": 2, "min_nodes": 2, **RUN, **options}
+    )
 
 
 def finish(federation, run, tmp_path, seconds=600):
-    return follow(federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds).history()
+    return follow(
+        federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds
+    ).history()
 
 
 def simulated(clients=2, **options):
@@ -69,7 +75,13 @@ def assert_same_models(federation, tmp_path, result):
         if client is None:
             assert_close(folder.model(method, seed), model, 1e-5)
         else:
-            path = federation.folder / f"node-{client}" / "fedala" / f"client-{client:05d}" / "model.safetensors"
+            path = (
+                federation.folder
+                / f"node-{client}"
+                / "fedala"
+                / f"client-{client:05d}"
+                / "model.safetensors"
+            )
             assert_close(fedala_load(path), model, 1e-5)
 
 
@@ -79,7 +91,9 @@ def fedala_load(path):
     return load_file(path)
 
 
-def test_a_federation_with_tls_and_authentication_is_the_simulation_and_takes_nobody_else_in(federation, tmp_path):
+def test_a_federation_with_tls_and_authentication_is_the_simulation_and_takes_nobody_else_in(
+    federation, tmp_path
+):
     """Two registered nodes run FedALA. A third has no registered key; a fourth does not know the certificate authority."""
     (tmp_path / "other").mkdir()
     make_certificates(tmp_path / "other")
@@ -111,13 +125,17 @@ def test_a_deployment_is_the_simulation(method, federation, tmp_path):
 
 
 def state_of(folder, client, round):
-    tree, _ = files.load(folder / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors")
+    tree, _ = files.load(
+        folder / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors"
+    )
     return tree
 
 
 def assert_same_states(a, b):
     for name in a["ala"]["weights"]:
-        torch.testing.assert_close(a["ala"]["weights"][name], b["ala"]["weights"][name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            a["ala"]["weights"][name], b["ala"]["weights"][name], rtol=0, atol=1e-5
+        )
     assert_close(a["local"], b["local"], 1e-5)
 
 
@@ -133,7 +151,9 @@ def undisturbed(tmp_path, absent=(), **options):
     waits = {"clients": 2, "min_nodes": 2, "round_timeout": 0.01}
     run_config = {**waits, "out": str(tmp_path / "here" / "runs"), **RUN, **options}
     grid = Here(client_app(OWN), 2, tmp_path / "here" / "state", run_config)
-    grid.asks = lambda sent: (int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100) not in absent
+    grid.asks = lambda sent: (
+        (int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100) not in absent
+    )
     return serve(grid, run_config, OWN)
 
 
@@ -176,7 +196,11 @@ def test_a_server_that_was_killed_goes_on_at_the_next_round(federation, tmp_path
 @pytest.mark.deployment
 @pytest.mark.parametrize(
     ("how", "sentence"),
-    [("nan", "is not finite"), ("shape", "and should be float32"), ("huge", "away from what was sent")],
+    [
+        ("nan", "is not finite"),
+        ("shape", "and should be float32"),
+        ("huge", "away from what was sent"),
+    ],
 )
 def test_a_poisoned_update_is_dropped_and_named(how, sentence, federation, tmp_path):
     federation.node(0)
@@ -201,14 +225,20 @@ def test_bad_replies_over_tls_cost_their_own_update_alone(federation, tmp_path):
         r"\x1b\[[0-9;]*m(WARNING|INFO|ERROR) ?\x1b\[0m", r"\1", federation.run_log(run)
     )  # Flower's own colours
     for round, (_, sentence) in enumerate(OVER_TLS, 1):
-        [line] = [line for line in said.splitlines() if f"Round {round}: " in line and "client 1 (node " in line]
+        [line] = [
+            line
+            for line in said.splitlines()
+            if f"Round {round}: " in line and "client 1 (node " in line
+        ]
         assert sentence in line
         assert line.isprintable()
         assert len(line) < 600
     absent = {(round, 1) for round in range(1, rounds)}
     assert_same_rows(history, undisturbed(tmp_path, absent, method="fedala", rounds=rounds).history)
     (tmp_path / "runs" / "fedala" / "summary.json").unlink()
-    again = finish(federation, submit(federation, tmp_path, method="fedala", rounds=rounds + 1), tmp_path)
+    again = finish(
+        federation, submit(federation, tmp_path, method="fedala", rounds=rounds + 1), tmp_path
+    )
     assert len(again) == rounds + 2
 
 
@@ -230,7 +260,9 @@ def test_a_damaged_state_file_is_survived(federation, tmp_path):
 @pytest.fixture
 def simulate(tmp_path):
     """`flwr run` with Ray instead of SuperNodes: a function of app, run config, environment."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedala[flower-simulation]'")
+    pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'fedala[flower-simulation]'"
+    )
     from fedala.flower.local import OFFLINE, program
 
     home = tmp_path / "flwr"
@@ -330,7 +362,11 @@ main()
 )
 def test_a_demo_that_is_interrupted_leaves_nothing(signals, moment, delay, tmp_path):
     """Neither a process nor a file, private keys above all. Signals come 0.2 s apart."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1] / "src")}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": str(HERE.parents[1] / "src"),
+    }
     environment["FEDALA_TEST"] = str(tmp_path)
     command = [sys.executable, "-c", DEMO, "flower", "demo"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as demo:

@@ -31,12 +31,18 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.mark.skipif(not (shutil.which("openssl") and shutil.which("ssh-keygen")), reason="needs openssl and ssh-keygen")
+@pytest.mark.skipif(
+    not (shutil.which("openssl") and shutil.which("ssh-keygen")),
+    reason="needs openssl and ssh-keygen",
+)
 def test_the_certificates_are_good(tmp_path):
     certificates, keys = blocks("sh")
     for script in (certificates, keys):
         subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, capture_output=True)
-    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    server, client = (
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        ssl.create_default_context(cafile=tmp_path / "ca.crt"),
+    )
     server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
     a, b = ssl.MemoryBIO(), ssl.MemoryBIO()
     one = client.wrap_bio(a, b, server_hostname="superlink.example")
@@ -60,7 +66,9 @@ def test_the_units_restart_nodes_after_the_minute_in_which_they_are_refused():
 
 def finds_its_parts(folder):
     """Flower reads the app's text before it runs it, and has to find the names there."""
-    return all(object_ref.validate(f"app:{name}", project_dir=folder)[0] for name in ("client", "server"))
+    return all(
+        object_ref.validate(f"app:{name}", project_dir=folder)[0] for name in ("client", "server")
+    )
 
 
 def test_the_python_of_the_page_runs(tmp_path):
@@ -73,7 +81,13 @@ def test_the_python_of_the_page_runs(tmp_path):
         "read": lambda data: (samples(data).x, samples(data).y),
     }
     exec(own.replace("(3, 32, 32)", "(1, 6, 6)").replace("classes=10", "classes=3"), scope)
-    run_config = {"clients": 2, "rounds": 1, "method": "fedala", "out": str(tmp_path / "runs"), "lr": 0.1}
+    run_config = {
+        "clients": 2,
+        "rounds": 1,
+        "method": "fedala",
+        "out": str(tmp_path / "runs"),
+        "lr": 0.1,
+    }
     grid = Here(scope["client"], 2, tmp_path, run_config)
     for node, config in grid.node_configs.items():
         config["data"] = node - 100
@@ -121,9 +135,17 @@ def test_a_new_app_holds_every_option_and_runs(tmp_path):
     assert done.exit_code == 0, done.output
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     table = project["tool"]["flwr"]["app"]["config"]
-    flat = {**{k: v for k, v in table.items() if k != "set"}, **{f"set.{k}": v for k, v in table["set"].items()}}
+    flat = {
+        **{k: v for k, v in table.items() if k != "set"},
+        **{f"set.{k}": v for k, v in table["set"].items()},
+    }
     config, deployment = read(flat)
-    assert (config.methods, config.clients, config.rounds, config.set) == (("fedala",), 2, 1, {"fedala.eta": "0.5"})
+    assert (config.methods, config.clients, config.rounds, config.set) == (
+        ("fedala",),
+        2,
+        1,
+        {"fedala.eta": "0.5"},
+    )
     assert deployment.min_nodes == 2
     for name in re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE):
         assert name in table

@@ -22,14 +22,23 @@ from fedala.flower.server import serve  # noqa: E402
 def federate(tmp_path, meddle=None, asks=None, **options):
     """A federation of three whose replies `meddle(round, client, sent, reply)` may change; who is not asked is not there."""
     waits = {"start_timeout": 9, "round_timeout": 0.01}  # everybody has answered by then
-    run_config = {"clients": 3, "min_nodes": 2, "out": str(tmp_path / "runs"), **waits, **RUN, **options}
+    run_config = {
+        "clients": 3,
+        "min_nodes": 2,
+        "out": str(tmp_path / "runs"),
+        **waits,
+        **RUN,
+        **options,
+    }
     grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
     if meddle:
         grid.meddle = lambda sent, reply: meddle(
             int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100, sent, reply
         )
     if asks:
-        grid.asks = lambda sent: asks(int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100)
+        grid.asks = lambda sent: asks(
+            int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100
+        )
     return serve(grid, run_config, OWN)
 
 
@@ -52,7 +61,9 @@ def lose(round, client, sent, reply):
 
 
 def state_of(tmp_path, client, round):
-    tree, _ = files.load(tmp_path / "state" / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors")
+    tree, _ = files.load(
+        tmp_path / "state" / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors"
+    )
     return tree
 
 
@@ -67,8 +78,12 @@ def figures(result):
 def test_a_server_needs_no_room_for_what_its_clients_keep(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_000))
     result = federate(tmp_path, rounds=1)
-    assert [path.name for path in (result.folder / "models").rglob("*.safetensors")] == ["global.safetensors"]
-    assert [path.name for path in (result.folder / "checkpoint").rglob("*.safetensors")] == ["server-1.safetensors"]
+    assert [path.name for path in (result.folder / "models").rglob("*.safetensors")] == [
+        "global.safetensors"
+    ]
+    assert [path.name for path in (result.folder / "checkpoint").rglob("*.safetensors")] == [
+        "server-1.safetensors"
+    ]
 
 
 @pytest.mark.parametrize("method", ["fedala", "ditto", "fedrep", "fedfomo"])
@@ -76,10 +91,14 @@ def test_a_reply_that_is_lost_is_a_round_that_the_client_was_not_part_of(method,
     """The client has trained and kept its new state when the reply gets lost; the server has not counted it, so neither does
     the client: the next round goes on from the state before, and everything is as if it had not been asked at all."""
     lost = federate(tmp_path / "lost", lose, method=method)
-    absent = federate(tmp_path / "absent", asks=lambda round, client: (round, client) != (2, 1), method=method)
+    absent = federate(
+        tmp_path / "absent", asks=lambda round, client: (round, client) != (2, 1), method=method
+    )
     assert figures(lost) == figures(absent)
     for client in range(3):
-        assert_same_state(state_of(tmp_path / "lost", client, 3), state_of(tmp_path / "absent", client, 3))
+        assert_same_state(
+            state_of(tmp_path / "lost", client, 3), state_of(tmp_path / "absent", client, 3)
+        )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +180,9 @@ def test_with_too_few_good_updates_the_global_model_stays(tmp_path, caplog):
 def test_a_method_that_needs_everybody_waits_for_everybody(tmp_path, caplog):
     caplog.set_level("WARNING", "flwr")
     result = federate(
-        tmp_path, lambda round, client, sent, reply: None if (round, client) == (2, 1) else reply, method="apple"
+        tmp_path,
+        lambda round, client, sent, reply: None if (round, client) == (2, 1) else reply,
+        method="apple",
     )
     assert "2 good updates, and 3 are needed" in caplog.text
     assert len(result.history) == 4
@@ -178,7 +199,9 @@ def test_two_nodes_that_say_they_are_the_same_client(tmp_path, caplog):
     grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
     grid.node_configs[102]["partition-id"] = 1
     serve(grid, run_config, OWN)
-    assert "Node 102 is not taken in: it says that it is client 1, which is node 101." in caplog.text
+    assert (
+        "Node 102 is not taken in: it says that it is client 1, which is node 101." in caplog.text
+    )
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "gone", "another's"])
@@ -187,7 +210,10 @@ def test_a_damaged_state_is_set_aside_and_survived_loudly(damage, tmp_path, capl
     folder = tmp_path / "state" / "fedala" / "client-00001"
 
     def meddle(round, client, sent, reply):
-        if (round, client) == (2, 2):  # the last of round 2: client 1 has its state of round 2 on the disk
+        if (round, client) == (
+            2,
+            2,
+        ):  # the last of round 2: client 1 has its state of round 2 on the disk
             path = folder / "round-000002.safetensors"
             data = path.read_bytes()
             if damage == "gone":
@@ -195,7 +221,11 @@ def test_a_damaged_state_is_set_aside_and_survived_loudly(damage, tmp_path, capl
             elif damage == "another's":
                 path.write_bytes((folder.with_name("client-00000") / path.name).read_bytes())
             else:
-                path.write_bytes(data[:-9] if damage == "truncated" else data[:-9] + bytes([data[-9] ^ 64]) + data[-8:])
+                path.write_bytes(
+                    data[:-9]
+                    if damage == "truncated"
+                    else data[:-9] + bytes([data[-9] ^ 64]) + data[-8:]
+                )
         return reply
 
     caplog.set_level("WARNING", "flwr")
@@ -210,7 +240,10 @@ def test_a_damaged_state_is_set_aside_and_survived_loudly(damage, tmp_path, capl
 
 def assert_weights_are_ones_where_nothing_was_learned(tmp_path):
     """Received and local model were one and the same in round 3, so ALA had nothing to learn; in the others it had."""
-    means = [state_of(tmp_path, client, 3)["ala"]["weights"]["out.weight"].mean().item() for client in range(3)]
+    means = [
+        state_of(tmp_path, client, 3)["ala"]["weights"]["out.weight"].mean().item()
+        for client in range(3)
+    ]
     assert means[1] == 1
     assert means[0] < 1
 
@@ -242,7 +275,13 @@ class PowerCut(BaseException):
 
 @pytest.mark.parametrize(
     ("method", "where"),
-    [("fedala", (1, 0)), ("fedala", (2, 1)), ("fedala", (3, 2)), ("fedala", (4, 0)), ("fedfomo", (2, 1))],
+    [
+        ("fedala", (1, 0)),
+        ("fedala", (2, 1)),
+        ("fedala", (3, 2)),
+        ("fedala", (4, 0)),
+        ("fedfomo", (2, 1)),
+    ],
 )
 def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path, known):
     """Some clients have trained the round in which it died: they do it again, from the state before it."""
@@ -259,7 +298,9 @@ def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path, 
     asked.append("again")
     resumed = federate(tmp_path / "cut", meddle, method=method)
     again = asked[asked.index("again") + 1 :]
-    assert [round for round, _ in again] == [0] * 3 + [r for r in range(where[0], 5) for _ in range(3)]
+    assert [round for round, _ in again] == [0] * 3 + [
+        r for r in range(where[0], 5) for _ in range(3)
+    ]
     folder, undisturbed = known(method, method=method)
     assert figures(resumed) == figures(undisturbed)
     for client in range(3):
@@ -268,7 +309,12 @@ def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path, 
 
 def test_an_experiment_that_is_finished_stays_so_and_another_one_needs_another_name(tmp_path):
     first = federate(tmp_path, method="fedavg", rounds=1)
-    again = federate(tmp_path, asks=lambda round, client: pytest.fail("somebody is asked"), method="fedavg", rounds=1)
+    again = federate(
+        tmp_path,
+        asks=lambda round, client: pytest.fail("somebody is asked"),
+        method="fedavg",
+        rounds=1,
+    )
     assert figures(first) == figures(again)
     with pytest.raises(UserError, match=r"lr \(0\.1 → 0\.2\)"):
         federate(tmp_path, method="fedavg", rounds=1, lr=0.2)
@@ -283,14 +329,24 @@ def test_a_client_that_diverges_is_left_out_as_in_the_simulation(on_divergence, 
     options = {"method": "fedala", "lr": 1e9, "rounds": 2, "on_divergence": on_divergence}
     federated = federate(tmp_path, **options)
     simulated = fedala.run(dataset=together(), model=Net, lanes="1", **{**RUN, **options})
-    assert [row["diverged"] for row in federated.history] == [row["diverged"] for row in simulated.history]
+    assert [row["diverged"] for row in federated.history] == [
+        row["diverged"] for row in simulated.history
+    ]
     assert sum(row["diverged"] for row in federated.history) > 0
-    assert [row["accuracy"] for row in federated.history] == [row["accuracy"] for row in simulated.history]
-    assert "This client's training diverged in round 1: nothing of it is kept or sent." in caplog.text
+    assert [row["accuracy"] for row in federated.history] == [
+        row["accuracy"] for row in simulated.history
+    ]
+    assert (
+        "This client's training diverged in round 1: nothing of it is kept or sent." in caplog.text
+    )
     assert "client 2 (seed 5, lane 0) diverged in round 0" in caplog.text
-    assert not (tmp_path / "state" / "fedala" / "client-00002" / "round-000001.safetensors").exists()
+    assert not (
+        tmp_path / "state" / "fedala" / "client-00002" / "round-000001.safetensors"
+    ).exists()
 
 
 def test_or_the_run_ends_where_that_is_asked_for(tmp_path):
-    with pytest.raises(RunError, match=r"Client 2 .* diverged in round 0, and on_divergence is stop"):
+    with pytest.raises(
+        RunError, match=r"Client 2 .* diverged in round 0, and on_divergence is stop"
+    ):
         federate(tmp_path, method="fedala", lr=1e9, rounds=2, on_divergence="stop")

@@ -16,7 +16,13 @@ from fedala.flower import client_app  # noqa: E402
 from fedala.flower.nodes import Nodes  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 
-OPTIONS = {"clients": 3, "min_nodes": 2, "max_samples": 10_000, "start_timeout": 1, "round_timeout": 1}
+OPTIONS = {
+    "clients": 3,
+    "min_nodes": 2,
+    "max_samples": 10_000,
+    "start_timeout": 1,
+    "round_timeout": 1,
+}
 FAILS = hostile.MESSAGES["an error"]
 
 
@@ -30,11 +36,18 @@ def federate(folder, kinds=(), message_type="", **options):
     """Client 1 answers messages of a type badly: each with the next of `kinds`, until there are none left."""
     run_config = {**RUN, **OPTIONS, "out": str(folder / "runs"), **options}
     apps = {node: client_app(OWN) for node in (100, 101, 102)}  # each loads its samples once
-    grid = Here(lambda message, context: apps[context.node_id](message, context), 3, folder / "state", run_config)
+    grid = Here(
+        lambda message, context: apps[context.node_id](message, context),
+        3,
+        folder / "state",
+        run_config,
+    )
     left = list(kinds)
 
     def meddle(sent, reply):
-        is_next = left and sent.metadata.dst_node_id == 101 and sent.metadata.message_type == message_type
+        is_next = (
+            left and sent.metadata.dst_node_id == 101 and sent.metadata.message_type == message_type
+        )
         return left.pop(0)(reply) if is_next else reply
 
     grid.meddle = meddle
@@ -45,13 +58,17 @@ def federate(folder, kinds=(), message_type="", **options):
 
 def figures(result):
     return [
-        {key: repr(value) for key, value in row.items() if key not in ("seconds", "clients")} for row in result.history
+        {key: repr(value) for key, value in row.items() if key not in ("seconds", "clients")}
+        for row in result.history
     ]
 
 
 def kept(folder):
     """The global model, and what the two good clients keep."""
-    paths = [*folder.glob("runs/fedala/models/**/*.safetensors"), *folder.glob("state/fedala/client-0000[02]/*")]
+    paths = [
+        *folder.glob("runs/fedala/models/**/*.safetensors"),
+        *folder.glob("state/fedala/client-0000[02]/*"),
+    ]
     assert len(paths) > 4
     return {path.relative_to(folder): path.read_bytes() for path in paths}
 
@@ -84,7 +101,8 @@ def check_equivalence(tmp_path, caplog, kinds, message_type, **options):
 
 
 @pytest.mark.parametrize(
-    ("group", "method"), [("ARRAYS", "fedavg"), ("RECORDS", "fedala"), ("METRICS", "fedavg"), ("MESSAGES", "fedala")]
+    ("group", "method"),
+    [("ARRAYS", "fedavg"), ("RECORDS", "fedala"), ("METRICS", "fedavg"), ("MESSAGES", "fedala")],
 )
 def test_bad_updates(group, method, tmp_path, caplog):
     kinds = getattr(hostile, group)
@@ -101,12 +119,19 @@ def test_bad_evaluations(tmp_path, caplog):
     """Of clients outside of a round, with the global model."""
     kinds = hostile.EVALUATE
     check_equivalence(
-        tmp_path, caplog, kinds, "evaluate.received", method="fedavg", join_ratio=0.4, rounds=2 * len(kinds)
+        tmp_path,
+        caplog,
+        kinds,
+        "evaluate.received",
+        method="fedavg",
+        join_ratio=0.4,
+        rounds=2 * len(kinds),
     )
 
 
 @pytest.mark.parametrize(
-    "kind", ["the start of a zip file", "scores of infinity of infinity", "diverged without training"]
+    "kind",
+    ["the start of a zip file", "scores of infinity of infinity", "diverged without training"],
 )
 def test_a_bad_last_evaluation(kind, tmp_path, caplog):
     kinds = {kind: hostile.EVALUATE[kind]}
@@ -128,7 +153,9 @@ def test_a_bad_introduction_in_a_run(kind, tmp_path):
 def test_a_bad_introduction(kind, tmp_path, caplog):
     caplog.set_level("WARNING", "flwr")
     grid = Here(client_app(OWN), 3, tmp_path / "state", {"clients": 3, **RUN})
-    grid.meddle = lambda sent, reply: hostile.INTRODUCE[kind](reply) if sent.metadata.dst_node_id == 101 else reply
+    grid.meddle = lambda sent, reply: (
+        hostile.INTRODUCE[kind](reply) if sent.metadata.dst_node_id == 101 else reply
+    )
     nodes = Nodes(grid, 3, 2, max_samples=10_000, validates=False)
     nodes.wait(1)
     nodes.wait(1)

@@ -69,9 +69,13 @@ def test_folders_that_are_there_are_closed_to_others(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
 @pytest.mark.parametrize(
-    ("mode", "is_refused"), [(0o777, True), (0o1777, False), (0o755, False)], ids=["open", "sticky", "closed"]
+    ("mode", "is_refused"),
+    [(0o777, True), (0o1777, False), (0o755, False)],
+    ids=["open", "sticky", "closed"],
 )
-def test_a_folder_of_somebody_else_is_used_only_if_they_cannot_exchange_ours(mode, is_refused, tmp_path):
+def test_a_folder_of_somebody_else_is_used_only_if_they_cannot_exchange_ours(
+    mode, is_refused, tmp_path
+):
     root = tmp_path / "state"
     root.mkdir()
     root.chmod(mode)

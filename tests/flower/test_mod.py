@@ -32,7 +32,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("flower_ala_mod", ROOT / "examples" / "flower_ala_mod" / "app.py")
+    spec = importlib.util.spec_from_file_location(
+        "flower_ala_mod", ROOT / "examples" / "flower_ala_mod" / "app.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -72,8 +74,13 @@ def test_a_client_does_what_it_would_do_in_its_own_loop(example, tmp_path):
                 nn.functional.cross_entropy(local(x[i : i + 10]), y[i : i + 10]).backward()
                 optimizer.step()
         states = [local.state_dict() for local in locals_]
-        server.load_state_dict({name: sum(state[name] for state in states) / 2 for name in states[0]})
-    uploads = {reply.metadata.src_node_id: reply.content["arrays"].to_torch_state_dict() for reply in grid.replies}
+        server.load_state_dict(
+            {name: sum(state[name] for state in states) / 2 for name in states[0]}
+        )
+    uploads = {
+        reply.metadata.src_node_id: reply.content["arrays"].to_torch_state_dict()
+        for reply in grid.replies
+    }
     for i, local in enumerate(locals_):
         for name, value in local.state_dict().items():
             torch.testing.assert_close(uploads[100 + i][name], value, rtol=1e-4, atol=1e-5)
@@ -90,7 +97,9 @@ def message_with(arrays, kind="train", **config):
 
 
 def context_at(tmp_path, **node_config):
-    return Context(1, 7, {"partition-id": 0, "state-dir": str(tmp_path), **node_config}, RecordDict(), {})
+    return Context(
+        1, 7, {"partition-id": 0, "state-dir": str(tmp_path), **node_config}, RecordDict(), {}
+    )
 
 
 def moving_app(example, *around):
@@ -109,7 +118,12 @@ def moving_app(example, *around):
 
 
 def distance(a, b):
-    return np.sqrt(sum(np.sum((x - y) ** 2) for x, y in zip(a.to_numpy_ndarrays(), b.to_numpy_ndarrays(), strict=True)))
+    return np.sqrt(
+        sum(
+            np.sum((x - y) ** 2)
+            for x, y in zip(a.to_numpy_ndarrays(), b.to_numpy_ndarrays(), strict=True)
+        )
+    )
 
 
 def uploads_under_clipping(example, tmp_path, order):
@@ -192,12 +206,17 @@ def test_its_state_is_private_and_survives_a_new_process(example, tmp_path):
     assert distance(together, forgotten) > 0.1
     [file] = (tmp_path / "a").rglob("*.safetensors")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert {stat.S_IMODE(folder.stat().st_mode) for folder in [file.parent, *file.parents[1:3]]} == {0o700}
+    assert {
+        stat.S_IMODE(folder.stat().st_mode) for folder in [file.parent, *file.parents[1:3]]
+    } == {0o700}
 
 
 def test_counters_that_averaging_made_fractions_of_are_survived(tmp_path):
     def setup(context):
-        return nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 4)), (torch.randn(20, 2), torch.randint(0, 4, (20,)))
+        return nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 4)), (
+            torch.randn(20, 2),
+            torch.randint(0, 4, (20,)),
+        )
 
     app = moving_app(None, ala_mod(setup))
     for _ in range(2):
@@ -208,7 +227,9 @@ def test_counters_that_averaging_made_fractions_of_are_survived(tmp_path):
 
 
 def test_a_model_that_is_not_the_servers_is_refused(example, tmp_path):
-    app = moving_app(example, ala_mod(lambda context: (nn.Linear(2, 4), example.load_data(context))))
+    app = moving_app(
+        example, ala_mod(lambda context: (nn.Linear(2, 4), example.load_data(context)))
+    )
     with pytest.raises(UserError, match=r"does not have 0\.weight"):
         app(message_with(ArrayRecord(example.make_model().state_dict())), context_at(tmp_path))
 
@@ -216,7 +237,10 @@ def test_a_model_that_is_not_the_servers_is_refused(example, tmp_path):
 def test_arrays_without_names_are_known_by_their_place(example, tmp_path):
     app = moving_app(example, ala_mod(example.setup))
     named = []
-    for folder, make in (("names", lambda m: m.state_dict()), ("places", lambda m: [*map(np.asarray, m.parameters())])):
+    for folder, make in (
+        ("names", lambda m: m.state_dict()),
+        ("places", lambda m: [*map(np.asarray, m.parameters())]),
+    ):
         for seed in range(2):
             torch.manual_seed(seed)
             with torch.no_grad():
@@ -239,10 +263,18 @@ def legacy_app(example, *around, returns=lambda arrays, round: arrays):
         def fit(self, parameters, config):
             names = self.model.state_dict()
             arrays = zip(names, map(torch.from_numpy, parameters), strict=True)
-            message = Message(RecordDict({"arrays": ArrayRecord(dict(arrays))}), dst_node_id=7, message_type="train")
+            message = Message(
+                RecordDict({"arrays": ArrayRecord(dict(arrays))}),
+                dst_node_id=7,
+                message_type="train",
+            )
             content = example.train(message, self.context).content
             trained = returns(content["arrays"].to_numpy_ndarrays(), config["round"])
-            return trained, 200, {"accuracy": content["metrics"]["accuracy"], "note": "text is allowed here"}
+            return (
+                trained,
+                200,
+                {"accuracy": content["metrics"]["accuracy"], "note": "text is allowed here"},
+            )
 
         def evaluate(self, parameters, config):
             return 0.5, 200, {"sum": float(sum(p.sum() for p in parameters))}
@@ -253,7 +285,9 @@ def legacy_app(example, *around, returns=lambda arrays, round: arrays):
 def fit(app, arrays, round, folder):
     """A legacy server's `fit`, as its `GridClientProxy` asks for it: through messages without types and shapes."""
     ins = FitIns(ndarrays_to_parameters(arrays), {"round": round, "rate": 0.1, "name": "x"})
-    message = Message(compat.fitins_to_recorddict(ins, keep_input=True), dst_node_id=7, message_type="train")
+    message = Message(
+        compat.fitins_to_recorddict(ins, keep_input=True), dst_node_id=7, message_type="train"
+    )
     assert {array.dtype for array in message.content["fitins.parameters"].values()} == {""}
     reply = app(message, context_at(folder))
     return compat.recorddict_to_fitres(reply.content, keep_input=True)
@@ -264,7 +298,9 @@ def test_a_legacy_numpy_client_does_what_an_app_of_today_does(example, tmp_path)
     for round in range(3):
         torch.manual_seed(round)
         model = example.make_model()
-        result = fit(old, [value.numpy() for value in model.state_dict().values()], round, tmp_path / "old")
+        result = fit(
+            old, [value.numpy() for value in model.state_dict().values()], round, tmp_path / "old"
+        )
         reply = new(message_with(ArrayRecord(model.state_dict())), context_at(tmp_path / "new"))
         expected = reply.content["arrays"].to_numpy_ndarrays()
         for found, value in zip(parameters_to_ndarrays(result.parameters), expected, strict=True):
@@ -274,7 +310,9 @@ def test_a_legacy_numpy_client_does_what_an_app_of_today_does(example, tmp_path)
         assert result.metrics["accuracy"] == reply.content["metrics"]["accuracy"]
         assert (result.metrics["note"], result.metrics["ala-fault"]) == ("text is allowed here", 0)
     # ALA had a part in it: without it, training starts elsewhere.
-    plain = fit(legacy_app(example), [value.numpy() for value in model.state_dict().values()], 2, tmp_path)
+    plain = fit(
+        legacy_app(example), [value.numpy() for value in model.state_dict().values()], 2, tmp_path
+    )
     assert not np.array_equal(parameters_to_ndarrays(plain.parameters)[2], expected[2])
     assert "ala-fault" not in plain.metrics
 
@@ -282,12 +320,18 @@ def test_a_legacy_numpy_client_does_what_an_app_of_today_does(example, tmp_path)
 def test_other_legacy_messages_go_by(example, tmp_path):
     app = legacy_app(example, ala_mod(example.setup))
     ins = EvaluateIns(ndarrays_to_parameters([np.ones(3)]), {})
-    message = Message(compat.evaluateins_to_recorddict(ins, True), dst_node_id=7, message_type="evaluate")
-    assert compat.recorddict_to_evaluateres(app(message, context_at(tmp_path)).content).metrics == {"sum": 3.0}
+    message = Message(
+        compat.evaluateins_to_recorddict(ins, True), dst_node_id=7, message_type="evaluate"
+    )
+    assert compat.recorddict_to_evaluateres(app(message, context_at(tmp_path)).content).metrics == {
+        "sum": 3.0
+    }
 
 
 def test_a_legacy_client_that_returns_no_model_keeps_its_last_one(example, tmp_path):
-    app = legacy_app(example, ala_mod(example.setup), returns=lambda arrays, round: [] if round == 1 else arrays)
+    app = legacy_app(
+        example, ala_mod(example.setup), returns=lambda arrays, round: [] if round == 1 else arrays
+    )
     arrays = [value.numpy() for value in example.make_model().state_dict().values()]
     results = [fit(app, arrays, round, tmp_path) for round in range(3)]
     assert [result.metrics["ala-fault"] for result in results] == [0, 1, 0]
@@ -314,7 +358,9 @@ def rounds_with(example, folder, poison, caplog, rounds=4, where=1):
     def spoil(message, context, call_next):
         reply = call_next(message, context)
         if bad["now"] and poison == "training":
-            reply.content["arrays"]["2.weight"] = Array(reply.content["arrays"]["2.weight"].numpy() * np.nan)
+            reply.content["arrays"]["2.weight"] = Array(
+                reply.content["arrays"]["2.weight"].numpy() * np.nan
+            )
         return reply
 
     app = ClientApp(mods=[ala_mod(setup, layers=1), spoil])
@@ -328,7 +374,10 @@ def rounds_with(example, folder, poison, caplog, rounds=4, where=1):
             arrays["0.bias"] = Array(arrays["0.bias"].numpy() * np.inf)
         caplog.clear()
         replies.append(app(message_with(arrays), context_at(folder)).content)
-        warned = any(record.levelname == "WARNING" and "not finite" in record.message for record in caplog.records)
+        warned = any(
+            record.levelname == "WARNING" and "not finite" in record.message
+            for record in caplog.records
+        )
         assert warned == bad["now"]
         [file] = folder.rglob("*.safetensors")
         kept.append(load(file)[0])
@@ -345,9 +394,14 @@ def test_one_bad_round_does_not_outlive_itself(example, tmp_path, caplog, monkey
     for name in ("weights.2.weight", "weights.2.bias"):
         assert torch.equal(kept[1]["ala"][name], kept[0]["ala"][name])
         assert not torch.equal(kept[3]["ala"][name], kept[0]["ala"][name])
-    same = all(torch.equal(kept[1]["local"][name], value) for name, value in kept[0]["local"].items())
+    same = all(
+        torch.equal(kept[1]["local"][name], value) for name, value in kept[0]["local"].items()
+    )
     assert same == (poison == "training")
-    finite = [all(np.isfinite(array).all() for array in reply["arrays"].to_numpy_ndarrays()) for reply in replies]
+    finite = [
+        all(np.isfinite(array).all() for array in reply["arrays"].to_numpy_ndarrays())
+        for reply in replies
+    ]
     assert finite == [True, poison != "training", True, True]
 
 
@@ -363,7 +417,9 @@ def test_kept_weights_that_are_not_finite_are_learned_from_the_start(example, tm
     app = moving_app(example, ala_mod(example.setup))
     for seed in range(2):
         torch.manual_seed(seed)
-        reply = app(message_with(ArrayRecord(example.make_model().state_dict())), context_at(tmp_path))
+        reply = app(
+            message_with(ArrayRecord(example.make_model().state_dict())), context_at(tmp_path)
+        )
         [file] = tmp_path.rglob("*.safetensors")
         state, about = load(file)
         if seed == 0:

@@ -17,7 +17,9 @@ def same_rows(there, here):
     for a, b in zip(there, here, strict=True):
         assert a.keys() == b.keys()
         for key in a.keys() - {"seconds", "clients"}:
-            assert a[key] == pytest.approx(b[key], rel=1e-6, nan_ok=True), f"{key} of round {b['round']}"
+            assert a[key] == pytest.approx(b[key], rel=1e-6, nan_ok=True), (
+                f"{key} of round {b['round']}"
+            )
 
 
 def same_models(folder, state, simulated, method):
@@ -47,14 +49,26 @@ def test_a_federation_is_the_simulation(method, tmp_path):
 @pytest.mark.parametrize("method", ["fedavg", "fedala", "fedrep", "fedfomo", "local"])
 @pytest.mark.parametrize("eval_clients", ["all", "joined"])
 def test_and_where_only_some_join(method, eval_clients, tmp_path):
-    options = {"method": method, "join_ratio": 0.5, "rounds": 5, "eval_clients": eval_clients, "eval_every": 2}
+    options = {
+        "method": method,
+        "join_ratio": 0.5,
+        "rounds": 5,
+        "eval_clients": eval_clients,
+        "eval_every": 2,
+    }
     _, federated = in_process(tmp_path, **options)
     simulated = fedala.run(dataset=together(), model=Net, lanes="1", **{**RUN, **options})
     same_rows(federated.history, simulated.history)
 
 
 def test_a_named_dataset_is_divided_the_same_way_everywhere(tmp_path):
-    options = {"method": "fedala", "dataset": "digits", "partition": "dir:0.5", "rounds": 1, "batch_size": 50}
+    options = {
+        "method": "fedala",
+        "dataset": "digits",
+        "partition": "dir:0.5",
+        "rounds": 1,
+        "batch_size": 50,
+    }
     _, federated = in_process(tmp_path, own=None, nodes=2, **options)
     simulated = fedala.run(lanes="1", clients=2, **{**RUN, **options})
     same_rows(federated.history, simulated.history)

@@ -49,11 +49,17 @@ def patients(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("node_config", [{}, {"data_dir": "data"}], ids=["without data-dir", "with data-dir"])
-def test_a_run_config_does_not_choose_files_at_a_node(node_config, patients, data, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "node_config", [{}, {"data_dir": "data"}], ids=["without data-dir", "with data-dir"]
+)
+def test_a_run_config_does_not_choose_files_at_a_node(
+    node_config, patients, data, tmp_path, monkeypatch, caplog
+):
     """The file is not even opened, and the error that leaves the node names neither it nor what is in it."""
     opened, is_watching = [], [True]
-    sys.addaudithook(lambda event, what: opened.append(str(what[0])) if is_watching and event == "open" else None)
+    sys.addaudithook(
+        lambda event, what: opened.append(str(what[0])) if is_watching and event == "open" else None
+    )
     monkeypatch.chdir(tmp_path)
     reply = introduced(tmp_path, {"dataset": str(patients)}, **node_config)
     (tmp_path / "noticed").write_text("")
@@ -65,7 +71,9 @@ def test_a_run_config_does_not_choose_files_at_a_node(node_config, patients, dat
     assert "start it with --node-config" in caplog.text  # which is the node's own log
 
 
-@pytest.mark.parametrize("what", ["an error of reading", "an error of the model", "an error of one's own data"])
+@pytest.mark.parametrize(
+    "what", ["an error of reading", "an error of the model", "an error of one's own data"]
+)
 def test_an_error_leaves_a_node_as_its_class_alone(what, patients, tmp_path, caplog):
     def fails(context):
         raise KeyError("Jane Doe")
@@ -84,9 +92,13 @@ def test_an_error_leaves_a_node_as_its_class_alone(what, patients, tmp_path, cap
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "hub:owner/name", "own.npz", "~/own.npz", "data"])
-def test_what_a_node_has_not_been_told_to_read_is_neither_read_nor_fetched(dataset, monkeypatch, tmp_path, data):
+def test_what_a_node_has_not_been_told_to_read_is_neither_read_nor_fetched(
+    dataset, monkeypatch, tmp_path, data
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fedala.flower.experiment.load", lambda *arguments: pytest.fail("it is loaded"))
+    monkeypatch.setattr(
+        "fedala.flower.experiment.load", lambda *arguments: pytest.fail("it is loaded")
+    )
     with pytest.raises(UserError, match="this node reads only what its own config names"):
         read_own(Config(dataset=dataset, data_dir=str(data)), {"partition-id": 0})
 
@@ -105,7 +117,9 @@ def test_a_partition_file_is_the_nodes_own(tmp_path):
     with pytest.raises(UserError, match="this node reads only what its own config names"):
         read_own(Config(partition=str(theirs), clients=None), {})
     with pytest.raises(UserError, match=r"mine\.json"):
-        read_own(Config(partition=str(theirs), clients=None), {"partition": str(tmp_path / "mine.json")})
+        read_own(
+            Config(partition=str(theirs), clients=None), {"partition": str(tmp_path / "mine.json")}
+        )
 
 
 def test_in_flowers_simulation_the_run_config_is_the_users_own(data, monkeypatch):
@@ -118,7 +132,10 @@ def test_in_flowers_simulation_the_run_config_is_the_users_own(data, monkeypatch
 def test_the_demo_tells_its_nodes_what_to_read(data, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = with_absolute_paths(Config(dataset="data/own.npz", partition="parts.json"))
-    assert data_at_nodes(config) == {"dataset": str(data / "own.npz"), "partition": str(tmp_path / "parts.json")}
+    assert data_at_nodes(config) == {
+        "dataset": str(data / "own.npz"),
+        "partition": str(tmp_path / "parts.json"),
+    }
     config = with_absolute_paths(Config(dataset="mnist", data_dir="data"))
     assert data_at_nodes(config) == {"dataset": "mnist", "data-dir": str(data)}
     assert data_at_nodes(with_absolute_paths(Config())) == {}
@@ -130,7 +147,13 @@ def test_the_demo_tells_its_nodes_what_to_read(data, monkeypatch, tmp_path):
 
 def federate(tmp_path, nodes, **options):
     """A federation of these nodes, by id, each with the number of the client that it says it is."""
-    config = {"clients": 3, "min_nodes": 2, "start_timeout": 1, "round_timeout": 0.01, "method": "fedala"}
+    config = {
+        "clients": 3,
+        "min_nodes": 2,
+        "start_timeout": 1,
+        "round_timeout": 0.01,
+        "method": "fedala",
+    }
     run_config = {**RUN, **config, "out": str(tmp_path / "runs"), **options}
     grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
     config = grid.node_configs[100]
@@ -163,7 +186,9 @@ def test_a_node_cannot_take_one_number_after_another(tmp_path, caplog):
     nodes.forget(1)
     nodes.wait(1)
     assert nodes.online() == {0: 100}
-    assert "Node 101 is not taken in: it says that it is client 2, and it is client 1" in caplog.text
+    assert (
+        "Node 101 is not taken in: it says that it is client 2, and it is client 1" in caplog.text
+    )
 
 
 def test_a_checkpoint_from_before_numbers_were_bound_is_restored(tmp_path):
@@ -180,7 +205,9 @@ def test_a_checkpoint_from_before_numbers_were_bound_is_restored(tmp_path):
         values = json.loads(text)
         values["server"][1] = digest
         text = json.dumps(values)
-        manifest.write_text(json.dumps({"checksum": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": text}))
+        manifest.write_text(
+            json.dumps({"checksum": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": text})
+        )
 
     rewrite({**state, "counted": torch.tensor([[7, 1]])})
     with pytest.raises(UserError, match="does not fit this run"):
@@ -194,7 +221,9 @@ def test_a_node_that_does_not_answer_is_asked_once(tmp_path, caplog):
     caplog.set_level("WARNING", "flwr")
     grid = Here(client_app(OWN), 3, tmp_path / "state", {"clients": 3, **RUN})
     asked = []
-    grid.asks = lambda message: asked.append(message.metadata.dst_node_id) or message.metadata.dst_node_id != 101
+    grid.asks = lambda message: (
+        asked.append(message.metadata.dst_node_id) or message.metadata.dst_node_id != 101
+    )
     nodes = Nodes(grid, 3, 2)
     nodes.wait(0.01)
     nodes.wait(0.01)
@@ -219,7 +248,9 @@ def test_a_client_that_has_other_data_now_is_asked_again(tmp_path, caplog):
 
     own = type(OWN)(OWN.model, samples, OWN.shape, OWN.classes)
     grid = Here(client_app(own), 3, tmp_path / "state", run_config)
-    grid.asks = lambda message: grown.append(1) or True if message.metadata.group_id == "2" else True
+    grid.asks = lambda message: (
+        grown.append(1) or True if message.metadata.group_id == "2" else True
+    )
     serve(grid, run_config, own)
     dropped = [r.getMessage() for r in caplog.records if "is dropped" in r.getMessage()]
     assert dropped == [
@@ -234,11 +265,21 @@ def test_a_loss_that_is_not_finite_is_told_and_costs_no_update(tmp_path, caplog)
     caplog.set_level("WARNING", "flwr")
     results = []
     for loss in (None, float("nan"), float("inf")):
-        run_config = {**RUN, "clients": 3, "rounds": 1, "out": str(tmp_path / f"runs-{loss}"), "method": "fedavg"}
+        run_config = {
+            **RUN,
+            "clients": 3,
+            "rounds": 1,
+            "out": str(tmp_path / f"runs-{loss}"),
+            "method": "fedavg",
+        }
         grid = Here(client_app(OWN), 3, tmp_path / "state", run_config)
 
         def meddle(sent, reply, loss=loss):
-            if loss is not None and sent.metadata.dst_node_id == 101 and sent.metadata.message_type == "train":
+            if (
+                loss is not None
+                and sent.metadata.dst_node_id == 101
+                and sent.metadata.message_type == "train"
+            ):
                 scores = reply.content["metrics"]["scores"]
                 reply.content["metrics"]["scores"] = [scores[0], loss, scores[2]]
             return reply
@@ -249,18 +290,31 @@ def test_a_loss_that_is_not_finite_is_told_and_costs_no_update(tmp_path, caplog)
         results.append((models, [row["accuracy"] for row in result.history]))
         if loss is not None:
             [line] = [record.getMessage() for record in caplog.records]
-            assert line.startswith("Round 1: the loss of client 1 (node 101) on its test samples is not finite")
+            assert line.startswith(
+                "Round 1: the loss of client 1 (node 101) on its test samples is not finite"
+            )
             assert not np.isfinite(result.history[0]["loss"])
             caplog.clear()
     assert results[0] == results[1] == results[2]
 
 
 def test_every_type_of_number_that_a_model_may_hold_arrives():
-    kinds = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+    kinds = (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
     model = {str(kind): torch.tensor([[[1, 0, 1]]]).to(kind) for kind in kinds}
     model |= {"none": torch.zeros(1, 0, 3), "one": torch.tensor([2.5])}
     found = decode(to_record(model), model)
-    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in model.items())
+    assert all(
+        torch.equal(found[name], value) and found[name].dtype == value.dtype
+        for name, value in model.items()
+    )
 
 
 def test_a_truth_value_that_is_neither_is_refused():

@@ -18,12 +18,30 @@ from typing import NamedTuple
 from fedala import cli
 
 SECONDS = 15
-ROOM = 3 * 2**30  # bytes of address space beyond what this process has; libraries reserve more than they use
+ROOM = (
+    3 * 2**30
+)  # bytes of address space beyond what this process has; libraries reserve more than they use
 MEMORY = 768 * 2**20  # bytes of memory in use beyond what this process has
 
 #: What must not happen, whatever is read: Python says so itself, before it does it.
-_NEVER = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect")
-_CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree")
+_NEVER = (
+    "pickle.find_class",
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "socket.connect",
+)
+_CHANGES = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.truncate",
+    "os.link",
+    "os.symlink",
+    "shutil.rmtree",
+)
 
 
 class Outcome(NamedTuple):
@@ -35,7 +53,9 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def attempt(arguments: list[str], folder: Path, *, before: Callable[[], None] | None = None) -> Outcome:
+def attempt(
+    arguments: list[str], folder: Path, *, before: Callable[[], None] | None = None
+) -> Outcome:
     """`fedala ARGUMENTS` in `folder`, outside of which nothing may be written and no secret read."""
     with tempfile.TemporaryFile("w+") as output:
         began = time.monotonic()
@@ -60,7 +80,11 @@ def _fault(code: int, said: str, memory: int) -> str:
     if memory > MEMORY:
         return f"takes {memory / 2**20:.0f} MiB"
     sentences = [line for line in said.splitlines() if line.startswith("Error: ")]
-    if code == 2 and "Usage:" not in said and (len(sentences) != 1 or said.splitlines()[-1] != sentences[0]):
+    if (
+        code == 2
+        and "Usage:" not in said
+        and (len(sentences) != 1 or said.splitlines()[-1] != sentences[0])
+    ):
         return "does not end in one sentence"
     if not all(c.isprintable() or c == "\n" for c in said):
         return "prints control characters"
@@ -71,13 +95,17 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _child(arguments: list[str], folder: Path, output: int, before: Callable[[], None] | None) -> None:
+def _child(
+    arguments: list[str], folder: Path, output: int, before: Callable[[], None] | None
+) -> None:
     """Never returns."""
     code = 99
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = (os.fdopen(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))
+        sys.stdout, sys.stderr = (
+            os.fdopen(n, "w", encoding="utf-8", closefd=False) for n in (1, 2)
+        )
         os.chdir(folder)
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
@@ -112,11 +140,17 @@ def _watch(folder: Path) -> Callable[[str, tuple[object, ...]], None]:
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             named = os.path.abspath(os.fsdecode(arguments[0]))
             path = os.path.realpath(named)
-            written = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            written = isinstance(arguments[2], int) and arguments[2] & (
+                os.O_WRONLY | os.O_RDWR | os.O_CREAT
+            )
             wrong = named.startswith(secret) or bool(written and not path.startswith(places))
         elif event in _CHANGES and isinstance(arguments[0], (str, bytes)):
-            parent, _ = os.path.split(os.path.abspath(os.fsdecode(arguments[0])))  # a link itself may be removed
-            beside = any(isinstance(a, int) and a >= 0 for a in arguments[1:])  # relative to a folder that is open
+            parent, _ = os.path.split(
+                os.path.abspath(os.fsdecode(arguments[0]))
+            )  # a link itself may be removed
+            beside = any(
+                isinstance(a, int) and a >= 0 for a in arguments[1:]
+            )  # relative to a folder that is open
             wrong = not beside and not os.path.realpath(parent).startswith(places)
         if wrong:
             print(f"FORBIDDEN: {event} {arguments}", file=sys.stderr, flush=True)

@@ -47,7 +47,10 @@ def main() -> int:
             if outcome.fault:
                 kind = f"{target.name}: {outcome.fault}: {outcome.says.strip()[-80:]!a}"
                 if not faults[kind]:
-                    print(f"--- case {number}, {kind}\n{outcome.says[-2000:]!a}".replace("\\n", "\n"), flush=True)
+                    print(
+                        f"--- case {number}, {kind}\n{outcome.says[-2000:]!a}".replace("\\n", "\n"),
+                        flush=True,
+                    )
                 faults[kind] += 1
         number += 1
     for name in tried:

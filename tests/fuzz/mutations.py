@@ -5,7 +5,22 @@ import random
 import zlib
 from pathlib import Path
 
-_NUMBERS = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1]
+_NUMBERS = [
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
 _WORDS = [
     b"\x00", b"\n", b"\r", b'"', b"'", b",", b"{", b"}", b"[" * 5000, b"{'a':" * 3000, b"]", b"-1", b"1e999", b"NaN",
     b"Infinity", b"9" * 5000, b"0x" + b"f" * 5000, b"null", b"true", b"../../secret/x", b"/dev/zero", b"\xff\xfe",
@@ -19,7 +34,12 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         size = len(changed)
         # Headers stand at the beginning or at the end, and tell the most.
-        at = min(size, rng.choice((rng.randrange(size + 1), rng.randrange(65), max(0, size - rng.randrange(1, 200)))))
+        at = min(
+            size,
+            rng.choice(
+                (rng.randrange(size + 1), rng.randrange(65), max(0, size - rng.randrange(1, 200)))
+            ),
+        )
         length = rng.choice((1, 2, 4, 8, rng.randrange(1, 100)))
         match rng.randrange(9):
             case 0:
@@ -70,7 +90,9 @@ def misplace(path: Path, rng: random.Random) -> None:
         case 3:
             path.symlink_to(path.name)
         case 4:
-            path.symlink_to(rng.choice(("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "/")))
+            path.symlink_to(
+                rng.choice(("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "/"))
+            )
         case 5:
             with path.open("wb") as file:
                 file.write(content)

@@ -45,7 +45,9 @@ class Target:
     name: str
     arguments: tuple[str, ...]
     files: Callable[[], Files]
-    inside: Callable[[Files, random.Random], Files] | None = None  # damages what lies behind a checksum or compression
+    inside: Callable[[Files, random.Random], Files] | None = (
+        None  # damages what lies behind a checksum or compression
+    )
     before: Callable[[], None] | None = None  # called in the child before the command
     more: Callable[[random.Random], list[str]] | None = None  # arguments that are damaged as well
 
@@ -67,7 +69,9 @@ class Target:
             else:
                 path.write_bytes(content)
         if rng and place:
-            misplace(folder / rng.choice([name for name in sorted(files) if "fifo" not in name]), rng)
+            misplace(
+                folder / rng.choice([name for name in sorted(files) if "fifo" not in name]), rng
+            )
 
     def command(self, rng: random.Random) -> list[str]:
         return [*self.arguments, *(self.more(rng) if self.more else ())]
@@ -83,7 +87,18 @@ def _divide(*data: str) -> tuple[str, ...]:
 
 
 def _run(*options: str) -> tuple[str, ...]:
-    return ("run", "--rounds", "1", "--batch-size", "4", "--set", "fedala.max_epochs=1", "--out", "run", *options)
+    return (
+        "run",
+        "--rounds",
+        "1",
+        "--batch-size",
+        "4",
+        "--set",
+        "fedala.max_epochs=1",
+        "--out",
+        "run",
+        *options,
+    )
 
 
 def plan_only() -> None:
@@ -123,9 +138,41 @@ def _npz_inside(files: Files, rng: random.Random) -> Files:
 
 def _header(data: bytes, rng: random.Random) -> bytes:
     """The same numbers behind another header."""
-    kinds = ("|u1", "<f2", ">f8", "<f16", "<i8", ">u8", "|b1", "|O", "<U4", "<U0", "|V0", "|S1", "<M8[s]", "<c8")
-    shapes = ((12, 28, 28), (12,), (), (2**40, 0), (0, 2**40), (2**62, 4), (-1, 3), (12, 1), (2**33,), (1,) * 40)
-    header = repr({"descr": rng.choice(kinds), "fortran_order": rng.random() < 0.5, "shape": rng.choice(shapes)})
+    kinds = (
+        "|u1",
+        "<f2",
+        ">f8",
+        "<f16",
+        "<i8",
+        ">u8",
+        "|b1",
+        "|O",
+        "<U4",
+        "<U0",
+        "|V0",
+        "|S1",
+        "<M8[s]",
+        "<c8",
+    )
+    shapes = (
+        (12, 28, 28),
+        (12,),
+        (),
+        (2**40, 0),
+        (0, 2**40),
+        (2**62, 4),
+        (-1, 3),
+        (12, 1),
+        (2**33,),
+        (1,) * 40,
+    )
+    header = repr(
+        {
+            "descr": rng.choice(kinds),
+            "fortran_order": rng.random() < 0.5,
+            "shape": rng.choice(shapes),
+        }
+    )
     version, text = rng.choice(((1, 0), (2, 0), (3, 0))), header.encode() + b"\n"
     length = struct.pack("<H" if version == (1, 0) else "<I", len(text))
     return b"\x93NUMPY" + bytes(version) + length + text + data[128:]
@@ -133,7 +180,11 @@ def _header(data: bytes, rng: random.Random) -> bytes:
 
 def idx(array: "np.ndarray") -> bytes:
     array = np.asarray(array, dtype=np.uint8)
-    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes((0, 0, 8, array.ndim))
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def _idx() -> Files:
@@ -154,7 +205,9 @@ def _idx_inside(files: Files, rng: random.Random) -> Files:
 
 
 def _cifar10() -> Files:
-    rows = np.concatenate([Y[:, None].astype(np.uint8), COLOUR.transpose(0, 3, 1, 2).reshape(12, -1)], axis=1)
+    rows = np.concatenate(
+        [Y[:, None].astype(np.uint8), COLOUR.transpose(0, 3, 1, 2).reshape(12, -1)], axis=1
+    )
     names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
     return {name: rows[2 * i : 2 * i + 2].tobytes() for i, name in enumerate(names)}
 
@@ -163,10 +216,22 @@ def _cifar100() -> Files:
     labels = np.stack([Y, Y], axis=1).astype(np.uint8)
     rows = np.concatenate([labels, COLOUR.transpose(0, 3, 1, 2).reshape(12, -1)], axis=1)
     names = "\n".join(f"class_{i}" for i in range(100)).encode()
-    return {"train.bin": rows[:8].tobytes(), "test.bin": rows[8:].tobytes(), "fine_label_names.txt": names}
+    return {
+        "train.bin": rows[:8].tobytes(),
+        "test.bin": rows[8:].tobytes(),
+        "fine_label_names.txt": names,
+    }
 
 
-KINDS = {"png": {}, "jpg": {}, "gif": {}, "bmp": {}, "webp": {}, "ppm": {}, "tif": {"compression": "tiff_lzw"}}
+KINDS = {
+    "png": {},
+    "jpg": {},
+    "gif": {},
+    "bmp": {},
+    "webp": {},
+    "ppm": {},
+    "tif": {"compression": "tiff_lzw"},
+}
 
 
 @cache
@@ -185,7 +250,10 @@ def encoded(array: "np.ndarray", kind: str = "png") -> bytes:
 
 def _images() -> Files:
     kinds = list(KINDS)
-    return {f"images/class-{y}/{i}.{kinds[i % 7]}": encoded(COLOUR[i], kinds[i % 7]) for i, y in enumerate(Y)}
+    return {
+        f"images/class-{y}/{i}.{kinds[i % 7]}": encoded(COLOUR[i], kinds[i % 7])
+        for i, y in enumerate(Y)
+    }
 
 
 def _images_inside(files: Files, rng: random.Random) -> Files:
@@ -205,7 +273,9 @@ def _ag_news() -> Files:
 
 def parquet(columns: dict[str, list[object]], names: list[str], **options: object) -> bytes:
     features = {"label": {"names": names, "_type": "ClassLabel"}}
-    table = pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    table = pa.table(columns).replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
     file = io.BytesIO()
     pq.write_table(table, file, **options)
     return file.getvalue()
@@ -236,10 +306,14 @@ def _columns(files: Files, rng: random.Random) -> Files:
         pa.array([10**30] * 12, pa.decimal128(38)), pa.array([[("a", 1)]] * 12, pa.map_(pa.string(), pa.int64())),
         pa.array([None, *TEXTS[1:]]), pa.array([encoded(GREY[0])] * 12),
     ]  # fmt: skip
-    names = [rng.choice(("text", "image", "label", "labels", "img", "other", "\x1b")) for _ in range(3)]
+    names = [
+        rng.choice(("text", "image", "label", "labels", "img", "other", "\x1b")) for _ in range(3)
+    ]
     names[:2] = rng.choice((["text", "label"], ["image", "label"], names[:2]))
     table = pa.table([rng.choice(columns) for _ in names], names=names)
-    words = rng.choice((b"[" * 9000, b'{"info": {"features": {"label": {"names": "ab"}}}}', b"\xff", b"null"))
+    words = rng.choice(
+        (b"[" * 9000, b'{"info": {"features": {"label": {"names": "ab"}}}}', b"\xff", b"null")
+    )
     file = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({b"huggingface": words}), file)
     return {**files, rng.choice(sorted(files)): file.getvalue()}
@@ -258,20 +332,33 @@ _VALUES = [
 
 def _arguments(rng: random.Random) -> list[str]:
     """Options of `run` with values that somebody could mistype, or mean badly."""
-    flags = [f"--{field.name.replace('_', '-')}" for field in fields(Config) if field.type != "bool"]
+    flags = [
+        f"--{field.name.replace('_', '-')}" for field in fields(Config) if field.type != "bool"
+    ]
     flags += ["--config", "--out"]
     chosen = rng.sample(flags, rng.choice((1, 1, 2, 3)))
     return [text for flag in chosen for text in (flag, rng.choice(_VALUES))]
 
 
 def _partition() -> Files:
-    rows = [{"train": [4 * i, 4 * i + 1], "validation": [4 * i + 2], "test": [4 * i + 3]} for i in range(2)]
+    rows = [
+        {"train": [4 * i, 4 * i + 1], "validation": [4 * i + 2], "test": [4 * i + 3]}
+        for i in range(2)
+    ]
     content = {"format": "fedala-partition", "version": 1, "dataset": "my.npz", "samples": 12}
-    return {**_npz(), "my.json": json.dumps({**content, "clients": [*rows, list(range(8, 12))]}).encode()}
+    return {
+        **_npz(),
+        "my.json": json.dumps({**content, "clients": [*rows, list(range(8, 12))]}).encode(),
+    }
 
 
 def _config() -> Files:
-    return {**_npz(), "my.toml": Config(dataset="my.npz", clients=2, set={"fedala.eta": 0.5}, rounds=1).text().encode()}
+    return {
+        **_npz(),
+        "my.toml": Config(dataset="my.npz", clients=2, set={"fedala.eta": 0.5}, rounds=1)
+        .text()
+        .encode(),
+    }
 
 
 def _fifos() -> Files:
@@ -280,11 +367,24 @@ def _fifos() -> Files:
 
 def interrupted(path: Path, rounds: int, total: int = 4) -> None:
     """A run folder `run` in `path`, of a run that was stopped after some rounds, and the data that it needs."""
-    (path / "my.npz").write_bytes(zipped({"x.npy": npy(GREY[:, :16, :16]), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED))
+    (path / "my.npz").write_bytes(
+        zipped({"x.npy": npy(GREY[:, :16, :16]), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED)
+    )
     asked = iter(range(1, total + 1))
-    config = {"dataset": "my.npz", "clients": 2, "partition": "iid", "batch_size": 4, "checkpoint_every": 1, "lanes": 1}
+    config = {
+        "dataset": "my.npz",
+        "clients": 2,
+        "partition": "iid",
+        "batch_size": 4,
+        "checkpoint_every": 1,
+        "lanes": 1,
+    }
     with contextlib.chdir(path), contextlib.suppress(Stopped):
-        planned = plan(Config.of({**config, "rounds": total, "method": "fedala", "set": {"fedala.max_epochs": 1}}))
+        planned = plan(
+            Config.of(
+                {**config, "rounds": total, "method": "fedala", "set": {"fedala.max_epochs": 1}}
+            )
+        )
         execute(planned, Path("run"), watcher=Watcher(stop=lambda: next(asked) == rounds))
 
 
@@ -292,7 +392,9 @@ def _resumed() -> Files:
     with tempfile.TemporaryDirectory() as place:
         interrupted(Path(place), 3)
         return {
-            str(file.relative_to(place)): file.read_bytes() for file in sorted(Path(place).rglob("*")) if file.is_file()
+            str(file.relative_to(place)): file.read_bytes()
+            for file in sorted(Path(place).rglob("*"))
+            if file.is_file()
         }
 
 
@@ -324,7 +426,16 @@ def _consistent(files: Files, rng: random.Random) -> Files:
     files = dict(files)
     if rng.random() < 0.5:
         key = rng.choice(
-            [*manifest, "other", "clients.0.0", "clients.0.1", "clients.0.2", "clients.1.3", "server.0", "server.1"]
+            [
+                *manifest,
+                "other",
+                "clients.0.0",
+                "clients.0.1",
+                "clients.0.2",
+                "clients.1.3",
+                "server.0",
+                "server.1",
+            ]
         )
         name, *path = key.split(".")
         target = manifest
@@ -334,7 +445,9 @@ def _consistent(files: Files, rng: random.Random) -> Files:
         if rng.random() < 0.1:
             del manifest[rng.choice(sorted(manifest))]
     else:
-        entry = rng.choice((manifest["server"], manifest["clients"][0][2:], manifest["clients"][1][2:]))
+        entry = rng.choice(
+            (manifest["server"], manifest["clients"][0][2:], manifest["clients"][1][2:])
+        )
         name = f"run/checkpoint/0/{entry[0]}"
         tree, about = fedala.files.unpack(files[name])
         files[name] = fedala.files.pack(_another(tree, rng), about)
@@ -360,7 +473,11 @@ def _another(tree: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         {"x": torch.ones(1)},
     ]
     if isinstance(leaf, torch.Tensor):
-        new += [leaf.double() if leaf.dtype == torch.float32 else leaf.float(), leaf[None], torch.cat([leaf, leaf])]
+        new += [
+            leaf.double() if leaf.dtype == torch.float32 else leaf.float(),
+            leaf[None],
+            torch.cat([leaf, leaf]),
+        ]
     rest = {name: value for name, value in tree.items() if name != key}
     return rest if rng.random() < 0.2 else {**rest, key: rng.choice(new)}
 
@@ -369,14 +486,26 @@ def _reported() -> Files:
     """The run folder of a finished run, as far as a report reads it."""
     with tempfile.TemporaryDirectory() as place:
         interrupted(Path(place), 4)
-        read = ("config.toml", "summary.json", "history.csv", "clients.csv", "split.csv", "weights.csv")
+        read = (
+            "config.toml",
+            "summary.json",
+            "history.csv",
+            "clients.csv",
+            "split.csv",
+            "weights.csv",
+        )
         found = {f"run/{name}": Path(place, "run", name).read_bytes() for name in read}
-    return {**found, "run/resumed.csv": b"time,changed\n2026-01-01T00:00:00+00:00,device (cuda to cpu)\n"}
+    return {
+        **found,
+        "run/resumed.csv": b"time,changed\n2026-01-01T00:00:00+00:00,device (cuda to cpu)\n",
+    }
 
 
 def _results() -> Files:
     """A results folder: a cell of a table, and the line about it."""
-    [column] = [column for column in tables()["table2"].columns if column.name == "mnist-pathological"]
+    [column] = [
+        column for column in tables()["table2"].columns if column.name == "mnist-pathological"
+    ]
     config = column.cell("fedala").config(rounds=2, seeds=1)
     columns = "method,seed,round,accuracy,loss,accuracy_joined,sent,uploaded,diverged,seconds"
     rows = "".join(f"fedala,0,{round},0.{round}1,0.5,0.{round}1,9,9,0,1.5\n" for round in range(3))
@@ -406,12 +535,18 @@ def _fields(files: Files, rng: random.Random) -> Files:
     """Tables and JSON that are sound but for one or two values."""
     files = dict(files)
     for _ in range(rng.choice((1, 1, 2))):
-        name = rng.choice([name for name in sorted(files) if name.endswith((".csv", ".json", ".toml"))])
+        name = rng.choice(
+            [name for name in sorted(files) if name.endswith((".csv", ".json", ".toml"))]
+        )
         text = files[name].decode(errors="replace")
         if name.endswith(".json"):
             content = json.loads(text)
             target = content
-            while isinstance(inner := target.get(rng.choice(sorted(target))), dict) and inner and rng.random() < 0.8:
+            while (
+                isinstance(inner := target.get(rng.choice(sorted(target))), dict)
+                and inner
+                and rng.random() < 0.8
+            ):
                 target = inner
             target[rng.choice(sorted(target))] = rng.choice(_JSON)
             text = json.dumps(content)
@@ -439,7 +574,9 @@ def targets() -> dict[str, Target]:
         Target("npz-run", _run("--dataset", "my.npz", "--clients", "2"), _npz, _npz_inside),
         Target("csv", _divide("--dataset", "my.csv"), _labelled_csv),
         Target("csv-run", _run("--dataset", "my.csv", "--clients", "2"), _labelled_csv),
-        Target("images", _divide("--dataset", "images", "--plot", "plot.svg"), _images, _images_inside),
+        Target(
+            "images", _divide("--dataset", "images", "--plot", "plot.svg"), _images, _images_inside
+        ),
         Target("mnist", _divide(*named, "mnist"), _idx),
         Target("mnist-gz", _divide(*named, "mnist"), _idx_gz, _idx_inside),
         Target("cifar10", _divide(*named, "cifar10"), _cifar10),
@@ -453,7 +590,13 @@ def targets() -> dict[str, Target]:
             _partition,
             _only("my.json"),
         ),
-        Target("config", ("run", "--config", "my.toml", "--out", "run"), _config, _only("my.toml"), plan_only),
+        Target(
+            "config",
+            ("run", "--config", "my.toml", "--out", "run"),
+            _config,
+            _only("my.toml"),
+            plan_only,
+        ),
         Target("resume", ("run", "--resume", "run"), _resumed, _consistent),
         Target("report", ("report", "run"), _reported, _fields),
         Target("paper-report", ("paper", "report", "results"), _results, _fields),

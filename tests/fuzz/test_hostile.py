@@ -84,7 +84,9 @@ def bomb_images(folder):
 def bomb_rows(folder):
     """A hundred million texts, of which each is the one text that the file holds."""
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**6, np.int8)), ["x"])
-    with pq.ParquetWriter(folder / "train-0.parquet", pa.schema([("text", texts.type), ("label", pa.int8())])) as file:
+    with pq.ParquetWriter(
+        folder / "train-0.parquet", pa.schema([("text", texts.type), ("label", pa.int8())])
+    ) as file:
         for _ in range(3):
             file.write_table(pa.table({"text": texts, "label": pa.array(np.zeros(10**6, np.int8))}))
     return read("parquet-texts")
@@ -93,7 +95,10 @@ def bomb_rows(folder):
 def bomb_dictionary(folder):
     """A text of a megabyte, five hundred times."""
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(500, np.int8)), ["x" * 2**20])
-    pq.write_table(pa.table({"text": texts, "label": pa.array(np.zeros(500, np.int8))}), folder / "train-0.parquet")
+    pq.write_table(
+        pa.table({"text": texts, "label": pa.array(np.zeros(500, np.int8))}),
+        folder / "train-0.parquet",
+    )
     return read("parquet-texts")
 
 
@@ -117,7 +122,9 @@ def unpacks_much():
         (bomb_dictionary, "save it as a .csv or .npz file"),
     ],
 )
-def test_what_unpacks_to_far_more_than_samples_do_is_refused_and_says_what_to_do(bomb, instead, here):
+def test_what_unpacks_to_far_more_than_samples_do_is_refused_and_says_what_to_do(
+    bomb, instead, here
+):
     """There would be room for it: the bound is on what a file may unpack to, not on what the machine can hold."""
     refused(f"More than 100 times its size is only read up to 1 MiB: if that is right, {instead}", bomb(here), here,
             unpacks_much)  # fmt: skip
@@ -135,7 +142,9 @@ def test_two_gigabytes_in_two_megabytes_are_refused_at_once(here):
     zeros = zlib.compressobj(wbits=-15)
     mebibyte = zeros.compress(bytes(2**20)) + zeros.flush(zlib.Z_FULL_FLUSH)
     stream = block + mebibyte * (size // 2**20) + b"\x03\x00"
-    path = zip_of(here / "my.npz", stream, len(header.getvalue()) + size, npy(np.arange(size // 256) % 4))
+    path = zip_of(
+        here / "my.npz", stream, len(header.getvalue()) + size, npy(np.arange(size // 256) % 4)
+    )
     assert path.stat().st_size < 3 * 2**20
     began = time.monotonic()
     refused("has 2.2 MiB that unpack to 2.06 GiB", read("npz"), here)
@@ -188,7 +197,8 @@ def test_an_image_is_no_program(here):
 
 
 @pytest.mark.parametrize(
-    "name", ["hub:pandas", "hub:../here/x", "hub:a/b/c", "hub:/etc/x", "hub:a/..", "hub:local/folder"]
+    "name",
+    ["hub:pandas", "hub:../here/x", "hub:a/b/c", "hub:/etc/x", "hub:a/..", "hub:local/folder"],
 )
 def test_a_name_of_the_hub_is_not_a_path(name, here):
     (here / "local" / "folder").mkdir(parents=True)
@@ -200,11 +210,17 @@ class Evil:
         return os.system, ("touch unpickled",)
 
 
-@pytest.mark.parametrize("name", ["my.npz", "my.csv", "my.json", "my.toml", "data_batch_1", "train-0.parquet"])
+@pytest.mark.parametrize(
+    "name", ["my.npz", "my.csv", "my.json", "my.toml", "data_batch_1", "train-0.parquet"]
+)
 def test_a_pickle_is_never_loaded(name, here):
     evil = io.BytesIO()
     np.save(evil, np.array([Evil()], dtype=object), allow_pickle=True)
-    content = zipped({"x.npy": evil.getvalue(), "y.npy": npy(Y)}, zipfile.ZIP_STORED) if name == "my.npz" else None
+    content = (
+        zipped({"x.npy": evil.getvalue(), "y.npy": npy(Y)}, zipfile.ZIP_STORED)
+        if name == "my.npz"
+        else None
+    )
     (here / name).write_bytes(content or pickle.dumps(Evil()))
     options = {
         "my.json": ("--partition", name), "my.toml": ("--config", name),
@@ -216,7 +232,9 @@ def test_a_pickle_is_never_loaded(name, here):
 
 
 def test_no_text_of_a_file_reaches_the_terminal_as_a_command(here):
-    (here / "my.csv").write_text("label,text\n\x1b[2J\x1b]0;owned\x07,a\n\u202eb,b\n[bold]c,d\n$\\frac$,e\n" * 4)
+    (here / "my.csv").write_text(
+        "label,text\n\x1b[2J\x1b]0;owned\x07,a\n\u202eb,b\n[bold]c,d\n$\\frac$,e\n" * 4
+    )
     outcome = attempt([*read("csv"), "--plot", "plot.svg"], here)
     assert (outcome.code, outcome.fault) == (0, ""), outcome.says
     assert "[bold]c" in outcome.says
@@ -237,7 +255,8 @@ def runs(tmp_path_factory):
 
 def models_of(folder):
     return {
-        str(file.relative_to(folder)): file.read_bytes() for file in (folder / "run" / "models").rglob("*.safetensors")
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in (folder / "run" / "models").rglob("*.safetensors")
     }
 
 
@@ -247,11 +266,17 @@ def damages():
     return {
         "manifest cut": lambda f: (f / NEWEST).write_bytes((f / NEWEST).read_bytes()[:-9]),
         "manifest empty": lambda f: (f / NEWEST).write_bytes(b""),
-        "manifest edited": lambda f: (f / NEWEST).write_text((f / NEWEST).read_text().replace("server-3", "server-2")),
+        "manifest edited": lambda f: (f / NEWEST).write_text(
+            (f / NEWEST).read_text().replace("server-3", "server-2")
+        ),
         "server cut": lambda f: (f / server).write_bytes((f / server).read_bytes()[:1000]),
         "server missing": lambda f: (f / server).unlink(),
-        "client flipped": lambda f: _flip(max(f.glob(client), key=lambda p: int(p.stem.split("-")[2]))),
-        "client missing": lambda f: max(f.glob(client), key=lambda p: int(p.stem.split("-")[2])).unlink(),
+        "client flipped": lambda f: _flip(
+            max(f.glob(client), key=lambda p: int(p.stem.split("-")[2]))
+        ),
+        "client missing": lambda f: max(
+            f.glob(client), key=lambda p: int(p.stem.split("-")[2])
+        ).unlink(),
     }
 
 
@@ -280,7 +305,8 @@ def test_no_checkpoint_that_is_whole(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["resumed.csv", "history.csv", "models", "checkpoint", "checkpoint/0", ".lock", "config.toml"]
+    "name",
+    ["resumed.csv", "history.csv", "models", "checkpoint", "checkpoint/0", ".lock", "config.toml"],
 )
 def test_links_in_a_run_folder_are_not_followed(name, runs, tmp_path):
     shutil.copytree(runs / "stopped", tmp_path / "here")
@@ -315,7 +341,11 @@ def test_force_deletes_nothing_of_anybody_else(name, runs, tmp_path):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("years of work")
     before = sorted((tmp_path / "here" / "run").rglob("*"))
-    refused("is no part of a run", ["run", "--dataset", "my.npz", "--out", "run", "--force"], tmp_path / "here")
+    refused(
+        "is no part of a run",
+        ["run", "--dataset", "my.npz", "--out", "run", "--force"],
+        tmp_path / "here",
+    )
     assert sorted((tmp_path / "here" / "run").rglob("*")) == before
     assert file.read_text() == "years of work"
 
@@ -350,7 +380,12 @@ def test_force_does_not_follow_links(runs, tmp_path):
 def test_a_model_that_is_not_one(tmp_path):
     path = tmp_path / "models" / "fedavg" / "seed-0" / "global.safetensors"
     path.parent.mkdir(parents=True)
-    for content in (b"", b"\xff" * 100, (2**62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}x"):
+    for content in (
+        b"",
+        b"\xff" * 100,
+        (2**62).to_bytes(8, "little") + b"{}",
+        b"\x02" + bytes(7) + b"{}x",
+    ):
         path.write_bytes(content)
         with (
             pytest.warns(UserWarning, match="cannot be verified"),
@@ -363,18 +398,26 @@ def test_a_model_that_is_not_one(tmp_path):
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+    ),
 )
 DATA = Dataset("my", torch.zeros(12, 2), torch.arange(12) % 3, 3)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    clients=VALUES | st.lists(st.lists(st.integers(-1, 12)) | st.fixed_dictionaries({"train": VALUES, "test": VALUES}))
+    clients=VALUES
+    | st.lists(
+        st.lists(st.integers(-1, 12)) | st.fixed_dictionaries({"train": VALUES, "test": VALUES})
+    )
 )
 def test_any_json_is_a_partition_or_a_sentence(clients, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_text(json.dumps({"format": "fedala-partition", "version": 1, "samples": 12, "clients": clients}))
+    path.write_text(
+        json.dumps({"format": "fedala-partition", "version": 1, "samples": 12, "clients": clients})
+    )
     with contextlib.suppress(UserError):
         federation = federate(DATA, str(path), None)
         given_away = np.concatenate([*federation.train, *federation.validation, *federation.test])
@@ -383,7 +426,11 @@ def test_any_json_is_a_partition_or_a_sentence(clients, tmp_path_factory):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.sampled_from([*Config.__dataclass_fields__]) | st.text(max_size=9), VALUES, max_size=4))
+@given(
+    st.dictionaries(
+        st.sampled_from([*Config.__dataclass_fields__]) | st.text(max_size=9), VALUES, max_size=4
+    )
+)
 def test_any_values_are_a_config_or_a_sentence(values):
     with contextlib.suppress(UserError):
         config = Config.of(values)

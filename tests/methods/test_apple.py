@@ -44,14 +44,22 @@ def by_autograd(task, start, rounds, eta, mu):
             order = rows[draw(0, "batches", client=client, round=round).permutation(len(rows))]
             own = {name: value.requires_grad_() for name, value in cores[client].items()}
             vector = p[client].requires_grad_()
-            groups = [{"params": list(own.values()), "lr": real * task.lr}, {"params": [vector], "lr": eta}]
+            groups = [
+                {"params": list(own.values()), "lr": real * task.lr},
+                {"params": [vector], "lr": eta},
+            ]
             optimizer = torch.optim.SGD(groups)
             for first in range(0, len(order) - len(order) % 4, 4):
                 batch = order[first : first + 4]
                 optimizer.zero_grad()
                 model = personal(own, downloaded, client, vector)
-                output = functional_call(net.train(), {**model, **statistics[client]}, (task.x[batch],))
-                loss = F.cross_entropy(output, task.y[batch]) + strength / 2 * ((vector - p_0) ** 2).sum()
+                output = functional_call(
+                    net.train(), {**model, **statistics[client]}, (task.x[batch],)
+                )
+                loss = (
+                    F.cross_entropy(output, task.y[batch])
+                    + strength / 2 * ((vector - p_0) ** 2).sum()
+                )
                 loss.backward()
                 vector.grad[p_0 == 0] = 0  # a client without samples is no part of it
                 optimizer.step()
@@ -86,7 +94,10 @@ def line_cohort(**settings):
         "weight": torch.tensor([1.0, 3.0]).double().view(1, 2, 1, 1),
         "p_0": torch.tensor([[0.5, 0.5]]).double(),
     }
-    state = {"core": {"weight": received["weight"][:, 0]}, "p": torch.tensor([[0.25, 0.75]]).double()}
+    state = {
+        "core": {"weight": received["weight"][:, 0]},
+        "p": torch.tensor([[0.25, 0.75]]).double(),
+    }
     return Cohort(task, [0], [0], **settings), received, state
 
 
@@ -109,13 +120,17 @@ def test_a_step_by_hand():
     _, after = apple.train(cohort, initialized, received, state)
     assert after["p"][0].tolist() == pytest.approx([0.21, 0.59])
 
-    upload, _ = make("apple", {"apple.scale_core": False}).train(cohort, initialized, received, state)
+    upload, _ = make("apple", {"apple.scale_core": False}).train(
+        cohort, initialized, received, state
+    )
     assert upload["weight"].item() == pytest.approx(1 - 0.1 * 5 / 4)
 
 
 def test_the_pull_fades_over_the_first_l_of_the_rounds():
     apple = make("apple")
-    assert [apple.schedule(round, 100) for round in (1, 11, 21, 22, 100)] == pytest.approx([1, 0.5, 0, 0, 0])
+    assert [apple.schedule(round, 100) for round in (1, 11, 21, 22, 100)] == pytest.approx(
+        [1, 0.5, 0, 0, 0]
+    )
     assert make("apple", {"apple.scheduled": 0}).schedule(1, 100) == 0
     assert apple.schedule_depends_on_rounds
     assert not make("fedavg").schedule_depends_on_rounds
@@ -128,7 +143,9 @@ def test_the_pull_fades_over_the_first_l_of_the_rounds():
 def test_cores_are_uploaded_and_not_personal_models():
     simulation, _, models = simulate("apple", ragged_task(SIZES), rounds=2)
     for client in range(len(SIZES)):
-        uploaded = {name: value[:, client] for name, value in simulation.servers[0]["cores"].items()}
+        uploaded = {
+            name: value[:, client] for name, value in simulation.servers[0]["cores"].items()
+        }
         assert_close(uploaded, simulation.clients[0, client]["core"], 0)
         assert (uploaded["out.weight"] - models[0, client]["out.weight"]).abs().max() > 1e-3
 

@@ -23,7 +23,9 @@ def plain_clouds(uploads, task, *, alpha, sigma):
     flat = [parameters_to_vector(w.parameters()).detach().numpy() for w in uploads]
     clouds = []
     for i, own in enumerate(flat):
-        xi = np.array([alpha * np.exp(-np.sum((own - other) ** 2) / sigma) / sigma for other in flat])
+        xi = np.array(
+            [alpha * np.exp(-np.sum((own - other) ** 2) / sigma) / sigma for other in flat]
+        )
         xi[[j for j in range(len(flat)) if j == i or not len(task.parts["train"][j])]] = 0
         if xi.sum() > 1:
             xi /= xi.sum()
@@ -40,7 +42,10 @@ def plain(task, rounds, *, alpha, lam, sigma, ala=False):
     clouds, local = [start for _ in clients], [start for _ in clients]
     blends, history = [PlainALA(task, i) for i in clients], []
     for round in range(1, rounds + 2):
-        initialized = [blends[i](clouds[i], local[i], clouds[i], round=round) if ala else local[i] for i in clients]
+        initialized = [
+            blends[i](clouds[i], local[i], clouds[i], round=round) if ala else local[i]
+            for i in clients
+        ]
         history.append(mean_loss(task, initialized))
         if round > rounds:
             return clouds, initialized, history
@@ -65,12 +70,20 @@ OWN = {"alpha": 0.5, "lam": 0.2, "sigma": 2.0}
 @pytest.mark.parametrize("ala", [False, True])
 def test_it_is_the_plain_loop(values, ala):
     task = ragged_task(SIZES)
-    settings = {f"fedamp.{name}": value for name, value in values.items()} | (PlainALA.SETTINGS if ala else {})
-    simulation, rows, models = simulate("fedamp+ala" if ala else "fedamp", task, settings=settings, rounds=3)
+    settings = {f"fedamp.{name}": value for name, value in values.items()} | (
+        PlainALA.SETTINGS if ala else {}
+    )
+    simulation, rows, models = simulate(
+        "fedamp+ala" if ala else "fedamp", task, settings=settings, rounds=3
+    )
     clouds, personal, history = plain(task, 3, ala=ala, **values)
     sent = simulation.method.send(simulation.servers[0], list(range(len(SIZES))))
     for client in range(len(SIZES)):
-        assert_close({name: value[client : client + 1] for name, value in sent.items()}, lane(clouds[client]), 1e-9)
+        assert_close(
+            {name: value[client : client + 1] for name, value in sent.items()},
+            lane(clouds[client]),
+            1e-9,
+        )
         assert_close(models[0, client], lane(personal[client]), 1e-9)
     assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
 
@@ -96,7 +109,11 @@ def test_two_clients_by_hand():
 
 def test_the_first_round_sends_the_initial_model_as_it_is():
     simulation, _, _ = simulate("fedamp", ragged_task(SIZES), rounds=0)
-    assert_close(simulation.method.send(simulation.servers[0], list(range(len(SIZES)))), simulation.start[0], 0)
+    assert_close(
+        simulation.method.send(simulation.servers[0], list(range(len(SIZES)))),
+        simulation.start[0],
+        0,
+    )
 
 
 def test_clients_far_apart_stay_alone():
@@ -145,10 +162,21 @@ def test_near_pairs_are_told_apart_in_float32():
 
 def test_running_statistics_travel_but_make_no_distance():
     method = FedAMP(alpha=0.05, sigma=0.1)
-    start = {"w": torch.zeros(1, 2), "mean": torch.zeros(1, 1), "count": torch.zeros(1, dtype=torch.int64)}
-    models = {"w": torch.ones(2, 2), "mean": torch.tensor([[0.0], [100.0]]), "count": torch.tensor([3, 4])}
+    start = {
+        "w": torch.zeros(1, 2),
+        "mean": torch.zeros(1, 1),
+        "count": torch.zeros(1, dtype=torch.int64),
+    }
+    models = {
+        "w": torch.ones(2, 2),
+        "mean": torch.tensor([[0.0], [100.0]]),
+        "count": torch.tensor([3, 4]),
+    }
     server = method.aggregate(
-        method.serve(SimpleNamespace(trainable=("w",)), start, [1, 1]), models, torch.ones(2), [0, 1]
+        method.serve(SimpleNamespace(trainable=("w",)), start, [1, 1]),
+        models,
+        torch.ones(2),
+        [0, 1],
     )
     sent = method.send(server, [0, 1])
     assert sent["mean"].flatten().tolist() == [50.0, 50.0]
@@ -158,7 +186,8 @@ def test_running_statistics_travel_but_make_no_distance():
 def test_lambda_matters():
     task = ragged_task(SIZES)
     weak, strong = (
-        simulate("fedamp", task, settings={"fedamp.alpha": 2.0, "fedamp.lam": lam}, rounds=2)[2] for lam in (0.1, 5.0)
+        simulate("fedamp", task, settings={"fedamp.alpha": 2.0, "fedamp.lam": lam}, rounds=2)[2]
+        for lam in (0.1, 5.0)
     )
     assert (weak[0, 1]["out.weight"] - strong[0, 1]["out.weight"]).abs().max() > 1e-3
 

@@ -27,7 +27,9 @@ def reference(task, start, mu, epochs, rounds):
         for client in range(len(SIZES)):
             tuning = plain.batches(task, client, round=round, epochs=epochs, purpose="tuning")
             tuned.append(plain.descend(server, loss, tuning, task.lr))
-            trained.append(plain.descend(tuned[-1], loss, plain.batches(task, client, round=round), task.lr))
+            trained.append(
+                plain.descend(tuned[-1], loss, plain.batches(task, client, round=round), task.lr)
+            )
         if round <= rounds:
             server = plain.mean(trained, SIZES)
     return server, tuned
@@ -58,14 +60,23 @@ def test_tuning_by_hand():
     zero = {"weight": torch.zeros(1, 1, 1).double(), "bias": torch.zeros(1, 1).double()}
     method, cohort = make("fedavg-c", {"fedavg-c.epochs": 1}), Cohort(task, [0], [0])
     tuned, state = method.initialize(cohort, zero, method.fresh(task, zero))
-    assert (tuned["weight"].item(), tuned["bias"].item()) == (pytest.approx(2.0), pytest.approx(0.8))
+    assert (tuned["weight"].item(), tuned["bias"].item()) == (
+        pytest.approx(2.0),
+        pytest.approx(0.8),
+    )
     upload, state = method.train(cohort, tuned, zero, state)
-    assert (upload["weight"].item(), upload["bias"].item()) == (pytest.approx(1.68), pytest.approx(0.64))
+    assert (upload["weight"].item(), upload["bias"].item()) == (
+        pytest.approx(1.68),
+        pytest.approx(0.64),
+    )
     # FedProx-C with μ = 1: at the anchor no pull; from tuned the pull adds w − 0 = 2 and b − 0 = 0.8 to the gradient.
     method = make("fedprox-c", {"fedprox-c.epochs": 1, "fedprox-c.mu": 1})
     tuned, state = method.initialize(cohort, zero, method.fresh(task, zero))
     upload, _ = method.train(cohort, tuned, zero, state)
-    assert (upload["weight"].item(), upload["bias"].item()) == (pytest.approx(1.48), pytest.approx(0.56))
+    assert (upload["weight"].item(), upload["bias"].item()) == (
+        pytest.approx(1.48),
+        pytest.approx(0.56),
+    )
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
@@ -73,7 +84,9 @@ def test_without_tuning_it_is_fedavg(join_ratio):
     """The global model to the bit; and at ρ = 1, where everybody starts at it, what is evaluated as well."""
     options = {"rounds": 3, "join_ratio": join_ratio}
     fedavg, rows, models = simulate("fedavg", ragged_task(SIZES), **options)
-    _, own_rows, own = simulate("fedavg-c", ragged_task(SIZES), settings={"fedavg-c.epochs": 0}, **options)
+    _, own_rows, own = simulate(
+        "fedavg-c", ragged_task(SIZES), settings={"fedavg-c.epochs": 0}, **options
+    )
     assert_close(own[0, None], models[0, None], 0)
     for row, own_row in zip(rows, own_rows, strict=True):
         assert row["accuracy_joined"] == own_row["accuracy_joined"]
@@ -101,11 +114,16 @@ def test_tuning_and_training_see_their_batches_in_different_orders():
     """A tuning epoch has a shuffle of its own: otherwise the round's own epoch would repeat the first one of tuning."""
     task = ragged_task([22])
     cohort = Cohort(task, [0], [0])
-    orders = [cohort.shuffled(0, task.parts["train"][0], purpose, 0).tolist() for purpose in ("tuning", "batches")]
+    orders = [
+        cohort.shuffled(0, task.parts["train"][0], purpose, 0).tolist()
+        for purpose in ("tuning", "batches")
+    ]
     assert orders[0] != orders[1]
     tuned = simulate("fedavg-c", task, rounds=1, settings={"fedavg-c.epochs": 1})[0]
     longer = simulate("fedavg", ragged_task([22], epochs=2))[0]
-    assert not torch.equal(tuned.servers[0]["global"]["out.weight"], longer.servers[0]["global"]["out.weight"])
+    assert not torch.equal(
+        tuned.servers[0]["global"]["out.weight"], longer.servers[0]["global"]["out.weight"]
+    )
 
 
 def test_outside_the_round_a_client_has_what_its_training_left_it():
@@ -124,7 +142,9 @@ def test_outside_the_round_a_client_has_what_its_training_left_it():
 @pytest.mark.parametrize("name", ["fedavg-c", "fedprox-c"])
 def test_defaults_and_refusals(name):
     assert make(name).epochs == 14
-    with pytest.raises(UserError, match=rf"{name}\+ala is refused: fine-tuning stands where ALA would stand"):
+    with pytest.raises(
+        UserError, match=rf"{name}\+ala is refused: fine-tuning stands where ALA would stand"
+    ):
         make(f"{name}+ala")
     with pytest.raises(UserError, match=rf"{name}.epochs must be at least 0"):
         make(name, {f"{name}.epochs": -1})

@@ -47,7 +47,8 @@ def by_plain_modules(task, start, rounds):
             weights = []
             for theta in uploaded:
                 squares = [
-                    ((a - b) ** 2).sum().item() for a, b in zip(theta.parameters(), prev.parameters(), strict=True)
+                    ((a - b) ** 2).sum().item()
+                    for a, b in zip(theta.parameters(), prev.parameters(), strict=True)
                 ]
                 gain = loss_of(prev) - loss_of(theta)
                 weights.append(max(0.0, gain / np.sqrt(sum(squares))) if sum(squares) else 0.0)
@@ -58,8 +59,13 @@ def by_plain_modules(task, start, rounds):
             mixed = {}
             for name, value in prev.state_dict().items():
                 others = [theta.state_dict()[name] for theta in uploaded]
-                step = sum(w / sum(weights) * (other - value) for w, other in zip(weights, others, strict=True))
-                mixed[name] = value + step if value.is_floating_point() else local[client].state_dict()[name]
+                step = sum(
+                    w / sum(weights) * (other - value)
+                    for w, other in zip(weights, others, strict=True)
+                )
+                mixed[name] = (
+                    value + step if value.is_floating_point() else local[client].state_dict()[name]
+                )
             initialized.append(copy.deepcopy(prev))
             initialized[-1].load_state_dict(mixed)
         if round > rounds:
@@ -82,7 +88,9 @@ def by_plain_modules(task, start, rounds):
 def test_three_rounds_are_those_of_plain_modules():
     task = ragged_task(SIZES)
     expected, weighed = by_plain_modules(task, start_of(task)(0), rounds=3)
-    assert any(0 < sum(w > 0 for w in weights) < len(SIZES) for weights in weighed), "some models should help, some not"
+    assert any(0 < sum(w > 0 for w in weights) < len(SIZES) for weights in weighed), (
+        "some models should help, some not"
+    )
     _, _, models = simulate("fedfomo", task, rounds=3)
     for client in range(len(SIZES)):
         assert_close(models[0, client], state_of(expected[client]), 1e-9)
@@ -104,7 +112,10 @@ def line_task(samples=5):
 def line(*weights):
     """Models of bias 0 as one stack."""
     stack = torch.tensor(weights, dtype=torch.float64)
-    return {"weight": stack.view(1, -1, 1, 1), "bias": torch.zeros(1, len(weights), 1, dtype=torch.float64)}
+    return {
+        "weight": stack.view(1, -1, 1, 1),
+        "bias": torch.zeros(1, len(weights), 1, dtype=torch.float64),
+    }
 
 
 def single(weight):
@@ -125,13 +136,17 @@ def test_weights_by_hand():
 
 
 def test_identical_clients_have_equal_weights():
-    weights = make("fedfomo").weights(Cohort(line_task(), [0], [0]), line(1.0, 1.0, 1.0), single(2.0))
+    weights = make("fedfomo").weights(
+        Cohort(line_task(), [0], [0]), line(1.0, 1.0, 1.0), single(2.0)
+    )
     assert weights.tolist() == [[1 / 3] * 3]
 
 
 def test_near_pairs_have_their_true_distance():
     """2 and 2 − 10⁻⁹: a Gram matrix would give a distance of 0."""
-    weights = make("fedfomo").weights(Cohort(line_task(), [0], [0]), line(2 - 1e-9, 1.0), single(2.0))
+    weights = make("fedfomo").weights(
+        Cohort(line_task(), [0], [0]), line(2 - 1e-9, 1.0), single(2.0)
+    )
     assert weights.tolist() == [pytest.approx([4 / 7, 3 / 7], rel=1e-5)]
 
 
@@ -151,7 +166,9 @@ def test_a_diverged_model_spoils_nobody():
 
 def test_a_client_without_samples_takes_the_mean_and_one_with_a_single_sample_uses_it_twice():
     state = {"local": single(7.0), "previous": single(2.0)}
-    initialized, _ = make("fedfomo").initialize(Cohort(line_task(0), [0], [0]), line(1.0, 4.0), state)
+    initialized, _ = make("fedfomo").initialize(
+        Cohort(line_task(0), [0], [0]), line(1.0, 4.0), state
+    )
     assert initialized["weight"].item() == 2.5
     cohort, fomo = Cohort(line_task(1), [0], [0]), make("fedfomo")
     initialized, _ = fomo.initialize(cohort, line(1.0, 4.0), state)

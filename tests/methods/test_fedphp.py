@@ -33,7 +33,9 @@ def plain_mmd(a, b):
 
     def similarity(a, b):
         pairs = [
-            sum(torch.exp(-((p - q) ** 2).sum() / (2 * width)) for width in (10, 15, 20, 50)) for p in a for q in b
+            sum(torch.exp(-((p - q) ** 2).sum() / (2 * width)) for width in (10, 15, 20, 50))
+            for p in a
+            for q in b
         ]
         return sum(pairs) / len(pairs)
 
@@ -49,7 +51,9 @@ def plain(task, rounds, *, mu, lam, variant, ala=False):
     for round in range(1, rounds + 2):
         done = mu * (round - 1) / rounds
         if ala:
-            starts = evaluated = [blends[i](received, local[i], received, round=round) for i in clients]
+            starts = evaluated = [
+                blends[i](received, local[i], received, round=round) for i in clients
+            ]
         elif variant == "paper":
             starts = evaluated = [combine([received, local[i]], [1 - done, done]) for i in clients]
         else:
@@ -63,11 +67,15 @@ def plain(task, rounds, *, mu, lam, variant, ala=False):
             def loss(model, rows, teacher=teacher):
                 under_w = features(model, task.x[rows])
                 distance = plain_mmd(under_w, features(teacher, task.x[rows]).detach())
-                return (1 - lam) * F.cross_entropy(model.out(under_w), task.y[rows]) + lam * distance
+                return (1 - lam) * F.cross_entropy(
+                    model.out(under_w), task.y[rows]
+                ) + lam * distance
 
             local[i] = descend(starts[i], loss, batches(task, i, round=round), task.lr)
         part = mu * round / rounds
-        historical = [combine([w, h], [1 - part, part]) for w, h in zip(local, historical, strict=True)]
+        historical = [
+            combine([w, h], [1 - part, part]) for w, h in zip(local, historical, strict=True)
+        ]
         received = mean(local, SIZES)
 
 
@@ -76,7 +84,9 @@ def plain(task, rounds, *, mu, lam, variant, ala=False):
 def test_it_is_the_plain_loop(variant, ala):
     task = ragged_task(SIZES)
     values = {"mu": 0.8, "lam": 0.3, "variant": variant}
-    settings = {f"fedphp.{name}": value for name, value in values.items()} | (PlainALA.SETTINGS if ala else {})
+    settings = {f"fedphp.{name}": value for name, value in values.items()} | (
+        PlainALA.SETTINGS if ala else {}
+    )
     _, rows, models = simulate("fedphp+ala" if ala else "fedphp", task, settings=settings, rounds=3)
     received, evaluated, history = plain(task, 3, ala=ala, **values)
     assert_close(models[0, None], lane(received), 1e-9)
@@ -95,7 +105,9 @@ def test_the_historical_variant_is_the_same_in_any_number_of_lanes(name):
     assert alone[2].keys() == together[2].keys()
     for key in alone[2]:
         assert_close(alone[2][key], together[2][key], 1e-10)
-    assert [row["loss"] for row in alone[1]] == pytest.approx([row["loss"] for row in together[1]], abs=1e-9)
+    assert [row["loss"] for row in alone[1]] == pytest.approx(
+        [row["loss"] for row in together[1]], abs=1e-9
+    )
 
 
 # --- the distance between features ----------------------------------------------------------------------------------
@@ -104,9 +116,16 @@ def test_the_historical_variant_is_the_same_in_any_number_of_lanes(name):
 def test_mmd_is_a_double_loop():
     random = np.random.default_rng(0)
     a, b = random.normal(size=(4, 3)) * 3, random.normal(size=(5, 3)) * 3 + 1
-    kernel = lambda p, q: sum(np.exp(-np.sum((p - q) ** 2) / (2 * width)) for width in (10, 15, 20, 50))  # noqa: E731
-    means = [np.mean([kernel(p, q) for p in one for q in other]) for one, other in ((a, a), (b, b), (a, b))]
-    assert mmd(torch.tensor(a), torch.tensor(b)).item() == pytest.approx(means[0] + means[1] - 2 * means[2], abs=1e-12)
+    kernel = lambda p, q: sum(
+        np.exp(-np.sum((p - q) ** 2) / (2 * width)) for width in (10, 15, 20, 50)
+    )  # noqa: E731
+    means = [
+        np.mean([kernel(p, q) for p in one for q in other])
+        for one, other in ((a, a), (b, b), (a, b))
+    ]
+    assert mmd(torch.tensor(a), torch.tensor(b)).item() == pytest.approx(
+        means[0] + means[1] - 2 * means[2], abs=1e-12
+    )
 
 
 def test_mmd_of_equal_features_is_zero_and_of_others_is_not():
@@ -128,7 +147,9 @@ def test_mmd_by_hand():
 def test_without_mu_it_starts_from_the_global_model_and_without_lambda_it_trains_plainly():
     """Then nothing is left but FedAvg."""
     task = ragged_task(SIZES)
-    _, _, models = simulate("fedphp", task, settings={"fedphp.mu": 0.0, "fedphp.lam": 0.0}, rounds=3)
+    _, _, models = simulate(
+        "fedphp", task, settings={"fedphp.mu": 0.0, "fedphp.lam": 0.0}, rounds=3
+    )
     _, _, fedavg = simulate("fedavg", task, rounds=3)
     assert_close(models[0, None], fedavg[0, None], 1e-12)
     for client in range(len(SIZES)):
@@ -137,7 +158,9 @@ def test_without_mu_it_starts_from_the_global_model_and_without_lambda_it_trains
 
 @pytest.mark.parametrize("mu", [0.5, 1.0])
 def test_mu_is_the_share_of_the_own_model_after_the_last_round(mu):
-    simulation, _, models = simulate("fedphp", ragged_task(SIZES), settings={"fedphp.mu": mu}, rounds=3)
+    simulation, _, models = simulate(
+        "fedphp", ragged_task(SIZES), settings={"fedphp.mu": mu}, rounds=3
+    )
     received = simulation.servers[0]["global"]
     for client in range(len(SIZES)):
         own = simulation.clients[0, client]["local"]
@@ -149,7 +172,9 @@ def test_mu_is_the_share_of_the_own_model_after_the_last_round(mu):
 def test_the_distance_alone_does_not_move_a_model_that_is_its_own_teacher():
     """λ = 1 and μ = 0: features start equal, where the distance is at its minimum. The teacher keeps its statistics."""
     task = ragged_task(SIZES)
-    _, rows, models = simulate("fedphp", task, settings={"fedphp.mu": 0.0, "fedphp.lam": 1.0}, rounds=2)
+    _, rows, models = simulate(
+        "fedphp", task, settings={"fedphp.mu": 0.0, "fedphp.lam": 1.0}, rounds=2
+    )
     start = start_of(task)(0)
     for name, value in models[0, None].items():
         if name.startswith("norm.running"):
@@ -164,7 +189,9 @@ def test_the_variants_differ_and_the_historical_model_is_tested():
     simulation, _, models = simulate("fedphp", ragged_task(SIZES), settings=settings, rounds=3)
     for client in range(len(SIZES)):
         assert_close(models[0, client], simulation.clients[0, client]["personal"], 0)
-    _, _, paper = simulate("fedphp", ragged_task(SIZES), settings={**settings, "fedphp.variant": "paper"}, rounds=3)
+    _, _, paper = simulate(
+        "fedphp", ragged_task(SIZES), settings={**settings, "fedphp.variant": "paper"}, rounds=3
+    )
     assert (models[0, 1]["out.weight"] - paper[0, 1]["out.weight"]).abs().max() > 1e-4
 
 
@@ -228,7 +255,9 @@ def test_defaults_and_refusals():
 def test_our_own_models_are_cut_where_they_say():
     """One step of the CNN by autograd on whole modules, the features taken from a hook on its last layer."""
     task = ragged_task([4], model=cnn((1, 16, 16), 3))
-    task.x = torch.randn(len(task.y), 1, 16, 16, generator=torch.Generator().manual_seed(0)).double()
+    task.x = torch.randn(
+        len(task.y), 1, 16, 16, generator=torch.Generator().manual_seed(0)
+    ).double()
     model, teacher = (cnn((1, 16, 16), 3).double() for _ in range(2))
     seen = []
     for one in (model, teacher):

@@ -35,7 +35,9 @@ def trained(model, task, client, round, epochs):
         model = copy.deepcopy(model)
         for name, part in model.named_children():
             part.train(learns(name)).requires_grad_(learns(name))
-        return plain.descend(model, loss, plain.batches(task, client, round=round, **batches), task.lr)
+        return plain.descend(
+            model, loss, plain.batches(task, client, round=round, **batches), task.lr
+        )
 
     model = phase(model, lambda name: name == "out", epochs=epochs, purpose="head")
     return phase(model, lambda name: name != "out").train().requires_grad_(True)
@@ -61,11 +63,16 @@ def test_against_a_plain_loop(name, net, shuffle):
         pass
     server = plain.module(task, simulation.start[0])
     local = [server] * len(SIZES)
-    ala = [plain.PlainALA(task, client, ("hidden.weight", "hidden.bias")) for client in range(len(SIZES))]
+    ala = [
+        plain.PlainALA(task, client, ("hidden.weight", "hidden.bias"))
+        for client in range(len(SIZES))
+    ]
     for round in (1, 2, 3):
         start = [with_head(server, own) for own in local]
         if "+" in name:
-            start = [one(s, w, server, round=round) for one, s, w in zip(ala, start, local, strict=True)]
+            start = [
+                one(s, w, server, round=round) for one, s, w in zip(ala, start, local, strict=True)
+            ]
         if round < 3:
             local = [trained(model, task, client, round, 2) for client, model in enumerate(start)]
             server = plain.mean(local, SIZES)
@@ -142,7 +149,9 @@ def test_the_frozen_part_runs_in_evaluation_mode(net):
         assert torch.equal(body[name], start[name]) == (name in HEAD), name
     other = {**start, "norm.running_mean": start["norm.running_mean"] + 1}
     assert not torch.allclose(cohort.sgd(other, names=HEAD)["out.weight"], head["out.weight"])
-    assert torch.equal(cohort.sgd(other, names=set(start) - set(HEAD))["hidden.weight"], body["hidden.weight"])
+    assert torch.equal(
+        cohort.sgd(other, names=set(start) - set(HEAD))["hidden.weight"], body["hidden.weight"]
+    )
     assert all(module.training for module in task.model.modules())
 
 
@@ -164,7 +173,9 @@ def test_what_ala_governs_is_below_the_head():
     assert method.governed(model, 1) == ("fc1.weight", "fc1.bias")
     assert method.governed(model, 2) == ("conv2.weight", "conv2.bias", "fc1.weight", "fc1.bias")
     assert method.governed(model, 0) == ()
-    with pytest.raises(UserError, match=r"layers must be between 0 and 3, the layers of FedRep's body, not 4"):
+    with pytest.raises(
+        UserError, match=r"layers must be between 0 and 3, the layers of FedRep's body, not 4"
+    ):
         method.governed(model, 4)
 
 

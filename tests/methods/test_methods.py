@@ -16,7 +16,9 @@ EVERY = everything()
 
 
 #: Each method with the shares of clients per round that it takes.
-RATIOS = [(name, ratio) for name in EVERY for ratio in (1.0, 0.5) if ratio == 1 or not make(name).everyone]
+RATIOS = [
+    (name, ratio) for name in EVERY for ratio in (1.0, 0.5) if ratio == 1 or not make(name).everyone
+]
 
 
 def same_rows(a, b, tolerance):
@@ -47,7 +49,9 @@ def test_lanes_are_independent_over_rounds(name, join_ratio):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_clients_in_threads_are_clients_one_after_another(name):
-    one, other = (simulate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3))
+    one, other = (
+        simulate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3)
+    )
     assert other[0].threads == 3
     same_rows(one[1], other[1], 1e-12)
     for key in one[2]:
@@ -88,7 +92,9 @@ def test_a_client_without_training_samples_keeps_what_it_received_and_has_no_wei
     if name == "fedala":
         assert_close(models[0, empty], models[0, None], 0)
     task = ragged_task(SIZES)
-    task.parts = {part: [r for i, r in enumerate(rows) if i != empty] for part, rows in task.parts.items()}
+    task.parts = {
+        part: [r for i, r in enumerate(rows) if i != empty] for part, rows in task.parts.items()
+    }
     _, _, without = simulate(name, task, rounds=3)
     # Draws are keyed by client; the empty one is the last, so the others keep their keys without it.
     for key in without:
@@ -105,7 +111,10 @@ def test_t_rounds_give_t_plus_one_evaluations():
 #: What goes to each client and what comes back, where it is not one model each way.
 COMMUNICATION = {
     "local": lambda model: (0, 0),
-    "fedfomo": lambda model: ((len(SIZES) - 1) * model, model),  # nobody gets the model of the client without samples
+    "fedfomo": lambda model: (
+        (len(SIZES) - 1) * model,
+        model,
+    ),  # nobody gets the model of the client without samples
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
 }
 
@@ -183,7 +192,9 @@ def test_fedala_without_layers_is_fedavg():
 
 def test_fedala_switched_on_late_is_fedavg_until_then():
     late, fedavg = final("fedala", {"fedala.start_round": 4}), final("fedavg")
-    same_rows([{k: v for k, v in row.items() if "ala" not in k} for row in late[1][:3]], fedavg[1][:3], 0)
+    same_rows(
+        [{k: v for k, v in row.items() if "ala" not in k} for row in late[1][:3]], fedavg[1][:3], 0
+    )
     assert late[1][3]["ala_epochs"] > 1
     assert late[1][3]["loss"] != fedavg[1][3]["loss"]
 

@@ -43,7 +43,11 @@ def by_plain_modules(task, start, rounds, tau, lr):
     for round in range(1, rounds + 1):
         temperature = max(0.1, tau * 0.965 ** (round - 1))
         for client in clients:
-            loaded, kept, pair = copy.deepcopy(server).train(), local[client].train(), logits[client].requires_grad_()
+            loaded, kept, pair = (
+                copy.deepcopy(server).train(),
+                local[client].train(),
+                logits[client].requires_grad_(),
+            )
             rows = task.parts["train"][client]
             order = rows[draw(0, "batches", client=client, round=round).permutation(len(rows))]
             batches = [order[a:b] for a, b in pairwise(range(0, len(order) + 1, 4))]
@@ -62,20 +66,29 @@ def by_plain_modules(task, start, rounds, tau, lr):
                 else:
                     share = F.softmax((pair + gumbel) / temperature, -1)
                     mixed = {
-                        name: share[layer(name), 0] * a.detach() + share[layer(name), 1] * b.detach()
-                        for (name, a), (_, b) in zip(loaded.named_parameters(), kept.named_parameters(), strict=True)
+                        name: share[layer(name), 0] * a.detach()
+                        + share[layer(name), 1] * b.detach()
+                        for (name, a), (_, b) in zip(
+                            loaded.named_parameters(), kept.named_parameters(), strict=True
+                        )
                     }
                     copies = {name: value.clone() for name, value in loaded.named_buffers()}
-                    F.cross_entropy(functional_call(loaded, {**mixed, **copies}, (x,)), y).backward()
+                    F.cross_entropy(
+                        functional_call(loaded, {**mixed, **copies}, (x,)), y
+                    ).backward()
                     with torch.no_grad():
                         pair -= lr * pair.grad
                     pair.grad = None
             logits[client] = pair.detach()
             local[client] = copy.deepcopy(kept)
-            local[client].load_state_dict(compose([bool(k[0] >= k[1]) for k in logits[client]], loaded, kept))
+            local[client].load_state_dict(
+                compose([bool(k[0] >= k[1]) for k in logits[client]], loaded, kept)
+            )
         mean = {}
         for name, value in server.state_dict().items():
-            parts = [n / sum(SIZES) * net.state_dict()[name] for n, net in zip(SIZES, local, strict=True)]
+            parts = [
+                n / sum(SIZES) * net.state_dict()[name] for n, net in zip(SIZES, local, strict=True)
+            ]
             mean[name] = sum(parts) if value.is_floating_point() else local[0].state_dict()[name]
         server.load_state_dict(mean)
     final = [compose([bool(k[0] >= k[1]) for k in logits[c]], server, local[c]) for c in clients]
@@ -86,10 +99,14 @@ def test_four_rounds_are_those_of_plain_modules():
     task = ragged_task(SIZES, lr=0.3)
     expected, logits = by_plain_modules(task, start_of(task)(0), 4, tau=5.0, lr=0.3)
     loads = torch.stack(logits)[..., 0] >= torch.stack(logits)[..., 1]
-    assert len(loads.unique()) == 2, "some layers should be loaded and some kept for this test to bite"
+    assert len(loads.unique()) == 2, (
+        "some layers should be loaded and some kept for this test to bite"
+    )
     simulation, _, models = simulate("partialfed", task, rounds=4)
     for client in range(len(SIZES)):
-        assert torch.allclose(simulation.clients[0, client]["logits"][0], logits[client], atol=1e-10, rtol=0)
+        assert torch.allclose(
+            simulation.clients[0, client]["logits"][0], logits[client], atol=1e-10, rtol=0
+        )
         assert_close(models[0, client], expected[client], 1e-9)
 
 
@@ -105,7 +122,11 @@ class Settled(PartialFed):
 
     def fresh(self, task, start):
         state = super().fresh(task, start)
-        return {**state, "logits": state["logits"] + torch.tensor([1e9, -1e9]).double() * (1 if self.load else -1)}
+        return {
+            **state,
+            "logits": state["logits"]
+            + torch.tensor([1e9, -1e9]).double() * (1 if self.load else -1),
+        }
 
 
 def run(method, task, rounds=3, **options):
@@ -152,9 +173,15 @@ def setting(round=1, dtype=torch.float64):
     task = ragged_task(SIZES, dtype=dtype)
     cohort = Cohort(task, range(len(SIZES)), [0] * len(SIZES), round=round, rounds=round)
     received, kept = (
-        {n: v.expand(len(SIZES), *v.shape[1:]) for n, v in start_of(task)(seed).items()} for seed in (1, 2)
+        {n: v.expand(len(SIZES), *v.shape[1:]) for n, v in start_of(task)(seed).items()}
+        for seed in (1, 2)
     )
-    logits = torch.linspace(-1, 1, len(SIZES) * 8, dtype=dtype).view(len(SIZES), 4, 2).roll(3, 1).contiguous()
+    logits = (
+        torch.linspace(-1, 1, len(SIZES) * 8, dtype=dtype)
+        .view(len(SIZES), 4, 2)
+        .roll(3, 1)
+        .contiguous()
+    )
     return cohort, received, kept, logits
 
 
@@ -163,7 +190,10 @@ def training(step, round=1):
     partial = make("partialfed")
     batch = torch.zeros(len(SIZES), dtype=torch.int64)
     state = {"load": received, "keep": kept, "logits": logits, "batch": batch}
-    fixed = {"gumbel": partial._gumbel(cohort), "tau": torch.full((len(SIZES),), 2.0, dtype=torch.float64)}
+    fixed = {
+        "gumbel": partial._gumbel(cohort),
+        "tau": torch.full((len(SIZES),), 2.0, dtype=torch.float64),
+    }
     return state, cohort.train(getattr(partial, step), tree_map(torch.clone, state), fixed)
 
 
@@ -193,7 +223,9 @@ def test_only_the_chosen_copy_of_a_layer_steps():
         names = [name for name in before["load"] if name.startswith(prefix)]
         loads = bool(load[number][0] >= load[number][1])
         for part, chosen in (("load", loads), ("keep", not loads)):
-            moved = [not torch.equal(before[part][name][lane], after[part][name][lane]) for name in names]
+            moved = [
+                not torch.equal(before[part][name][lane], after[part][name][lane]) for name in names
+            ]
             assert any(moved) == chosen
 
 
@@ -203,7 +235,9 @@ def test_nothing_breaks_at_the_floor_of_the_temperature(dtype, monkeypatch):
     partial, taus = make("partialfed"), []
     train = Cohort.train
     monkeypatch.setattr(
-        Cohort, "train", lambda self, *a, **o: taus.extend(a[2]["tau"].tolist()) or train(self, *a, **o)
+        Cohort,
+        "train",
+        lambda self, *a, **o: taus.extend(a[2]["tau"].tolist()) or train(self, *a, **o),
     )
     upload, state = partial.train(cohort, kept, received, {"local": kept, "logits": logits})
     assert taus == pytest.approx([0.1] * len(SIZES))
@@ -214,7 +248,9 @@ def test_nothing_breaks_at_the_floor_of_the_temperature(dtype, monkeypatch):
 def test_the_temperature_starts_at_tau_and_falls_by_the_decay(monkeypatch):
     taus, train = [], Cohort.train
     monkeypatch.setattr(
-        Cohort, "train", lambda self, *a, **o: taus.append(a[2]["tau"][0].item()) or train(self, *a, **o)
+        Cohort,
+        "train",
+        lambda self, *a, **o: taus.append(a[2]["tau"][0].item()) or train(self, *a, **o),
     )
     simulate("partialfed", ragged_task(SIZES), rounds=3)
     assert taus == pytest.approx([5, 5 * 0.965, 5 * 0.965**2])
@@ -225,12 +261,16 @@ def test_of_every_ten_batches_eight_step_the_weights_also_where_a_round_has_one(
     taken = []
     for name in ("step_weights", "step_logits"):
         step = getattr(PartialFed, name)
-        monkeypatch.setattr(PartialFed, name, lambda *a, name=name, step=step: taken.append(name) or step(*a))
+        monkeypatch.setattr(
+            PartialFed, name, lambda *a, name=name, step=step: taken.append(name) or step(*a)
+        )
     simulate("partialfed", ragged_task([4]), rounds=10)
     assert taken == ["step_weights"] * 8 + ["step_logits"] * 2
 
 
 def test_equal_logits_load():
     cohort, received, kept, logits = setting()
-    model = make("partialfed").evaluated(cohort, kept, received, {"logits": torch.zeros_like(logits)})
+    model = make("partialfed").evaluated(
+        cohort, kept, received, {"logits": torch.zeros_like(logits)}
+    )
     assert_close(model, received, 0)

@@ -57,7 +57,9 @@ def test_against_a_plain_loop(name, shuffle):
     """With `+ala`, both the meta-steps and the evaluation start from ALA(g, w)."""
     task = ragged_task(SIZES, shuffle=shuffle)
     alpha, beta = 0.3, 0.05
-    settings = {"per-fedavg.alpha": alpha, "per-fedavg.beta": beta} | (plain.PlainALA.SETTINGS if "+" in name else {})
+    settings = {"per-fedavg.alpha": alpha, "per-fedavg.beta": beta} | (
+        plain.PlainALA.SETTINGS if "+" in name else {}
+    )
     simulation, _, models = simulate(name, task, rounds=2, settings=settings)
     server = plain.module(task, simulation.start[0])
     ala = [plain.PlainALA(task, client) for client in range(len(SIZES))]
@@ -68,12 +70,18 @@ def test_against_a_plain_loop(name, shuffle):
             start = [own(server, w, server, round=round) for own, w in zip(ala, local, strict=True)]
         personal = [adapted(model, task, client, alpha) for client, model in enumerate(start)]
         if round < 3:
-            local = [meta_trained(model, task, client, round, alpha, beta) for client, model in enumerate(start)]
+            local = [
+                meta_trained(model, task, client, round, alpha, beta)
+                for client, model in enumerate(start)
+            ]
             server = plain.mean(local, SIZES)
     assert_close(models[0, None], plain.lane(server, models[0, None]), 1e-9)
     for client in range(len(SIZES)):
         assert_close(models[0, client], plain.lane(personal[client], models[0, client]), 1e-9)
-    moves = [(models[0, c]["out.weight"] - models[0, None]["out.weight"]).abs().max() > 1e-4 for c in range(len(SIZES))]
+    moves = [
+        (models[0, c]["out.weight"] - models[0, None]["out.weight"]).abs().max() > 1e-4
+        for c in range(len(SIZES))
+    ]
     assert moves == [size > 0 for size in SIZES]
 
 
@@ -154,10 +162,14 @@ def test_without_alpha_it_is_fedavg_on_the_second_halves():
             cohort = Cohort(halves, [client], [0], round=round)
             uploads.append(fedavg.train(cohort, server, server, {})[0])
         joint = {name: torch.cat([upload[name] for upload in uploads]) for name in server}
-        server = fedavg.aggregate({}, joint, torch.tensor(sizes).double(), list(range(len(sizes))))["global"]
+        server = fedavg.aggregate({}, joint, torch.tensor(sizes).double(), list(range(len(sizes))))[
+            "global"
+        ]
     assert_close(models[0, None], server, 1e-12)
     for client in range(len(sizes)):
-        assert_close(models[0, client], models[0, None], 0)  # a step of nothing: evaluated as FedAvg
+        assert_close(
+            models[0, client], models[0, None], 0
+        )  # a step of nothing: evaluated as FedAvg
 
 
 def test_evaluation_adapts_on_the_first_training_samples_and_on_nothing_else():

@@ -25,7 +25,10 @@ def plain(task, rounds, *, personal_lr, lam, steps, beta, ala=False):
     thetas, local = [received for _ in clients], [received for _ in clients]
     blends, history = [PlainALA(task, i) for i in clients], []
     for round in range(1, rounds + 2):
-        starts = [blends[i](received, local[i], received, round=round) if ala else received for i in clients]
+        starts = [
+            blends[i](received, local[i], received, round=round) if ala else received
+            for i in clients
+        ]
         evaluated = starts if ala else thetas
         history.append(mean_loss(task, evaluated))
         if round > rounds:
@@ -40,7 +43,10 @@ def plain(task, rounds, *, personal_lr, lam, steps, beta, ala=False):
                     with torch.no_grad():
                         for name, p in theta.named_parameters():
                             p -= personal_lr * (p.grad + lam * (p - w[name]))
-                w = {name: w[name] - task.lr * lam * (w[name] - p.detach()) for name, p in theta.named_parameters()}
+                w = {
+                    name: w[name] - task.lr * lam * (w[name] - p.detach())
+                    for name, p in theta.named_parameters()
+                }
             thetas[i], local[i] = theta, changed(theta, w)
         received = combine([mean(local, SIZES), received], [beta, 1 - beta])
 
@@ -49,7 +55,9 @@ def plain(task, rounds, *, personal_lr, lam, steps, beta, ala=False):
 def test_it_is_the_plain_loop(ala):
     task = ragged_task(SIZES)
     values = {"personal_lr": 0.05, "lam": 3.0, "steps": 3, "beta": 0.7}
-    settings = {f"pfedme.{name}": value for name, value in values.items()} | (PlainALA.SETTINGS if ala else {})
+    settings = {f"pfedme.{name}": value for name, value in values.items()} | (
+        PlainALA.SETTINGS if ala else {}
+    )
     _, rows, models = simulate("pfedme+ala" if ala else "pfedme", task, settings=settings, rounds=3)
     received, evaluated, _, history = plain(task, 3, ala=ala, **values)
     assert_close(models[0, None], lane(received), 1e-9)
@@ -89,7 +97,9 @@ def test_two_parameters_by_hand():
     assert w == pytest.approx([0.82, -0.09], abs=1e-12)
 
 
-@pytest.mark.parametrize(("steps", "gradient"), [(1, (4.0, 2.0)), (2, (3.6, 1.8)), (3, (3.64, 1.82))])
+@pytest.mark.parametrize(
+    ("steps", "gradient"), [(1, (4.0, 2.0)), (2, (3.6, 1.8)), (3, (3.64, 1.82))]
+)
 def test_a_pull_as_strong_as_the_step_starts_every_step_at_w(steps, gradient):
     """
     With λ = 1/personal_lr a step is θ ← w − 0.01·∇f(θ), wherever θ was. From (1, 0), r = 1: θ = (0.96, −0.02); there r = 0.9,
@@ -123,9 +133,13 @@ def test_without_beta_the_global_model_never_moves_and_with_one_it_is_the_mean()
 
 
 def test_without_a_pull_the_local_model_stays():
-    simulation, _, _ = simulate("pfedme", ragged_task(SIZES), settings={"pfedme.lam": 0.0}, rounds=2)
+    simulation, _, _ = simulate(
+        "pfedme", ragged_task(SIZES), settings={"pfedme.lam": 0.0}, rounds=2
+    )
     for name, _ in Net().named_parameters():
-        assert torch.allclose(simulation.servers[0]["global"][name], simulation.start[0][name], rtol=0, atol=1e-14)
+        assert torch.allclose(
+            simulation.servers[0]["global"][name], simulation.start[0][name], rtol=0, atol=1e-14
+        )
 
 
 def test_defaults_and_refusals():

@@ -59,10 +59,16 @@ def test_the_pages_way_to_run_it_runs():
 
 
 def test_the_upper_layers_are_personal_and_the_others_the_servers():
-    simulation, rows, models = simulate("fedper", ragged_task(SIZES), rounds=2, settings={"fedper.layers": 2})
+    simulation, rows, models = simulate(
+        "fedper", ragged_task(SIZES), rounds=2, settings={"fedper.layers": 2}
+    )
     personal = {name for name in simulation.start[0] if name.startswith(("out.", "hidden."))}
     assert models[0, None].keys() == simulation.start[0].keys() - personal
-    assert rows[0]["sent"] == rows[0]["uploaded"] == sum(value.numel() for value in models[0, None].values())
+    assert (
+        rows[0]["sent"]
+        == rows[0]["uploaded"]
+        == sum(value.numel() for value in models[0, None].values())
+    )
     for name in simulation.start[0]:
         if name in personal:
             assert (models[0, 1][name] - models[0, 2][name]).abs().max() > 1e-4
@@ -75,7 +81,9 @@ def test_it_is_known_by_its_name_like_any_other():
     assert make("fedper", {"fedper.layers": "2"}).layers == 2
     with pytest.raises(UserError, match=r"fedper.layers must be at least 1"):
         make("fedper", {"fedper.layers": 0})
-    with pytest.raises(UserError, match=r"fedper\+ala is refused: the upper layers are not received"):
+    with pytest.raises(
+        UserError, match=r"fedper\+ala is refused: the upper layers are not received"
+    ):
         make("fedper+ala")
 
 

@@ -18,7 +18,9 @@ from fedala.simulation import Simulation
 def governed(model: nn.Module) -> list[int]:
     """How many weights ALA learns, for p from all layers down to one."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return [sum(sizes[name] for name in upper(model, p)) for p in range(len(layers_of(model)), 0, -1)]
+    return [
+        sum(sizes[name] for name in upper(model, p)) for p in range(len(layers_of(model)), 0, -1)
+    ]
 
 
 def on_meta(build, *args) -> nn.Module:
@@ -43,7 +45,14 @@ def test_resnet18_counts_of_the_paper():
     """fc 5130; blocks of 3×3 convolutions and BatchNorms: 8393728, 2099712, 525568, 147968; stem 7·7·3·64+128 = 9536."""
     counts = governed(on_meta(resnet18, (3, 64, 64), 10))
     assert counts == [11181642, 11172106, 11024138, 10498570, 8398858, 5130]
-    assert [round(count / 1e6, 3) for count in counts] == [11.182, 11.172, 11.024, 10.499, 8.399, 0.005]
+    assert [round(count / 1e6, 3) for count in counts] == [
+        11.182,
+        11.172,
+        11.024,
+        10.499,
+        8.399,
+        0.005,
+    ]
 
 
 def test_fasttext_counts_of_the_paper():
@@ -55,7 +64,8 @@ def test_fasttext_counts_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("shape", "flattened"), [((1, 28, 28), 1024), ((3, 32, 32), 1600), ((3, 64, 64), 10816), ((1, 16, 16), 64)]
+    ("shape", "flattened"),
+    [((1, 28, 28), 1024), ((3, 32, 32), 1600), ((3, 64, 64), 10816), ((1, 16, 16), 64)],
 )
 def test_cnn_flattened_sizes(shape, flattened):
     model = cnn(shape, 10)
@@ -95,7 +105,10 @@ def resnet18_names() -> list[str]:
             for i in (1, 2):
                 names += [f"{prefix}.conv{i}.weight", *(f"{prefix}.bn{i}.{n}" for n in NORM)]
             if stage > 1 and block == 0:
-                names += [f"{prefix}.downsample.0.weight", *(f"{prefix}.downsample.1.{n}" for n in NORM)]
+                names += [
+                    f"{prefix}.downsample.0.weight",
+                    *(f"{prefix}.downsample.1.{n}" for n in NORM),
+                ]
     return [*names, "fc.weight", "fc.bias"]
 
 
@@ -114,7 +127,12 @@ def test_resnet18_has_the_well_known_names_and_shapes():
     }
     assert {name: tuple(state[name].shape) for name in shapes} == shapes
     assert (
-        sum(value.numel() for name, value in state.items() if "running" not in name and "num_" not in name) == 11689512
+        sum(
+            value.numel()
+            for name, value in state.items()
+            if "running" not in name and "num_" not in name
+        )
+        == 11689512
     )
 
 
@@ -131,10 +149,14 @@ def resnet18_by_hand(s: dict[str, Tensor], x: Tensor, training: bool) -> Tensor:
         return (x - mean[:, None, None]) * scale[:, None, None] + s[f"{name}.bias"][:, None, None]
 
     def block(x: Tensor, name: str, stride: int) -> Tensor:
-        out = norm(F.conv2d(x, s[f"{name}.conv1.weight"], stride=stride, padding=1), f"{name}.bn1").clamp(min=0)
+        out = norm(
+            F.conv2d(x, s[f"{name}.conv1.weight"], stride=stride, padding=1), f"{name}.bn1"
+        ).clamp(min=0)
         out = norm(F.conv2d(out, s[f"{name}.conv2.weight"], padding=1), f"{name}.bn2")
         if f"{name}.downsample.0.weight" in s:
-            x = norm(F.conv2d(x, s[f"{name}.downsample.0.weight"], stride=stride), f"{name}.downsample.1")
+            x = norm(
+                F.conv2d(x, s[f"{name}.downsample.0.weight"], stride=stride), f"{name}.downsample.1"
+            )
         return (out + x).clamp(min=0)
 
     x = norm(F.conv2d(x, s["conv1.weight"], stride=2, padding=3), "bn1").clamp(min=0)
@@ -177,7 +199,10 @@ def test_row_0_starts_at_zero():
 
 
 def test_row_0_never_learns_in_any_lane_and_the_others_do():
-    start = {name: value.repeat(4, *[1] * (value.ndim - 1)) for name, value in state_of(fasttext(7, 3)).items()}
+    start = {
+        name: value.repeat(4, *[1] * (value.ndim - 1))
+        for name, value in state_of(fasttext(7, 3)).items()
+    }
     trained = Cohort(text_task(), [0, 1, 2, 3], [0] * 4).sgd(start)
     assert (trained["embedding.weight"][:, 0] == 0).all()
     moved = (trained["embedding.weight"] != start["embedding.weight"]).any(-1)
@@ -188,7 +213,9 @@ def test_row_0_never_learns_in_any_lane_and_the_others_do():
 def test_row_0_stays_zero_where_ala_governs_the_embedding(lanes):
     models = []
     method = make("fedala", {"fedala.layers": 3, "fedala.max_epochs": 3})
-    simulation = Simulation(method, text_task(), lambda seed: state_of(fasttext(7, 3)), rounds=3, lanes=lanes)
+    simulation = Simulation(
+        method, text_task(), lambda seed: state_of(fasttext(7, 3)), rounds=3, lanes=lanes
+    )
     list(simulation.run(lambda personal: models.append(personal.model["embedding.weight"][0])))
     assert len(models) == 5
     assert all((weight[0] == 0).all() and (weight[1:] != 0).all() for weight in models)

@@ -7,13 +7,17 @@ from fedala.methods import make
 from fedala.models import cnn
 from fedala.paper.experiments import choose, governed, preset, settings, tables
 
-EVERY = [(table, column, method) for table in tables().values() for column, method in table.entries()]
+EVERY = [
+    (table, column, method) for table in tables().values() for column, method in table.entries()
+]
 
 
 def test_every_printed_number_has_its_place_and_every_column_has_numbers():
     from fedala.paper.experiments import _accuracies, _costs
 
-    placed = {(table.name, column.name, method) for table, column, method in EVERY if not table.cost}
+    placed = {
+        (table.name, column.name, method) for table, column, method in EVERY if not table.cost
+    }
     assert placed == set(_accuracies())
     assert {method for table, _, method in EVERY if table.cost} == set(_costs())
     sizes = {table.name: sum(t is table for t, _, _ in EVERY) for table in tables().values()}
@@ -43,7 +47,10 @@ def test_every_printed_number_has_its_place_and_every_column_has_numbers():
 )
 def test_numbers_of_the_paper(table, column, method, accuracy, std):
     [(found, place, _)] = choose([table], [column], [method])
-    assert (found.printed(place, method).accuracy, found.printed(place, method).std) == (accuracy, std)
+    assert (found.printed(place, method).accuracy, found.printed(place, method).std) == (
+        accuracy,
+        std,
+    )
 
 
 def test_a_cell_that_stands_in_two_tables_has_the_same_accuracy_in_both():
@@ -61,7 +68,10 @@ def test_improvements_are_the_differences_to_the_same_method_without_ala():
     improved = [(table, column, method) for table, column, method in EVERY if column.with_ala]
     assert len(improved) == 18
     for table, column, method in improved:
-        with_ala, without = table.printed(column, method), base.printed(columns[column.setting], method)
+        with_ala, without = (
+            table.printed(column, method),
+            base.printed(columns[column.setting], method),
+        )
         assert with_ala.accuracy - without.accuracy == pytest.approx(with_ala.improvement, abs=1e-9)
 
 
@@ -74,7 +84,12 @@ def test_no_number_is_larger_than_that_of_fedala_in_table_2():
 
 
 def test_the_parameters_of_ala_are_those_that_the_paper_prints():
-    counted = [(table, column) for table in tables().values() for column in table.columns if column.parameters]
+    counted = [
+        (table, column)
+        for table in tables().values()
+        for column in table.columns
+        if column.parameters
+    ]
     assert len(counted) == 20
     for table, column in counted:
         assert table.parameters(column) == column.parameters
@@ -89,7 +104,12 @@ def test_every_cell_is_a_run_that_the_program_accepts():
     for _, column, method in EVERY:
         cell = column.cell(method)
         config = cell.config()
-        assert (config.rounds, config.seeds, config.shuffle, config.batch_size) == (2000, 5, False, 10)
+        assert (config.rounds, config.seeds, config.shuffle, config.batch_size) == (
+            2000,
+            5,
+            False,
+            10,
+        )
         assert config.lr == (0.1 if config.dataset == "mnist" or config.model != "cnn" else 0.005)
         assert config.save_models is False
         made = make(cell.method, config.set)
@@ -97,7 +117,11 @@ def test_every_cell_is_a_run_that_the_program_accepts():
 
 
 def test_cells_have_names_of_their_own():
-    cells = {column.cell(method, shuffle=shuffle) for _, column, method in EVERY for shuffle in (False, True)}
+    cells = {
+        column.cell(method, shuffle=shuffle)
+        for _, column, method in EVERY
+        for shuffle in (False, True)
+    }
     assert len({str(cell) for cell in cells}) == len(cells)
     column = next(c for c in tables()["table2"].columns if c.name == "mnist-pathological")
     names = [column.cell(m, rounds=300).name for m in ("fedala", "fedphp", "apple")]
@@ -107,8 +131,14 @@ def test_cells_have_names_of_their_own():
 
 
 def test_the_defaults_of_table_1_are_the_cell_of_table_2():
-    cells = [column.cell("fedala") for column in tables()["table1"].columns if column.name in ("s80", "p1")]
-    same = next(c for c in tables()["table2"].columns if c.name == "tiny-resnet18-dir").cell("fedala")
+    cells = [
+        column.cell("fedala")
+        for column in tables()["table1"].columns
+        if column.name in ("s80", "p1")
+    ]
+    same = next(c for c in tables()["table2"].columns if c.name == "tiny-resnet18-dir").cell(
+        "fedala"
+    )
     assert cells == [same, same]
 
 

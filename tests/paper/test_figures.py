@@ -20,9 +20,13 @@ def drawn(name, data, out, **changes):
     options = {key: changes.pop(key) for key in ("rounds", "stop") if key in changes}
     drawing = replace(drawings()[name], **changes)
     slower = tuple(replace(setting, lr=0.01) for setting in drawing.settings)
-    written = figures.draw(replace(drawing, settings=slower), Shelf(data), out, device="cpu", **options)
+    written = figures.draw(
+        replace(drawing, settings=slower), Shelf(data), out, device="cpu", **options
+    )
     assert all(path.stat().st_size > 0 for path in written)
-    with next(path for path in written if path.suffix == ".csv").open(newline="", encoding="utf-8") as file:
+    with next(path for path in written if path.suffix == ".csv").open(
+        newline="", encoding="utf-8"
+    ) as file:
         return list(csv.DictReader(file)), written
 
 
@@ -43,12 +47,16 @@ def test_the_losses_of_convergence_are_those_of_the_models(data, tmp_path):
     ]  # fmt: skip
     # The first is Θ⁰ on all training samples, computed plainly.
     setting = replace(settings()["mnist-pathological"], lr=0.01)
-    checked = figures._plan("fedala", drawings()["figure-con"], setting, Shelf(data), {"rounds": 1, "device": "cpu"})
+    checked = figures._plan(
+        "fedala", drawings()["figure-con"], setting, Shelf(data), {"rounds": 1, "device": "cpu"}
+    )
     simulation = prepare(checked, checked.methods[0])
     model = checked.model()
     model.load_state_dict({name: value[0] for name, value in simulation.start[0].items()})
     samples = torch.from_numpy(np.concatenate(simulation.task.parts["train"]))
-    loss = F.cross_entropy(model(simulation.task.inputs(samples)), simulation.task.targets(samples)).item()
+    loss = F.cross_entropy(
+        model(simulation.task.inputs(samples)), simulation.task.targets(samples)
+    ).item()
     assert float(rows[0]["loss"]) == pytest.approx(loss, rel=1e-4)
     assert float(rows[1]["loss"]) < float(rows[0]["loss"])
 
@@ -57,13 +65,17 @@ def test_the_two_ways_are_one_until_ala_is_switched_on(data, tmp_path, monkeypat
     monkeypatch.setattr(figures, "_GRID", 3)
     rows, _ = drawn("figure-traj", data, tmp_path, rounds=4, first=2, set={"fedala.start_round": 4})
     places = {
-        (row["method"], int(row["iteration"]), row["model"]): np.array([float(row["c1"]), float(row["c2"])])
+        (row["method"], int(row["iteration"]), row["model"]): np.array(
+            [float(row["c1"]), float(row["c2"])]
+        )
         for row in rows
     }
     assert len(places) == 2 * 3 * 2
     spread = max(np.linalg.norm(place) for place in places.values())
     for (method, iteration, model), place in places.items():
-        distance = np.linalg.norm(place - places["fedavg" if method == "fedala" else "fedala", iteration, model])
+        distance = np.linalg.norm(
+            place - places["fedavg" if method == "fedala" else "fedala", iteration, model]
+        )
         assert distance < 1e-4 * spread if iteration < 4 else distance > 1e-3 * spread
 
 
@@ -94,7 +106,9 @@ def test_out_of_time_a_figure_stops_between_two_rounds_and_is_not_written(name, 
 
 
 def test_a_run_that_has_had_its_last_round_is_drawn_and_no_other_begins(data, tmp_path):
-    answers = iter([False, False, True])  # before the two rounds of FedAvg, and before the first of FedALA
+    answers = iter(
+        [False, False, True]
+    )  # before the two rounds of FedAvg, and before the first of FedALA
     with pytest.raises(Stopped, match="0 of 2 rounds of FedALA"):
         drawn("figure-traj", data, tmp_path, rounds=2, first=1, stop=lambda: next(answers))
     answers = iter([False, False])

@@ -30,13 +30,17 @@ BASE = Run(
 )  # fmt: skip
 
 
-def cell(out, method="fedala", *, column=COLUMN, rounds=2000, seeds=range(2), accuracy=0.5, **options):
+def cell(
+    out, method="fedala", *, column=COLUMN, rounds=2000, seeds=range(2), accuracy=0.5, **options
+):
     """A cell's folder, as a run would have left it after five rounds."""
     chosen = column.cell(method, rounds=rounds, **options)
     folder = out / chosen.setting.name / chosen.name / f"seeds-{seeds.start}-{seeds.stop - 1}"
     folder.mkdir(parents=True)
     (folder.parent / "cell.json").write_text(json.dumps(ABOUT))
-    (folder / "config.toml").write_text(chosen.config(rounds=rounds, seeds=len(seeds), seed=seeds.start).text())
+    (folder / "config.toml").write_text(
+        chosen.config(rounds=rounds, seeds=len(seeds), seed=seeds.start).text()
+    )
     rows = [
         {"seed": seed, "round": r, "accuracy": accuracy, "loss": 1.0, "accuracy_joined": accuracy, "sent": 1,
          "uploaded": 1, "diverged": 0, "seconds": 1.0}
@@ -85,7 +89,9 @@ def test_a_cell_is_read_with_what_it_is(tmp_path, changes):
     folder = cell(tmp_path, **changes)
     found = Results.read(tmp_path).runs
     assert [run.seed for run in found] == list(changes.get("seeds", range(2)))
-    assert {(run.best, run.rounds, run.planned) for run in found} == {(0.5, 5, changes.get("rounds", 2000))}
+    assert {(run.best, run.rounds, run.planned) for run in found} == {
+        (0.5, 5, changes.get("rounds", 2000))
+    }
     assert {run.where for run in found} == {f"{folder}, seed {run.seed}" for run in found}
 
 
@@ -95,11 +101,15 @@ def test_an_empty_config_is_not_filled_with_defaults(tmp_path):
     refused(tmp_path, folder, "does not state method, dataset, model")
 
 
-@pytest.mark.parametrize("name", ["method", "dataset", "lr", "rounds", "shuffle", "seeds", "seed", "precision"])
+@pytest.mark.parametrize(
+    "name", ["method", "dataset", "lr", "rounds", "shuffle", "seeds", "seed", "precision"]
+)
 def test_every_value_must_be_stated(tmp_path, name):
     folder = cell(tmp_path)
     lines = (folder / "config.toml").read_text().splitlines(keepends=True)
-    (folder / "config.toml").write_text("".join(line for line in lines if not line.startswith(f"{name} =")))
+    (folder / "config.toml").write_text(
+        "".join(line for line in lines if not line.startswith(f"{name} ="))
+    )
     refused(tmp_path, folder, f"does not state {name}.")
 
 
@@ -136,7 +146,9 @@ def test_a_history_must_be_of_the_method_of_the_config(tmp_path):
     folder = cell(tmp_path, "fedavg")
     (folder / "config.toml").write_text(COLUMN.cell("fedala").config(seeds=2).text())
     folder.parent.rename(folder.parent.with_name("fedala"))
-    refused(tmp_path, "fedala/seeds-0-1", "its history.csv is of fedavg, and its config.toml of fedala")
+    refused(
+        tmp_path, "fedala/seeds-0-1", "its history.csv is of fedavg, and its config.toml of fedala"
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +187,16 @@ def test_a_summary_without_a_history_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ['{"samples": 1e999}', '{"samples": NaN}', "[" * 99_999, '{"data": "\\ud800"}', "9" * 5000, "[]", '"x"', "1"],
+    [
+        '{"samples": 1e999}',
+        '{"samples": NaN}',
+        "[" * 99_999,
+        '{"data": "\\ud800"}',
+        "9" * 5000,
+        "[]",
+        '"x"',
+        "1",
+    ],
 )
 def test_what_is_no_cell_file_is_a_sentence(tmp_path, text):
     folder = cell(tmp_path)
@@ -191,7 +212,8 @@ def table(path, *runs):
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         writer.writerows(
-            [run[name] if isinstance(run, dict) else getattr(run, name) for name in COLUMNS] for run in runs
+            [run[name] if isinstance(run, dict) else getattr(run, name) for name in COLUMNS]
+            for run in runs
         )
     return path
 
@@ -338,8 +360,17 @@ def test_markdown_shows_a_field_and_does_not_run_it(written):
 
 
 def test_markdown_is_rendered_as_the_text_that_it_was():
-    for text in (HOSTILE, "&#64; &lt;", "**x** ![y](z) <!-- c -->", "a\\|b", "www.x.y http://x", "~~x~~ ```"):
-        rendered = MarkdownIt("gfm-like", {"linkify": False}).render(f"| a |\n|---|\n| x {escape_markdown(text)} |\n")
+    for text in (
+        HOSTILE,
+        "&#64; &lt;",
+        "**x** ![y](z) <!-- c -->",
+        "a\\|b",
+        "www.x.y http://x",
+        "~~x~~ ```",
+    ):
+        rendered = MarkdownIt("gfm-like", {"linkify": False}).render(
+            f"| a |\n|---|\n| x {escape_markdown(text)} |\n"
+        )
         assert rendered.count("<td>") == 1
         inside = rendered.partition("<td>")[2].partition("</td>")[0]
         assert "<" not in inside
@@ -360,19 +391,25 @@ def test_html_shows_a_field_and_does_not_run_it(written):
     assert "&lt;script&gt;" in written["index.html"]
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1", "-", "--1"])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1", "-", "--1"]
+)
 def test_no_field_is_a_formula_of_a_spreadsheet(text):
     assert spreadsheet_safe(text) == f"'{text}"
     assert spreadsheet_safe(spreadsheet_safe(text)) == f"'{text}"
 
 
-@pytest.mark.parametrize("value", ["-1.89", "+3", "-1e-5", -1.89, -2, None, True, "a=b", "", "'=1", "1-2"])
+@pytest.mark.parametrize(
+    "value", ["-1.89", "+3", "-1e-5", -1.89, -2, None, True, "a=b", "", "'=1", "1-2"]
+)
 def test_numbers_and_plain_text_stay_as_they_are(value):
     assert spreadsheet_safe(value) is value
 
 
 def test_the_csv_of_results_holds_no_formula(tmp_path):
-    Results([replace(BASE, data='=HYPERLINK("http://x")', device="@x", version="-x")]).write(tmp_path / "results.csv")
+    Results([replace(BASE, data='=HYPERLINK("http://x")', device="@x", version="-x")]).write(
+        tmp_path / "results.csv"
+    )
     [run] = read_csv(tmp_path / "results.csv")
     assert (run.data, run.device, run.version) == ('\'=HYPERLINK("http://x")', "'@x", "'-x")
     Results([run]).write(tmp_path / "results.csv")
@@ -380,7 +417,9 @@ def test_the_csv_of_results_holds_no_formula(tmp_path):
 
 
 def test_no_formula_gets_into_a_reports_csv(monkeypatch):
-    monkeypatch.setattr(report, "comparison", lambda results: [{"method": "=x", "difference": -1.5}])
+    monkeypatch.setattr(
+        report, "comparison", lambda results: [{"method": "=x", "difference": -1.5}]
+    )
     assert report._long(Results([])) == "method,difference\n'=x,-1.5\n"
 
 

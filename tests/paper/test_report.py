@@ -25,7 +25,14 @@ BASE = Run(
 
 def seeds(*bests, **changes):
     return [
-        replace(BASE, seed=seed, best=best, best_joined=round(best - 0.1, 6), final=min(0.5, best), **changes)
+        replace(
+            BASE,
+            seed=seed,
+            best=best,
+            best_joined=round(best - 0.1, 6),
+            final=min(0.5, best),
+            **changes,
+        )
         for seed, best in enumerate(bests)
     ]
 
@@ -58,7 +65,12 @@ def test_mean_deviation_and_difference(results):
         row for row in report.comparison(results)
         if (row["table"], row["column"], row["method"]) == ("table2", "cifar100-dir", "fedala")
     ]  # fmt: skip
-    assert (ours["paper"], ours["ours"], ours["difference"], ours["agreement"]) == (55.92, 56.0, 0.08, "agrees")
+    assert (ours["paper"], ours["ours"], ours["difference"], ours["agreement"]) == (
+        55.92,
+        56.0,
+        0.08,
+        "agrees",
+    )
     assert (shuffled["difference"], shuffled["agreement"]) == (1.48, "near")
 
 
@@ -104,7 +116,9 @@ def test_what_is_within_the_two_standard_deviations_agrees():
 
 
 def test_joining_clients_alone_count_where_the_paper_counts_them_alone(results):
-    assert results.figure(place("table7", "cifar100-joining").cell("fedala")).accuracy == pytest.approx(54.0)
+    assert results.figure(
+        place("table7", "cifar100-joining").cell("fedala")
+    ).accuracy == pytest.approx(54.0)
 
 
 def test_of_two_runs_of_a_seed_the_longer_one_counts():
@@ -133,7 +147,10 @@ def test_improvements_are_ours_with_ala_less_ours_without(results):
 
 def test_an_improvement_says_how_each_of_the_two_was_run():
     def departures(**without):
-        runs = [replace(BASE, method="ditto+ala", rounds=300), replace(BASE, method="ditto", **without)]
+        runs = [
+            replace(BASE, method="ditto+ala", rounds=300),
+            replace(BASE, method="ditto", **without),
+        ]
         [sheet] = [sheet for sheet in report.sheets(Results(runs)) if sheet.table.name == "table4"]
         boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
         return boxes[-1].ours[0].departures
@@ -145,20 +162,32 @@ def test_an_improvement_says_how_each_of_the_two_was_run():
 
 
 def test_how_much_there_is_is_counted_by_cell():
-    runs = [replace(BASE, seed=1), replace(BASE, seed=2), replace(BASE, shuffle=True)]  # FedALA stands in two tables
+    runs = [
+        replace(BASE, seed=1),
+        replace(BASE, seed=2),
+        replace(BASE, shuffle=True),
+    ]  # FedALA stands in two tables
     assert report.overview(Results(runs)).startswith(
         "1 of the paper's 241 cells have been run, and 1 with shuffling. Of"
     )
 
 
 def test_only_tables_with_something_to_show_are_shown(results):
-    assert [sheet.table.name for sheet in report.sheets(results)] == ["table1", "table2", "table4", "table6", "table7"]
+    assert [sheet.table.name for sheet in report.sheets(results)] == [
+        "table1",
+        "table2",
+        "table4",
+        "table6",
+        "table7",
+    ]
 
 
 def test_the_cost_table_shows_seconds_and_parameters():
     [sheet] = [
         sheet
-        for sheet in report.sheets(Results([replace(BASE, setting="tiny-resnet18-dir", seconds_per_round=1.5)]))
+        for sheet in report.sheets(
+            Results([replace(BASE, setting="tiny-resnet18-dir", seconds_per_round=1.5)])
+        )
         if sheet.table.cost
     ]
     total, per_round, parameters = dict(row for group in sheet.groups for row in group)["FedALA"]
@@ -179,9 +208,16 @@ def written(results, tmp_path):
 
 
 def test_a_report_comes_from_csv_alone(written, results, tmp_path):
-    assert Results.read(tmp_path).runs == sorted(results.runs, key=lambda run: (run.cell, run.planned, run.seed))
+    assert Results.read(tmp_path).runs == sorted(
+        results.runs, key=lambda run: (run.cell, run.planned, run.seed)
+    )
     folder, answer = written
-    assert {path.name for path in folder.iterdir()} == {"tables.md", "tables.tex", "tables.csv", "index.html"}
+    assert {path.name for path in folder.iterdir()} == {
+        "tables.md",
+        "tables.tex",
+        "tables.csv",
+        "index.html",
+    }
     assert "55.92" in answer.stdout
     assert "partial: 82031 of 127600 samples" in answer.stdout
 
@@ -192,7 +228,10 @@ def test_markdown(written):
     assert "55.92 ± 0.03<br>**56.00 ± 0.63** (+0.08) ●<br>**57.40**<sup>" in row
     assert "300 of 2000 rounds, 1 of 5 seeds, shuffled" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        assert len({line.count(" | ") for line in table.splitlines() if not line.startswith("|---")}) == 1
+        assert (
+            len({line.count(" | ") for line in table.splitlines() if not line.startswith("|---")})
+            == 1
+        )
 
 
 def test_latex(written):
@@ -201,7 +240,11 @@ def test_latex(written):
     assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63 ($+0.08$)}" in text
     assert not set("±ρΣα·") & set(text)
     for table in re.findall(r"\\toprule(.*?)\\bottomrule", text, re.S):
-        rows = [line for line in table.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
+        rows = [
+            line
+            for line in table.splitlines()
+            if line.endswith(r"\\") and "multicolumn" not in line
+        ]
         assert len({line.count("&") for line in rows}) == 1
 
 
@@ -234,14 +277,19 @@ def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
     parser.feed(text)
     assert parser.open == []
     assert "http" not in text
-    assert '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>' in text
+    assert (
+        '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>'
+        in text
+    )
 
 
 def test_a_figure_on_the_page_says_what_it_shows(results, tmp_path):
     (tmp_path / "figure-wl.png").write_bytes(b"png")
     report.write(results, tmp_path, [tmp_path / "figure-wl.png"])
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert text.count(f"figure-wl: {html.escape(drawings()['figure-wl'].title)}") == 2  # to be seen, and to be heard
+    assert (
+        text.count(f"figure-wl: {html.escape(drawings()['figure-wl'].title)}") == 2
+    )  # to be seen, and to be heard
 
 
 def test_what_comes_from_a_file_is_escaped(tmp_path):
@@ -278,7 +326,9 @@ def test_a_file_without_marks_is_refused(results, tmp_path):
 
 def test_a_report_does_not_go_among_the_results(results, tmp_path):
     results.write(tmp_path / "results.csv")
-    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path), "--out", str(tmp_path)], prog_name="fedala")
+    answer = CliRunner().invoke(
+        cli.app, ["paper", "report", str(tmp_path), "--out", str(tmp_path)], prog_name="fedala"
+    )
     assert answer.exit_code == 2
     assert "taken for results" in answer.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "results.csv"]
@@ -312,7 +362,12 @@ def test_the_docs_and_the_kept_report_are_those_of_the_results(tmp_path):
     root = Path(__file__).parents[2]
     results = Results.read(root / "results")
     page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    assert page.partition(report.BEGIN)[2].partition(report.END)[0].strip() == report.body(results).strip()
+    assert (
+        page.partition(report.BEGIN)[2].partition(report.END)[0].strip()
+        == report.body(results).strip()
+    )
     for path in report.write(results, tmp_path, []):
         kept = root / "results" / "report" / path.name
-        assert kept.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), "fedala paper report results"
+        assert kept.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
+            "fedala paper report results"
+        )

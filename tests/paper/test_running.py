@@ -30,7 +30,18 @@ def call(*arguments):
 
 
 def run(data, out, *options, method="fedavg,fedala", rounds=2, seeds=1):
-    fixed = ("--method", method, "--rounds", rounds, "--seeds", seeds, "--data-dir", data, "--out", out)
+    fixed = (
+        "--method",
+        method,
+        "--rounds",
+        rounds,
+        "--seeds",
+        seeds,
+        "--data-dir",
+        data,
+        "--out",
+        out,
+    )
     return call("run", "table2", "--columns", PLACE, *fixed, *options)
 
 
@@ -40,7 +51,10 @@ def lines(out):
 
 
 def untimed(folder):
-    return [{key: repr(v) for key, v in row.items() if key != "seconds"} for row in RunFolder(folder).history()]
+    return [
+        {key: repr(v) for key, v in row.items() if key != "seconds"}
+        for row in RunFolder(folder).history()
+    ]
 
 
 class Seen:
@@ -81,13 +95,22 @@ def test_a_line_for_every_cell_and_seed_says_what_the_history_says(finished):
         assert float(line["best"]) == pytest.approx(max(accuracies), rel=1e-5)
         assert int(line["best_round"]) == accuracies.index(max(accuracies))
         assert float(line["final"]) == pytest.approx(accuracies[-1], rel=1e-5)
-        assert (line["rounds"], line["shuffle"], line["data"]) == ("2", "false", "partial: 240 of 70000 samples")
+        assert (line["rounds"], line["shuffle"], line["data"]) == (
+            "2",
+            "false",
+            "partial: 240 of 70000 samples",
+        )
 
 
 def test_the_presets_are_the_papers(finished):
     out, _ = finished
     config = RunFolder(out / PLACE / "fedala" / "seeds-0-1").config()
-    assert (config.partition, config.lr, config.clients, config.shuffle) == ("pathological:2", 0.1, 20, False)
+    assert (config.partition, config.lr, config.clients, config.shuffle) == (
+        "pathological:2",
+        0.1,
+        20,
+        False,
+    )
     assert not (out / PLACE / "fedala" / "seeds-0-1" / "models").exists()
 
 
@@ -148,7 +171,9 @@ def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, numbe
     with subprocess.Popen(command, **pipes) as process:
         try:
             deadline = time.monotonic() + 120
-            while any(max(map(len, histories(folder).values()), default=0) < 3 for folder in folders):
+            while any(
+                max(map(len, histories(folder).values()), default=0) < 3 for folder in folders
+            ):
                 assert process.poll() is None, process.stderr.read()
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
@@ -158,14 +183,18 @@ def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, numbe
             process.kill()
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
-    assert errors.endswith(f"Stopped; what was done is in {tmp_path}, and the same command goes on.\n")
+    assert errors.endswith(
+        f"Stopped; what was done is in {tmp_path}, and the same command goes on.\n"
+    )
     for folder in folders:
         [rows] = histories(folder).values()
         assert in_checkpoint(folder) == len(rows) >= 3
     if jobs == 1:
         assert not (tmp_path / PLACE / "fedprox").exists()
         seen = Seen()
-        running.carry_out([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=len(rows) + 1), seen)
+        running.carry_out(
+            [COLUMN.cell("fedavg")], order(data, tmp_path, rounds=len(rows) + 1), seen
+        )
         assert seen.ends == [(f"{PLACE}/fedavg", "done")]
         [again] = histories(folders[0]).values()
         assert [row["round"] for row in again] == list(range(len(rows) + 2))
@@ -180,7 +209,9 @@ def short_of_time(monkeypatch):
     return Seen(lambda cell, row: left.__setitem__(0, -1.0 if row["round"] >= 1 else 1.0)), left
 
 
-def test_out_of_time_the_last_cell_stops_between_two_rounds_and_the_others_are_left_out(data, tmp_path, short_of_time):
+def test_out_of_time_the_last_cell_stops_between_two_rounds_and_the_others_are_left_out(
+    data, tmp_path, short_of_time
+):
     seen, left = short_of_time
     cells = [COLUMN.cell("fedprox"), COLUMN.cell("fedavg")]
     running.carry_out(cells, order(data, tmp_path), seen)
@@ -209,7 +240,10 @@ def test_more_seeds_run_beside_those_that_there_are(data, tmp_path):
     run(data, tmp_path, method="fedavg", rounds=1)
     before = (tmp_path / PLACE / "fedavg" / "seeds-0-0" / "history.csv").read_bytes()
     run(data, tmp_path, method="fedavg", rounds=1, seeds=3)
-    assert sorted(path.name for path in (tmp_path / PLACE / "fedavg").glob("seeds-*")) == ["seeds-0-0", "seeds-1-2"]
+    assert sorted(path.name for path in (tmp_path / PLACE / "fedavg").glob("seeds-*")) == [
+        "seeds-0-0",
+        "seeds-1-2",
+    ]
     assert (tmp_path / PLACE / "fedavg" / "seeds-0-0" / "history.csv").read_bytes() == before
     assert [line["seed"] for line in lines(tmp_path)] == ["0", "1", "2"]
 
@@ -245,7 +279,9 @@ def test_several_processes_give_what_one_gives(finished, data, tmp_path):
     assert result.exit_code == 0, result.output
     assert "Cells: 2 run (of 2)." in result.stdout
     for method in ("fedavg", "fedala"):
-        assert untimed(tmp_path / PLACE / method / "seeds-0-1") == untimed(out / PLACE / method / "seeds-0-1")
+        assert untimed(tmp_path / PLACE / method / "seeds-0-1") == untimed(
+            out / PLACE / method / "seeds-0-1"
+        )
 
 
 # --- time ----------------------------------------------------------------------------------------------------------
@@ -257,7 +293,10 @@ def measured(out, method, seconds, rounds=6):
     folder.mkdir(parents=True)
     config = COLUMN.cell(method).config(rounds=2000, seeds=1)
     (folder / "config.toml").write_text(config.text(), encoding="utf-8")
-    rows = [{"seed": 0, "round": r, "accuracy": 0.5, "accuracy_joined": 0.5, "seconds": seconds} for r in range(rounds)]
+    rows = [
+        {"seed": 0, "round": r, "accuracy": 0.5, "accuracy_joined": 0.5, "seconds": seconds}
+        for r in range(rounds)
+    ]
     RunFolder(folder).add_history(method, rows)
 
 
@@ -266,7 +305,9 @@ def test_what_is_left_of_a_cell_is_estimated_from_its_seconds_per_round(tmp_path
     asked = order(None, tmp_path, rounds=100)
     assert running.seconds_left(COLUMN.cell("fedavg"), asked) == pytest.approx(2.0 * (100 - 5))
     # With shuffling it takes as long, and there is nothing of it yet. Of another method nothing is known.
-    assert running.seconds_left(COLUMN.cell("fedavg", shuffle=True), asked) == pytest.approx(2.0 * 100)
+    assert running.seconds_left(COLUMN.cell("fedavg", shuffle=True), asked) == pytest.approx(
+        2.0 * 100
+    )
     assert running.seconds_left(COLUMN.cell("fedprox"), asked) == 0
 
 
@@ -275,7 +316,9 @@ def test_what_does_not_fit_waits_for_what_does(tmp_path, monkeypatch):
     attempts = []
     monkeypatch.setattr(running, "_attempt", lambda cell, *_: attempts.append(cell.name))
     monkeypatch.setattr(running.Order, "left", property(lambda self: 60.0))
-    running.carry_out([COLUMN.cell("fedavg"), COLUMN.cell("fedprox")], order(None, tmp_path, rounds=100), Seen())
+    running.carry_out(
+        [COLUMN.cell("fedavg"), COLUMN.cell("fedprox")], order(None, tmp_path, rounds=100), Seen()
+    )
     assert attempts == ["fedprox", "fedavg"]
 
 
@@ -352,7 +395,13 @@ def test_a_cell_that_another_process_runs_is_left_to_it(data, tmp_path):
 def test_what_one_process_leaves_out_another_may_have_run():
     board = Board(Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5)
     board.row("a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0})
-    for cell, how in (("a", "stopped"), ("a", "left out"), ("b", "kept"), ("b", "left out"), ("c", "left out")):
+    for cell, how in (
+        ("a", "stopped"),
+        ("a", "left out"),
+        ("b", "kept"),
+        ("b", "left out"),
+        ("c", "left out"),
+    ):
         board.ended(cell, how)
     assert board.summary() == [
         "Cells: 1 kept (of 3).",
@@ -373,7 +422,10 @@ def test_the_accuracy_beside_the_papers_is_counted_as_the_papers_is():
     [
         (("table9",), "There is no table or figure table9"),
         (("table2", "--columns", "cifar"), "There is no column cifar"),
-        (("table2", "--method", "fedalla"), "There is no method fedalla in table2 (did you mean fedala?)"),
+        (
+            ("table2", "--method", "fedalla"),
+            "There is no method fedalla in table2 (did you mean fedala?)",
+        ),
         (("table2", "--device", "tpu"), "device must be one of"),
         (("table2", "--data-dir", "nowhere"), "The data directory nowhere is not a folder."),
     ],
@@ -415,13 +467,21 @@ def test_columns_and_methods_are_run_in_the_order_in_which_they_are_named():
         (f"{PLACE}/fedavg/cell.json", "{", "is damaged"),
         (f"{PLACE}/fedavg/cell.json", '{"samples": 1}', "is damaged"),
         (f"{PLACE}/fedavg/seeds-0-0/config.toml", "rounds = [", "is not TOML"),
-        (f"{PLACE}/fedavg/seeds-0-0/history.csv", "method,seed,round\nfedavg,0,0\n", "is not the run of a cell"),
+        (
+            f"{PLACE}/fedavg/seeds-0-0/history.csv",
+            "method,seed,round\nfedavg,0,0\n",
+            "is not the run of a cell",
+        ),
     ],
 )
-def test_a_damaged_results_folder_is_a_sentence_before_anything_is_run(data, tmp_path, path, content, sentence):
+def test_a_damaged_results_folder_is_a_sentence_before_anything_is_run(
+    data, tmp_path, path, content, sentence
+):
     folder = tmp_path / PLACE / "fedavg"
     measured(tmp_path, "fedavg", 1.0)
-    (folder / "cell.json").write_text(json.dumps({"samples": 240, "data": "", "device": "", "version": ""}))
+    (folder / "cell.json").write_text(
+        json.dumps({"samples": 240, "data": "", "device": "", "version": ""})
+    )
     (tmp_path / path).write_text(content)
     result = run(data, tmp_path, method="fedprox")
     assert result.exit_code == 2

@@ -36,7 +36,9 @@ def browser(opened):
 
 def drawn(browser, chart):
     """The methods that a chart shows."""
-    places = browser.evaluate(f"[...document.querySelectorAll('#{chart} [data-series]')].map((e) => e.dataset.series)")
+    places = browser.evaluate(
+        f"[...document.querySelectorAll('#{chart} [data-series]')].map((e) => e.dataset.series)"
+    )
     return sorted({int(place) for place in places})
 
 
@@ -76,7 +78,9 @@ def test_a_method_that_is_switched_off_is_gone_until_it_is_switched_on(browser):
         == [0, 2, 3]
     )
     assert (
-        browser.evaluate("document.querySelector('#methods button:nth-child(2)').getAttribute('aria-pressed')")
+        browser.evaluate(
+            "document.querySelector('#methods button:nth-child(2)').getAttribute('aria-pressed')"
+        )
         == "false"
     )
     click(browser, "#methods button:nth-child(2)")
@@ -122,7 +126,10 @@ def test_an_axis_says_where_its_lines_are(browser):
             " return [texts.map((e) => Number(e.getAttribute('y'))), texts.map((e) => Number(e.textContent))]; })()"
         )
         assert len(labels) > 2
-        scale = [(a - b) / (x - y) for a, b, x, y in zip(places, places[1:], labels, labels[1:], strict=False)]
+        scale = [
+            (a - b) / (x - y)
+            for a, b, x, y in zip(places, places[1:], labels, labels[1:], strict=False)
+        ]
         assert scale == pytest.approx([scale[0]] * len(scale), rel=1e-6)
 
 
@@ -178,7 +185,13 @@ def test_a_phone_scrolls_in_one_direction_only(browser):
 def test_several_folders_have_their_own_clients_runs_and_parameters(browser, tmp_path):
     folder = tmp_path / "a-folder-with-a-rather-long-name"
     made_up(folder / "cell-one" / "seeds", ("fedala", "fedavg"))
-    made_up(folder / "cell-two" / "seeds", ("fedala", "fedavg"), seeds=1, clients=5, parameters=("head",))
+    made_up(
+        folder / "cell-two" / "seeds",
+        ("fedala", "fedavg"),
+        seeds=1,
+        clients=5,
+        parameters=("head",),
+    )
     made_up(folder / "cell-three" / "of-another-name", ("local",))  # like the first
     browser.open(page.write([folder], tmp_path / "all.html"))
     assert drawn(browser, "clients-chart") == [0, 1, 2, 3, 4]  # one, one, three, two, two by name
@@ -196,7 +209,9 @@ def test_several_folders_have_their_own_clients_runs_and_parameters(browser, tmp
 
 
 def test_a_window_without_width_is_no_error(browser, opened):
-    browser.call("Emulation.setDeviceMetricsOverride", width=1, height=1, deviceScaleFactor=1, mobile=False)
+    browser.call(
+        "Emulation.setDeviceMetricsOverride", width=1, height=1, deviceScaleFactor=1, mobile=False
+    )
     browser.open(opened[1])
     browser.look(width=WIDE)
     browser.until("document.querySelector('#curves-accuracy svg').clientWidth > 800")
@@ -205,7 +220,11 @@ def test_a_window_without_width_is_no_error(browser, opened):
 def test_a_hostile_folder_runs_nothing(browser, tmp_path):
     evil = "</script><img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
     folder = made_up(
-        tmp_path / "run", (f"a+ala{evil}", "fedavg"), parameters=(evil,), class_names=(evil, "b", "c"), dataset=evil
+        tmp_path / "run",
+        (f"a+ala{evil}", "fedavg"),
+        parameters=(evil,),
+        class_names=(evil, "b", "c"),
+        dataset=evil,
     )
     browser.open(page.write([folder.path]))
     assert browser.evaluate("document.title") != "hacked"

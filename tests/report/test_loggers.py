@@ -14,7 +14,14 @@ from fedala.store import RunFolder
 
 
 def row(seed, round, accuracy):
-    return {"seed": seed, "round": round, "accuracy": accuracy, "loss": 1.0, "clients": [[1, 2, 3]], "note": None}
+    return {
+        "seed": seed,
+        "round": round,
+        "accuracy": accuracy,
+        "loss": 1.0,
+        "clients": [[1, 2, 3]],
+        "note": None,
+    }
 
 
 def follow(names, folder, rounds, **options):
@@ -33,7 +40,8 @@ def events(folder):
         told = EventAccumulator(str(place), purge_orphaned_data=True)
         told.Reload()
         found[str(place.relative_to(folder))] = {
-            name: [(event.step, event.value) for event in told.Scalars(name)] for name in told.Tags()["scalars"]
+            name: [(event.step, event.value) for event in told.Scalars(name)]
+            for name in told.Tags()["scalars"]
         }
     return found
 
@@ -49,7 +57,9 @@ def test_tensorboard_reads_back_what_was_logged_and_nothing_twice_after_a_resume
         scalars = found[f"ditto+ala/seed-{seed}"]
         assert set(scalars) == {"accuracy", "loss"}
         assert [step for step, _ in scalars["accuracy"]] == list(range(6))
-        assert [value for _, value in scalars["accuracy"]] == pytest.approx([r / 10 + seed for r in range(6)])
+        assert [value for _, value in scalars["accuracy"]] == pytest.approx(
+            [r / 10 + seed for r in range(6)]
+        )
 
 
 class FakeWandB(types.ModuleType):
@@ -82,7 +92,9 @@ def test_weights_and_biases_goes_on_with_the_same_runs(tmp_path, monkeypatch):
     assert len(fake.runs) == 2
     assert fake.finished == 4
     for seed, steps in enumerate(fake.runs.values()):
-        assert {step: told["accuracy"] for step, told in steps.items()} == {r: r / 10 + seed for r in range(6)}
+        assert {step: told["accuracy"] for step, told in steps.items()} == {
+            r: r / 10 + seed for r in range(6)
+        }
     assert fake.settings[0]["config"] == {"rounds": 5, "lr": 0.1, "method": "ditto+ala", "seed": 0}
     (tmp_path / "log-id").unlink()  # as when a folder is replaced by a new run
     follow(["wandb"], tmp_path, range(1))
@@ -106,7 +118,9 @@ class FakeMLflow(types.ModuleType):
 
     def search_runs(self, experiments, wanted):
         assert experiments == ["fedala"]
-        own = [run for run, tags in self.tags.items() if wanted == f"tags.fedala = '{tags['fedala']}'"]
+        own = [
+            run for run, tags in self.tags.items() if wanted == f"tags.fedala = '{tags['fedala']}'"
+        ]
         return [types.SimpleNamespace(info=types.SimpleNamespace(run_id=run)) for run in own]
 
     def create_run(self, experiment, tags, run_name):
@@ -117,7 +131,9 @@ class FakeMLflow(types.ModuleType):
         self.params.setdefault(run, {})[key] = value
 
     def log_metric(self, run, key, value, step):
-        self.metrics.setdefault((run, key), []).append(types.SimpleNamespace(step=step, value=value))
+        self.metrics.setdefault((run, key), []).append(
+            types.SimpleNamespace(step=step, value=value)
+        )
 
     def get_metric_history(self, run, key):
         return self.metrics.get((run, key), [])
@@ -155,11 +171,15 @@ def test_a_run_logs_what_its_history_says(tmp_path, monkeypatch):
         "--log",
         "mlflow",
     ]
-    result = CliRunner().invoke(cli.app, [*arguments, "--no-save-models", "--out", str(tmp_path / "run")])
+    result = CliRunner().invoke(
+        cli.app, [*arguments, "--no-save-models", "--out", str(tmp_path / "run")]
+    )
     assert result.exit_code == 0, result.output
     history = RunFolder(tmp_path / "run").history()
     for (_, key), told in fake.metrics.items():
-        wanted = [(row["round"], row[key]) for row in history if row[key] is not None]  # the last does not train
+        wanted = [
+            (row["round"], row[key]) for row in history if row[key] is not None
+        ]  # the last does not train
         assert [(one.step, one.value) for one in told] == wanted
     [told] = fake.params.values()
     assert (told["batch_size"], told["model"], told["method"]) == (50, "cnn", "fedavg")
@@ -180,8 +200,12 @@ def test_a_logger_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypa
 
 
 def test_what_there_is_not_is_refused_before_any_work(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"There is no logger 'tensorbord' \(did you mean tensorboard\?\)"):
+    with pytest.raises(
+        UserError, match=r"There is no logger 'tensorbord' \(did you mean tensorboard\?\)"
+    ):
         loggers.check(["tensorbord"])
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"Logging to wandb needs wandb: pip install 'fedala\[wandb\]'"):
+    with pytest.raises(
+        UserError, match=r"Logging to wandb needs wandb: pip install 'fedala\[wandb\]'"
+    ):
         loggers.check(["wandb"])

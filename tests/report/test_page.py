@@ -26,7 +26,12 @@ class Parsed(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        element = {"tag": tag, "text": "", "inside": [e["tag"] for e in self.open], **dict(attributes)}
+        element = {
+            "tag": tag,
+            "text": "",
+            "inside": [e["tag"] for e in self.open],
+            **dict(attributes),
+        }
         self.elements.append(element)
         if tag not in ("meta", "input", "br"):
             self.open.append(element)
@@ -56,7 +61,9 @@ def data_of(found):
 
 def test_the_accuracies_are_those_of_the_history_and_say_how_they_were_picked(tmp_path):
     found = parsed(made_up(tmp_path / "run"))
-    [row] = [e["text"] for e in found.all("tr") if e["text"].startswith("FedALA") and "±" in e["text"]]
+    [row] = [
+        e["text"] for e in found.all("tr") if e["text"].startswith("FedALA") and "±" in e["text"]
+    ]
     last = [100 * accuracy("fedala", seed, 6) for seed in (0, 1)]
     assert f"{np.mean(last):.2f} ± {np.std(last):.2f}" in row
     against = np.mean(last) - np.mean([100 * accuracy("fedavg", seed, 6) for seed in (0, 1)])
@@ -96,8 +103,12 @@ def test_who_gains_and_who_loses(tmp_path):
     assert re.search(r"FedALA2" r"1" r"1" r"\+15\.00\+40\.00−10\.00", table)
     (folder.path / "clients.csv").unlink()
     for method, correct in (("fedala", 9), ("fedavg", 5)):
-        folder.add_clients(method, {"seed": 0, "round": 6, "clients": np.array([[correct, 0.0, 10.0]] * 5)})
-    [table] = [e["text"] for e in parsed(folder).all("table") if e["text"].startswith("Against FedAvg")]
+        folder.add_clients(
+            method, {"seed": 0, "round": 6, "clients": np.array([[correct, 0.0, 10.0]] * 5)}
+        )
+    [table] = [
+        e["text"] for e in parsed(folder).all("table") if e["text"].startswith("Against FedAvg")
+    ]
     assert "FedALA500+40.00+40.00–" in table  # nobody loses, so nobody loses most
 
 
@@ -115,18 +126,28 @@ def test_whom_the_accuracy_counts_is_said_where_not_everybody_joins(tmp_path):
 
 
 def test_the_deviation_is_of_as_many_runs_as_there_are(tmp_path):
-    made = [made_up(tmp_path / "one", ("fedala",), seeds=2).path, made_up(tmp_path / "two", ("fedala",), seeds=3).path]
+    made = [
+        made_up(tmp_path / "one", ("fedala",), seeds=2).path,
+        made_up(tmp_path / "two", ("fedala",), seeds=3).path,
+    ]
     captions = [
-        Parsed(page.write(given, tmp_path / "x.html").read_text(encoding="utf-8")).all("caption")[0]["text"]
+        Parsed(page.write(given, tmp_path / "x.html").read_text(encoding="utf-8")).all("caption")[
+            0
+        ]["text"]
         for given in (made[1:], made)
     ]
-    assert ["deviation of 3 runs;" in captions[0], "deviation of its runs;" in captions[1]] == [True, True]
+    assert ["deviation of 3 runs;" in captions[0], "deviation of its runs;" in captions[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_an_unfinished_run_is_reported_as_such(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), reached=2)
     folder.path.joinpath("config.toml").write_text(
-        folder.path.joinpath("config.toml").read_text().replace('"fedala,fedavg"', '"fedala,fedavg,ditto"')
+        folder.path.joinpath("config.toml")
+        .read_text()
+        .replace('"fedala,fedavg"', '"fedala,fedavg,ditto"')
     )
     notes = [e["text"] for e in parsed(folder).all("p") if e.get("class") == "warning"]
     assert notes == [
@@ -141,7 +162,14 @@ def test_what_is_read_is_held_against_its_digests(tmp_path):
     said = []
     page.write([folder.path], say=said.append)
     assert said == []
-    for name in ("history.csv", "clients.csv", "weights.csv", "split.csv", "summary.json", "config.toml"):
+    for name in (
+        "history.csv",
+        "clients.csv",
+        "weights.csv",
+        "split.csv",
+        "summary.json",
+        "config.toml",
+    ):
         text = (folder.path / name).read_text()
         for damaged in (text[: len(text) // 2], text.replace("1", "2", 1)):
             (folder.path / name).write_text(damaged)
@@ -150,7 +178,10 @@ def test_what_is_read_is_held_against_its_digests(tmp_path):
         (folder.path / name).unlink()
         if name in ("split.csv", "summary.json"):
             page.write([folder.path], say=said.append)
-            assert said.pop() == f"{folder.path / name} is missing; a run was about to write it, or has."
+            assert (
+                said.pop()
+                == f"{folder.path / name} is missing; a run was about to write it, or has."
+            )
         else:
             with pytest.raises(UserError, match=rf"{name} is damaged|is not a run folder"):
                 page.write([folder.path])
@@ -167,7 +198,8 @@ def test_rows_that_are_newer_than_the_digests_are_said_to_be_unverified(tmp_path
     ]
     notes = [e["text"] for e in parsed(folder).all("p") if e.get("class") == "warning"]
     assert (
-        notes[-1] == "1 of the rows in run/history.csv came after digests.json was written, so they are not verified."
+        notes[-1]
+        == "1 of the rows in run/history.csv came after digests.json was written, so they are not verified."
     )
 
 
@@ -210,7 +242,9 @@ def cells(path, *names, **options):
 def test_folders_are_told_apart_by_what_is_different_in_their_paths(tmp_path):
     made = cells(tmp_path / "paper", "mnist/fedala", "mnist/fedala,shuffled", "mnist/fedavg")
     (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1").mkdir(parents=True)
-    (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1" / "config.toml").write_text('method = "ditto"')  # not begun
+    (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1" / "config.toml").write_text(
+        'method = "ditto"'
+    )  # not begun
     for given in (made, [*made, made[0]], [tmp_path / "paper"], [tmp_path / "paper" / "mnist"]):
         assert [run.name for run in runs.find(given)] == ["fedala", "fedala,shuffled", "fedavg"]
     made += cells(tmp_path / "paper", "cifar/fedala")
@@ -222,7 +256,9 @@ def test_a_method_that_is_there_once_needs_no_folder_to_name_it(tmp_path):
     alike = cells(tmp_path, "mnist/fedala", "mnist/fedavg")
     assert [one.label for one in page.lines(runs.find(alike))] == ["FedALA", "FedAvg"]
     other = made_up(tmp_path / "cifar" / "local" / "seeds-0-1", ("local",))
-    (other.path / "config.toml").write_text((other.path / "config.toml").read_text().replace("digits", "cifar10"))
+    (other.path / "config.toml").write_text(
+        (other.path / "config.toml").read_text().replace("digits", "cifar10")
+    )
     labels = [one.label for one in page.lines(runs.find([*alike, other.path]))]
     assert labels == ["FedALA · mnist/fedala", "FedAvg · mnist/fedavg", "Local · cifar/local"]
 
@@ -234,13 +270,25 @@ def test_methods_are_compared_with_those_of_folders_that_are_like_theirs(tmp_pat
     found = Parsed(page.write(made, tmp_path / "x.html").read_text(encoding="utf-8"))
     assert data_of(found)["kinds"] == [0, 0, 0, 3, 4]
     rows = [e["text"] for e in found.all("tr") if "±" in e["text"] and "·" in e["text"]]
-    apart = 100 * np.mean([accuracy("ditto", seed, 6) - accuracy("fedavg", seed, 6) for seed in (0, 1)])
-    assert [f"{apart:+.2f}" in row for row in rows] == [True, False, True, False, False]  # Local is made up as Ditto is
+    apart = 100 * np.mean(
+        [accuracy("ditto", seed, 6) - accuracy("fedavg", seed, 6) for seed in (0, 1)]
+    )
+    assert [f"{apart:+.2f}" in row for row in rows] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]  # Local is made up as Ditto is
     against = [e["text"] for e in found.all("table") if e["text"].startswith("Against")]
     assert len(against) == 2
     assert all("a/ditto" in text and "b/" not in text and "c/" not in text for text in against)
-    alone = Parsed(page.write(made[1:2] + made[3:], tmp_path / "y.html").read_text(encoding="utf-8"))
-    assert not [e for e in alone.all("option") if e["text"].startswith("difference to")]  # there is nothing to compare
+    alone = Parsed(
+        page.write(made[1:2] + made[3:], tmp_path / "y.html").read_text(encoding="utf-8")
+    )
+    assert not [
+        e for e in alone.all("option") if e["text"].startswith("difference to")
+    ]  # there is nothing to compare
 
 
 def test_what_is_learned_on_other_data_has_no_common_highest_accuracy(tmp_path):
@@ -250,7 +298,10 @@ def test_what_is_learned_on_other_data_has_no_common_highest_accuracy(tmp_path):
     two = page.write(made, tmp_path / "y.html").read_text(encoding="utf-8")
     assert "Highest test accuracy" in one
     assert "Highest test accuracy" not in two
-    assert [len(Parsed(text).all("strong")) for text in (one, two)] == [2, 4]  # best and last round of each
+    assert [len(Parsed(text).all("strong")) for text in (one, two)] == [
+        2,
+        4,
+    ]  # best and last round of each
 
 
 # --- what it is computed from --------------------------------------------------------------------------------------
@@ -306,7 +357,9 @@ def test_nothing_in_a_folder_becomes_markup(hostile):
 
 def test_the_script_and_style_of_the_page_are_the_only_ones_allowed(tmp_path):
     found = parsed(made_up(tmp_path / "run"))
-    [policy] = [e["content"] for e in found.all("meta") if e.get("http-equiv") == "Content-Security-Policy"]
+    [policy] = [
+        e["content"] for e in found.all("meta") if e.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy.startswith("default-src 'none';")
     for element in (found.all("script")[-1], *found.all("style")):
         digest = base64.b64encode(hashlib.sha256(element["text"].encode()).digest()).decode()
@@ -321,7 +374,9 @@ def test_markup_is_escaped_unless_it_is_markup():
         markup.tag("a", href='"><x', class_="k", hidden=True, id=None)
         == '<a href="&quot;&gt;&lt;x" class="k" hidden></a>'
     )
-    assert json.loads(markup.data_block("d", [float("nan"), "</"]).split(">", 1)[1].split("<")[0]) == [None, "</"]
+    assert json.loads(
+        markup.data_block("d", [float("nan"), "</"]).split(">", 1)[1].split("<")[0]
+    ) == [None, "</"]
 
 
 # --- for everybody -------------------------------------------------------------------------------------------------
@@ -336,7 +391,10 @@ def test_everything_has_a_name(tmp_path):
     assert {e["href"][1:] for e in found.all("a")} <= set(identifiers)
     for landmark in ("header", "nav", "main"):
         assert len(found.all(landmark)) == 1
-    assert all(e["text"] for e in found.all("caption") + found.all("figcaption") + found.all("h1") + found.all("h2"))
+    assert all(
+        e["text"]
+        for e in found.all("caption") + found.all("figcaption") + found.all("h1") + found.all("h2")
+    )
     assert len(found.all("caption")) == len(found.all("table"))
     assert all(e.get("scope") in ("row", "col") for e in found.all("th"))
     assert all("label" in e["inside"] for e in found.all("select") + found.all("input"))
@@ -381,7 +439,9 @@ def damaged(place, line):
     def make(path):
         folder = made_up(path / "run")
         lines = (folder.path / "history.csv").read_text().splitlines()
-        (folder.path / "history.csv").write_text("\n".join([*lines[:place], line, *lines[place + 1 :]]) + "\n")
+        (folder.path / "history.csv").write_text(
+            "\n".join([*lines[:place], line, *lines[place + 1 :]]) + "\n"
+        )
         return folder.path
 
     return make
@@ -403,18 +463,30 @@ def damaged(place, line):
         (broken("history.csv", "method,seed\nfedavg,0\n"), "not the table of a run"),
         (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv is damaged"),
         (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "nothing to report yet"),
-        (damaged(3, "fedala,0,1,0.2"), "damaged, or not the table of a run: line 4 has not as many columns"),
+        (
+            damaged(3, "fedala,0,1,0.2"),
+            "damaged, or not the table of a run: line 4 has not as many columns",
+        ),
         (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "an accuracy of 5.0 is not from 0 to 1"),
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
-        (broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"), "no whole number"),
+        (
+            broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"),
+            "no whole number",
+        ),
         (
             broken("split.csv", "client,class,name,train,validation,test\n0,0,a,-1,1,1\n"),
             "train = -1, which is less than 0",
         ),
         (broken("clients.csv", CLIENTS.format("1" + "0" * 400)), "a number of more than 64 bits"),
-        (broken("clients.csv", CLIENTS.format(2**63)), "samples = 9223372036854775808, which has more than 64 bits"),
+        (
+            broken("clients.csv", CLIENTS.format(2**63)),
+            "samples = 9223372036854775808, which has more than 64 bits",
+        ),
         (broken("clients.csv", CLIENTS.format("1" + "0" * 5000)), "clients.csv is damaged"),
-        (damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,1"), "accuracy_joined = -2, which is not from 0 to 1"),
+        (
+            damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,1"),
+            "accuracy_joined = -2, which is not from 0 to 1",
+        ),
         (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,-1,1"), "seconds = -1, which is not a time"),
         (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,inf,1"), "seconds = inf, which is not a time"),
         (damaged(3, "fedala,0,-1,0.5,0,0.5,1,1,1,1"), "round = -1, which is less than 0"),
@@ -426,11 +498,17 @@ def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):
     assert re.fullmatch(r"[^\n]+\.", str(refusal.value))
 
 
-@pytest.mark.parametrize("value", [None, True, -1, 0.5, 2**62, "x\n<b>", [], [[1]], {}, {"a": {"b": [None]}}])
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 0.5, 2**62, "x\n<b>", [], [[1]], {}, {"a": {"b": [None]}}]
+)
 @pytest.mark.parametrize("key", ["methods", "seconds", "command", "versions", "data"])
 def test_a_summary_of_other_types_is_shown_as_text(tmp_path, key, value):
     folder = made_up(tmp_path / "run")
-    for summary in ({key: value}, {key: {"fedala": value, "title": value}}, {key: {"fedala": {"title": value}}}):
+    for summary in (
+        {key: value},
+        {key: {"fedala": value, "title": value}},
+        {key: {"fedala": {"title": value}}},
+    ):
         (folder.path / "summary.json").write_text(json.dumps(summary))
         text = page.write([folder.path]).read_text(encoding="utf-8")
         assert "<b>" not in text
@@ -440,12 +518,15 @@ def test_a_summary_of_other_types_is_shown_as_text(tmp_path, key, value):
 def test_numbers_that_are_none_are_shown(tmp_path, word):
     """A run whose clients have diverged writes them itself."""
     folder = made_up(tmp_path / "run")
-    (folder.path / "summary.json").write_text(f'{{"seconds": {word}, "versions": {{"torch": {word}}}}}')
+    (folder.path / "summary.json").write_text(
+        f'{{"seconds": {word}, "versions": {{"torch": {word}}}}}'
+    )
     assert "nan" in page.write([folder.path]).read_text(encoding="utf-8") or word != "NaN"
 
 
 @pytest.mark.parametrize(
-    "name", ["summary.json", "history.csv", "clients.csv", "split.csv", "weights.csv", "resumed.csv"]
+    "name",
+    ["summary.json", "history.csv", "clients.csv", "split.csv", "weights.csv", "resumed.csv"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "folder"])
 def test_what_is_not_a_file_is_not_passed_over(tmp_path, name, kind):
@@ -466,7 +547,9 @@ def test_a_folder_whose_name_is_not_unicode_is_reported(tmp_path):
     place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[2J"))
     place.mkdir()
     runs_ = [made_up(place / name).path for name in ("a", "b")]
-    text = page.write([*runs_, made_up(tmp_path / "c").path], tmp_path / "all.html").read_text(encoding="utf-8")
+    text = page.write([*runs_, made_up(tmp_path / "c").path], tmp_path / "all.html").read_text(
+        encoding="utf-8"
+    )
     assert "\ufffd\ufffd[2J/a" in text
 
 

@@ -24,8 +24,13 @@ def test_one_bubble_for_each_client_and_class_that_meet(clients, classes):
 
 def test_class_names_stand_at_the_axis(tmp_path):
     digits = load("digits")
-    figure = plots.bubbles(federate(digits, "dir:0.1", 5).counts(), ["zero", *"123456789"], "digits")
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["zero", *"123456789"]
+    figure = plots.bubbles(
+        federate(digits, "dir:0.1", 5).counts(), ["zero", *"123456789"], "digits"
+    )
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "zero",
+        *"123456789",
+    ]
     plots.save(figure, tmp_path / "split.svg")
     assert "<svg" in (tmp_path / "split.svg").read_text(encoding="utf-8")
 
@@ -36,7 +41,14 @@ def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
 
 
 def test_legends_round_down():
-    assert [plots._round_down(number) for number in (0.4, 1, 9.9, 64, 161, 2300)] == [1, 1, 9, 60, 100, 2000]
+    assert [plots._round_down(number) for number in (0.4, 1, 9.9, 64, 161, 2300)] == [
+        1,
+        1,
+        9,
+        60,
+        100,
+        2000,
+    ]
 
 
 def test_a_curve_is_the_mean_and_its_band_one_deviation():
@@ -81,7 +93,9 @@ def test_a_run_that_has_just_begun_can_be_drawn(tmp_path):
 
 def test_a_split_that_several_runs_have_is_drawn_once(tmp_path):
     folders = [made_up(tmp_path / name, (name,)).path for name in ("fedavg", "fedala")]
-    assert [name for name in plots.of_runs(runs.find(folders)) if name.startswith("split")] == ["split"]
+    assert [name for name in plots.of_runs(runs.find(folders)) if name.startswith("split")] == [
+        "split"
+    ]
 
 
 def test_plots_that_have_no_place_are_one_sentence(tmp_path):

@@ -12,7 +12,11 @@ from fedala.report.progress import Watch, clock
 
 def figure(*runs):
     mean = sum(runs) / len(runs)
-    return {"mean": mean, "std": (sum((run - mean) ** 2 for run in runs) / len(runs)) ** 0.5, "runs": list(runs)}
+    return {
+        "mean": mean,
+        "std": (sum((run - mean) ** 2 for run in runs) / len(runs)) ** 0.5,
+        "runs": list(runs),
+    }
 
 
 def shown(table):
@@ -40,7 +44,9 @@ def test_accuracies_are_percent_with_a_deviation_where_there_are_several_runs():
 
 def test_results_show_the_accuracies_that_there_are():
     text = shown(
-        tables.results({"a": summary("A", best=figure(0.9), final=figure(0.8), validation_picked=figure(0.85))})
+        tables.results(
+            {"a": summary("A", best=figure(0.9), final=figure(0.8), validation_picked=figure(0.85))}
+        )
     )
     assert "round picked by" in text
     assert "participants" not in text
@@ -55,7 +61,9 @@ def test_results_show_the_accuracies_that_there_are():
 
 
 def watch(console, **options):
-    plan = SimpleNamespace(config=Config(rounds=2, seeds=2), methods=[SimpleNamespace(name="a+ala", title="A[b]+ALA")])
+    plan = SimpleNamespace(
+        config=Config(rounds=2, seeds=2), methods=[SimpleNamespace(name="a+ala", title="A[b]+ALA")]
+    )
     return Watch(console, plan, **options)
 
 
@@ -63,7 +71,14 @@ def follow(watch):
     with watch:
         for round in range(3):
             for seed in (0, 1):
-                watch.row("a+ala", {"seed": seed, "round": round, "accuracy": (0.5, 0.9, 0.7)[round] + 0.02 * seed})
+                watch.row(
+                    "a+ala",
+                    {
+                        "seed": seed,
+                        "round": round,
+                        "accuracy": (0.5, 0.9, 0.7)[round] + 0.02 * seed,
+                    },
+                )
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(0, [0, 1, 2]), (1000, [2])])
@@ -72,7 +87,9 @@ def test_elsewhere_than_on_a_terminal_a_line_now_and_then(every, rounds):
     with console.capture() as capture:
         follow(watch(console, every=every))
     lines = capture.get().splitlines()
-    assert [line.split("/")[0] for line in lines] == [f"A[b]+ALA: round {round}" for round in rounds]
+    assert [line.split("/")[0] for line in lines] == [
+        f"A[b]+ALA: round {round}" for round in rounds
+    ]
     assert "accuracy 71.00 %  best 91.00 %" in lines[-1]
     assert "\x1b" not in capture.get()
 

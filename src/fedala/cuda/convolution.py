@@ -22,8 +22,12 @@ def _in_two_versions(kernel: Callable[..., None]) -> dict[bool, Any]:
     A model with two or three convolutions gets the first; one with twenty would make its user wait for twenty compilations.
     """
     sizes = ("B", "C", "H", "W", "O", "P", "Q", "SHARE")
-    general = types.FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__, kernel.__defaults__)
-    general.__annotations__ = {name: kind for name, kind in kernel.__annotations__.items() if name not in sizes}
+    general = types.FunctionType(
+        kernel.__code__, kernel.__globals__, kernel.__name__, kernel.__defaults__
+    )
+    general.__annotations__ = {
+        name: kind for name, kind in kernel.__annotations__.items() if name not in sizes
+    }
     general.__module__, general.__qualname__ = kernel.__module__, f"{kernel.__qualname__}_general"
     free = [name for name in sizes if name not in ("C", "O")]
     return {True: triton.jit(kernel), False: triton.jit(do_not_specialize=free)(general)}
@@ -49,7 +53,11 @@ def _conv_forward(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     K: tl.constexpr = C * R * S
-    b, p, q = (m // (P * Q)).to(tl.int64), m // Q % P, m % Q  # a large batch's places exceed 32 bits
+    b, p, q = (
+        (m // (P * Q)).to(tl.int64),
+        m // Q % P,
+        m % Q,
+    )  # a large batch's places exceed 32 bits
     top, left = p * STRIDE - PAD, q * STRIDE - PAD
     x += lane * B * C * H * W
     w += lane * O * K
@@ -62,8 +70,14 @@ def _conv_forward(
         if PAD > 0:
             h, v = top[None, :] + r[:, None], left[None, :] + s[:, None]
             inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        patch = tl.load(x + corner[None, :] + (k // (R * S) * (H * W) + r * W + s)[:, None], mask=inside, other=0.0)
-        weight = tl.load(w + o[:, None] * K + k[None, :], mask=(o[:, None] < O) & (k[None, :] < K), other=0.0)
+        patch = tl.load(
+            x + corner[None, :] + (k // (R * S) * (H * W) + r * W + s)[:, None],
+            mask=inside,
+            other=0.0,
+        )
+        weight = tl.load(
+            w + o[:, None] * K + k[None, :], mask=(o[:, None] < O) & (k[None, :] < K), other=0.0
+        )
         acc = _dot(weight, patch, acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + lane * O + o, mask=o < O, other=0.0)[:, None]
@@ -96,11 +110,17 @@ def _conv_backward_input(
             inside = inside & (p % STRIDE == 0) & (q % STRIDE == 0)
             p, q = p // STRIDE, q // STRIDE
         inside = inside & (p < P) & (q < Q)
-        grad = tl.load(dy + (b * (O * P * Q))[None, :] + (o * (P * Q))[:, None] + p * Q + q, mask=inside, other=0.0)
+        grad = tl.load(
+            dy + (b * (O * P * Q))[None, :] + (o * (P * Q))[:, None] + p * Q + q,
+            mask=inside,
+            other=0.0,
+        )
         place = c[:, None] * (R * S) + (o * (C * R * S) + k % (R * S))[None, :]
         weight = tl.load(w + place, mask=(c[:, None] < C) & (k[None, :] < K), other=0.0)
         acc = _dot(weight, grad, acc, PRECISION)
-    out = dx + lane * B * C * H * W + (b * (C * H * W) + m % (H * W))[None, :] + c[:, None] * (H * W)
+    out = (
+        dx + lane * B * C * H * W + (b * (C * H * W) + m % (H * W))[None, :] + c[:, None] * (H * W)
+    )
     tl.store(out, acc, mask=(c[:, None] < C) & (m[None, :] < B * H * W))
 
 
@@ -135,7 +155,11 @@ def _conv_backward_weight(
         if PAD > 0:
             h, v = top[None, :] + r[:, None], left[None, :] + s[:, None]
             inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        patch = tl.load(x + (b * (C * H * W) + top * W + left)[None, :] + offset[:, None], mask=inside, other=0.0)
+        patch = tl.load(
+            x + (b * (C * H * W) + top * W + left)[None, :] + offset[:, None],
+            mask=inside,
+            other=0.0,
+        )
         patch = tl.where(n[:, None] == N, 1.0, patch)
         acc = _dot(grad, tl.trans(patch), acc, PRECISION)
     out = parts + (part * tl.num_programs(2) + lane) * O * (N + 1)
@@ -164,8 +188,12 @@ def _last_forward(
         inside = m < B * P * Q
         if PAD > 0:
             inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        patch = tl.load(x + (((b * H + h) * W + v) * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0)
-        weight = tl.load(w + (shift * O + o)[:, None] * C + c[None, :], mask=o[:, None] < O, other=0.0)
+        patch = tl.load(
+            x + (((b * H + h) * W + v) * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0
+        )
+        weight = tl.load(
+            w + (shift * O + o)[:, None] * C + c[None, :], mask=o[:, None] < O, other=0.0
+        )
         acc = _dot(patch, tl.trans(weight), acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + lane * O + o, mask=o < O, other=0.0)[None, :]
@@ -196,10 +224,16 @@ def _last_backward_input(
             inside = inside & (p % STRIDE == 0) & (q % STRIDE == 0)
             p, q = p // STRIDE, q // STRIDE
         inside = inside & (p < P) & (q < Q)
-        grad = tl.load(dy + (((b * P + p) * Q + q) * O)[:, None] + o[None, :], mask=inside[:, None], other=0.0)
-        weight = tl.load(w + (shift * O + o)[:, None] * C + c[None, :], mask=c[None, :] < C, other=0.0)
+        grad = tl.load(
+            dy + (((b * P + p) * Q + q) * O)[:, None] + o[None, :], mask=inside[:, None], other=0.0
+        )
+        weight = tl.load(
+            w + (shift * O + o)[:, None] * C + c[None, :], mask=c[None, :] < C, other=0.0
+        )
         acc = _dot(grad, weight, acc, PRECISION)
-    out = dx + lane * B * C * H * W + (b * (C * H * W) + m % (H * W))[None, :] + c[:, None] * (H * W)
+    out = (
+        dx + lane * B * C * H * W + (b * (C * H * W) + m % (H * W))[None, :] + c[:, None] * (H * W)
+    )
     tl.store(out, tl.trans(acc), mask=(c[:, None] < C) & (m[None, :] < B * H * W))
 
 
@@ -225,22 +259,32 @@ def _last_backward_weight(
     for start in range(0, SHARE, BK):
         k = part * SHARE + start + tl.arange(0, BK)
         h, v = k // Q % P * STRIDE - PAD + shift // S, k % Q * STRIDE - PAD + shift % S
-        grad = tl.load(dy + k[:, None] * O + o[None, :], mask=(k[:, None] < end) & (o[None, :] < O), other=0.0)
+        grad = tl.load(
+            dy + k[:, None] * O + o[None, :], mask=(k[:, None] < end) & (o[None, :] < O), other=0.0
+        )
         inside = k < end
         if PAD > 0:
             inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
         place = ((k // (P * Q) * H + h) * W + v) * C
-        patch = tl.load(x + place[:, None] + c[None, :], mask=inside[:, None] & (c[None, :] < C), other=0.0)
+        patch = tl.load(
+            x + place[:, None] + c[None, :], mask=inside[:, None] & (c[None, :] < C), other=0.0
+        )
         acc = _dot(tl.trans(grad), patch, acc, PRECISION)
         bias += tl.sum(grad, 0)
     out = parts + (part * tl.num_programs(2) + lane) * (O * C * R * S + O)
-    tl.store(out + (shift * O + o)[:, None] * C + c[None, :], acc, mask=(o[:, None] < O) & (c[None, :] < C))
+    tl.store(
+        out + (shift * O + o)[:, None] * C + c[None, :],
+        acc,
+        mask=(o[:, None] < O) & (c[None, :] < C),
+    )
     if tl.program_id(0) % (R * S) + tl.program_id(0) // (R * S) % tiles == 0:
         tl.store(out + O * C * R * S + o, bias, mask=o < O)
 
 
 @triton.jit(do_not_specialize=["LANES", "COUNT", "WEIGHTS", "ALL"])
-def _add_parts(parts, dw, db, LANES, COUNT, WEIGHTS, ALL, SHIFTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts(
+    parts, dw, db, LANES, COUNT, WEIGHTS, ALL, SHIFTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Adds up the parts of the weights' and the bias' gradient; with SHIFTS, the parts stand as [(r, s), o, c]."""
     lane = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -276,7 +320,14 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int, pad: int, precision: str, special: bool
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        stride: int,
+        pad: int,
+        precision: str,
+        special: bool,
     ) -> Tensor:
         lanes, batch, c, h, v = x.shape
         _, o, _, r, s = w.shape
@@ -287,7 +338,10 @@ class Convolution(torch.autograd.Function):
         added = w if bias is None else bias.contiguous()
         rows, bo = batch * p * q, _block(o, 64)
         if last := _channels_last(c, o):
-            x, w = x.permute(0, 1, 3, 4, 2).contiguous(), w.flatten(3).permute(0, 3, 1, 2).contiguous()
+            x, w = (
+                x.permute(0, 1, 3, 4, 2).contiguous(),
+                w.flatten(3).permute(0, 3, 1, 2).contiguous(),
+            )
             kernel, tile = _last_forward[special], _tile(rows, c)
         else:
             x, w = x.contiguous(), w.contiguous()
@@ -323,8 +377,20 @@ class Convolution(torch.autograd.Function):
             bo = _block(o, 64)
             if ctx.last:
                 bc = 32
-                _last_backward_weight[ctx.special][(triton.cdiv(o, bo) * triton.cdiv(c, bc) * r * s, count, lanes)](
-                    dy, x, parts, batch, share, *ctx.shape, BO=bo, BC=bc, BK=32, PRECISION=ctx.precision, num_warps=2
+                _last_backward_weight[ctx.special][
+                    (triton.cdiv(o, bo) * triton.cdiv(c, bc) * r * s, count, lanes)
+                ](
+                    dy,
+                    x,
+                    parts,
+                    batch,
+                    share,
+                    *ctx.shape,
+                    BO=bo,
+                    BC=bc,
+                    BK=32,
+                    PRECISION=ctx.precision,
+                    num_warps=2,
                 )
             else:
                 bn = _block(c * r * s + 1, 64)

@@ -44,7 +44,16 @@ class CrossEntropy(torch.autograd.Function):
         loss, slope = logits.new_empty(lanes), torch.empty_like(logits)
         rows, columns = triton.next_power_of_2(batch), triton.next_power_of_2(classes)
         _cross_entropy[(lanes,)](
-            logits, target, loss, slope, IGNORE=ignore, B=batch, C=classes, BB=rows, BC=columns, num_warps=4
+            logits,
+            target,
+            loss,
+            slope,
+            IGNORE=ignore,
+            B=batch,
+            C=classes,
+            BB=rows,
+            BC=columns,
+            num_warps=4,
         )
         ctx.save_for_backward(slope)
         return loss
@@ -59,10 +68,24 @@ def arguments(
     mode: Any, input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    if weight is not None or size_average is not None or reduce is not None or reduction != "mean" or label_smoothing:
+    if (
+        weight is not None
+        or size_average is not None
+        or reduce is not None
+        or reduction != "mean"
+        or label_smoothing
+    ):
         return None
-    if input.dim() != 2 or target.dim() != 1 or input.dtype != torch.float32 or target.dtype != torch.int64:
+    if (
+        input.dim() != 2
+        or target.dim() != 1
+        or input.dtype != torch.float32
+        or target.dtype != torch.int64
+    ):
         return None
-    if triton.next_power_of_2(input.shape[0]) * triton.next_power_of_2(input.shape[1]) > MOST_LOGITS:
+    if (
+        triton.next_power_of_2(input.shape[0]) * triton.next_power_of_2(input.shape[1])
+        > MOST_LOGITS
+    ):
         return None
     return CrossEntropy.apply, (input, target), (ignore_index,)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class Captured:
     """The captured steps of one kind of training: its step functions, batch size and shape of state."""
 
-    def __init__(self, task: "Task", turns: "Sequence[Step]", size: int, lanes: int, state: Any, fixed: Any) -> None:
+    def __init__(
+        self, task: "Task", turns: "Sequence[Step]", size: int, lanes: int, state: Any, fixed: Any
+    ) -> None:
         self.task, self.turns, self.size, self.lanes = task, list(turns), size, lanes
 
         def buffer(value: torch.Tensor) -> torch.Tensor:
@@ -60,13 +62,17 @@ class Captured:
         self._graph(lanes, turn).replay()
 
     def _graph(self, lanes: int, turn: int) -> torch.cuda.CUDAGraph:
-        turn = self.turns.index(self.turns[turn])  # a step that comes several times among the turns is one graph
+        turn = self.turns.index(
+            self.turns[turn]
+        )  # a step that comes several times among the turns is one graph
         key = (lanes, turn)
         if key not in self.graphs:
             kept = tree_map(torch.clone, (self.state, self.column, self.total))
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # once without capture: kernels are compiled, libraries find their workspace
+            with torch.cuda.stream(
+                side
+            ):  # once without capture: kernels are compiled, libraries find their workspace
                 self._step(lanes, turn)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -83,7 +89,9 @@ class Captured:
         rows = self.table[:lanes, self.column]
         part, step = slice(0, lanes), self.turns[turn]
         inputs, targets = self.task.inputs(rows), self.task.targets(rows)
-        self.total[part] += step(self.task, take(self.state, part), take(self.fixed, part), inputs, targets)
+        self.total[part] += step(
+            self.task, take(self.state, part), take(self.fixed, part), inputs, targets
+        )
         self.column += self.size
 
 
@@ -108,7 +116,10 @@ def _undisturbed() -> Iterator[None]:
 def fast(precision: str, *, special: bool) -> Iterator[None]:
     """The GPU's arithmetic for a precision, and the lanes' own kernels, while a run goes on."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in (
+        "tf32",
+        "bf16",
+    )
     products = {"float32": "tf32x3", "tf32": "tf32", "bf16": "bf16"}
     try:
         if precision in products and has_kernels():

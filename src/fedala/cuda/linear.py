@@ -26,12 +26,20 @@ def _linear_forward(
     acc = tl.zeros((BO, BB), tl.float32)
     for start in range(0, I, BK):
         i = start + tl.arange(0, BK)
-        weight = tl.load(w + o[:, None] * I + i[None, :], mask=(o[:, None] < O) & (i[None, :] < I), other=0.0)
-        rows = tl.load(x + b[:, None] * I + i[None, :], mask=(b[:, None] < B) & (i[None, :] < I), other=0.0)
+        weight = tl.load(
+            w + o[:, None] * I + i[None, :], mask=(o[:, None] < O) & (i[None, :] < I), other=0.0
+        )
+        rows = tl.load(
+            x + b[:, None] * I + i[None, :], mask=(b[:, None] < B) & (i[None, :] < I), other=0.0
+        )
         acc = _dot(weight, tl.trans(rows), acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + lane * O + o, mask=o < O, other=0.0)[:, None]
-    tl.store(y + lane * B * O + b[None, :] * O + o[:, None], acc, mask=(o[:, None] < O) & (b[None, :] < B))
+    tl.store(
+        y + lane * B * O + b[None, :] * O + o[:, None],
+        acc,
+        mask=(o[:, None] < O) & (b[None, :] < B),
+    )
 
 
 @triton.jit
@@ -47,10 +55,18 @@ def _linear_backward_input(
     acc = tl.zeros((BB, BI), tl.float32)
     for start in range(0, O, BK):
         o = start + tl.arange(0, BK)
-        grad = tl.load(dy + b[:, None] * O + o[None, :], mask=(b[:, None] < B) & (o[None, :] < O), other=0.0)
-        weight = tl.load(w + o[:, None] * I + i[None, :], mask=(o[:, None] < O) & (i[None, :] < I), other=0.0)
+        grad = tl.load(
+            dy + b[:, None] * O + o[None, :], mask=(b[:, None] < B) & (o[None, :] < O), other=0.0
+        )
+        weight = tl.load(
+            w + o[:, None] * I + i[None, :], mask=(o[:, None] < O) & (i[None, :] < I), other=0.0
+        )
         acc = _dot(grad, weight, acc, PRECISION)
-    tl.store(dx + lane * B * I + b[:, None] * I + i[None, :], acc, mask=(b[:, None] < B) & (i[None, :] < I))
+    tl.store(
+        dx + lane * B * I + b[:, None] * I + i[None, :],
+        acc,
+        mask=(b[:, None] < B) & (i[None, :] < I),
+    )
 
 
 @triton.jit
@@ -62,10 +78,22 @@ def _linear_backward_weight(
     lane = tl.program_id(2).to(tl.int64)
     o, i = tl.program_id(1) * BO + tl.arange(0, BO), tl.program_id(0) * BI + tl.arange(0, BI)
     b = tl.arange(0, BB)
-    grad = tl.load(dy + lane * B * O + b[None, :] * O + o[:, None], mask=(b[None, :] < B) & (o[:, None] < O), other=0.0)
-    rows = tl.load(x + lane * B * I + b[:, None] * I + i[None, :], mask=(b[:, None] < B) & (i[None, :] < I), other=0.0)
+    grad = tl.load(
+        dy + lane * B * O + b[None, :] * O + o[:, None],
+        mask=(b[None, :] < B) & (o[:, None] < O),
+        other=0.0,
+    )
+    rows = tl.load(
+        x + lane * B * I + b[:, None] * I + i[None, :],
+        mask=(b[:, None] < B) & (i[None, :] < I),
+        other=0.0,
+    )
     acc = _dot(grad, rows, tl.zeros((BO, BI), tl.float32), PRECISION)
-    tl.store(dw + lane * O * I + o[:, None] * I + i[None, :], acc, mask=(o[:, None] < O) & (i[None, :] < I))
+    tl.store(
+        dw + lane * O * I + o[:, None] * I + i[None, :],
+        acc,
+        mask=(o[:, None] < O) & (i[None, :] < I),
+    )
     if tl.program_id(0) == 0:
         tl.store(db + lane * O + o, tl.sum(grad, 1), mask=o < O)
 
@@ -96,17 +124,43 @@ class Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
             _linear_backward_input[(triton.cdiv(i, 32), lanes)](
-                dy, w, dx, batch, i, o, BB=ctx.rows, BI=32, BK=64, PRECISION=ctx.precision, num_warps=2
+                dy,
+                w,
+                dx,
+                batch,
+                i,
+                o,
+                BB=ctx.rows,
+                BI=32,
+                BK=64,
+                PRECISION=ctx.precision,
+                num_warps=2,
             )
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dw, db = torch.empty_like(w), w.new_empty(lanes, o)
             _linear_backward_weight[(triton.cdiv(i, 128), triton.cdiv(o, 32), lanes)](
-                dy, x, dw, db, batch, i, o, BB=ctx.rows, BO=32, BI=128, PRECISION=ctx.precision, num_warps=4
+                dy,
+                x,
+                dw,
+                db,
+                batch,
+                i,
+                o,
+                BB=ctx.rows,
+                BO=32,
+                BI=128,
+                PRECISION=ctx.precision,
+                num_warps=4,
             )
         return dx, dw, db if ctx.has_bias else None, None
 
 
 def arguments(mode: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if x.dim() != 2 or x.dtype != torch.float32 or weight.dtype != torch.float32 or x.shape[0] > MOST_ROWS:
+    if (
+        x.dim() != 2
+        or x.dtype != torch.float32
+        or weight.dtype != torch.float32
+        or x.shape[0] > MOST_ROWS
+    ):
         return None
     return Linear.apply, (x, weight, bias), (mode.precision,)

@@ -18,7 +18,9 @@ def _pool_forward(x, y, which, N, H: tl.constexpr, W: tl.constexpr, BLOCK: tl.co
     place = tl.zeros((BLOCK,), tl.int8)
     for i in tl.static_range(1, 4):
         value = tl.load(corner + i // 2 * W + i % 2, mask=n < N, other=0.0)
-        better = (value > best) | (value != value)  # the first of equals, and NaN if there is one, as torch does
+        better = (value > best) | (
+            value != value
+        )  # the first of equals, and NaN if there is one, as torch does
         best = tl.where(better, value, best)
         place = tl.where(better, i, place).to(tl.int8)
     tl.store(y + n, best, mask=n < N)
@@ -55,9 +57,13 @@ class MaxPool(torch.autograd.Function):
         (which,) = ctx.saved_tensors
         h, w = ctx.size
         dy = dy.contiguous()
-        make = dy.new_zeros if h % 2 or w % 2 else dy.new_empty  # an odd last row or column is in no window
+        make = (
+            dy.new_zeros if h % 2 or w % 2 else dy.new_empty
+        )  # an odd last row or column is in no window
         dx = make(*dy.shape[:-2], h, w)
-        _pool_backward[(triton.cdiv(dy.numel(), 1024),)](dy, which, dx, dy.numel(), h, w, BLOCK=1024)
+        _pool_backward[(triton.cdiv(dy.numel(), 1024),)](
+            dy, which, dx, dy.numel(), h, w, BLOCK=1024
+        )
         return dx
 
 
@@ -72,7 +78,11 @@ def arguments(
     return_indices: bool = False,
 ) -> Any:
     by_two = (2, (2, 2), [2, 2])
-    plain = kernel_size in by_two and (stride is None or stride in by_two) and padding in (0, (0, 0), [0, 0])
+    plain = (
+        kernel_size in by_two
+        and (stride is None or stride in by_two)
+        and padding in (0, (0, 0), [0, 0])
+    )
     plain = plain and dilation in (1, (1, 1), [1, 1])
     if not plain or ceil_mode or return_indices or input.dtype != torch.float32 or input.dim() != 4:
         return None

@@ -61,7 +61,9 @@ def _learn(
                 for f0 in range(0, F, BF):
                     f = f0 + tl.arange(0, BF)
                     x = tl.load(
-                        features + place[:, None] * F + f[None, :], mask=valid[:, None] & (f[None, :] < F), other=0.0
+                        features + place[:, None] * F + f[None, :],
+                        mask=valid[:, None] & (f[None, :] < F),
+                        other=0.0,
                     )
                     tile = c[None, :] * F + f[:, None]
                     inside = (c[None, :] < C) & (f[:, None] < F)
@@ -87,7 +89,9 @@ def _learn(
                 for f0 in range(0, F, BF):
                     f = f0 + tl.arange(0, BF)
                     x = tl.load(
-                        features + place[:, None] * F + f[None, :], mask=valid[:, None] & (f[None, :] < F), other=0.0
+                        features + place[:, None] * F + f[None, :],
+                        mask=valid[:, None] & (f[None, :] < F),
+                        other=0.0,
                     )
                     tile = c[None, :] * F + f[:, None]
                     inside = (c[None, :] < C) & (f[:, None] < F)
@@ -107,7 +111,11 @@ def _learn(
         epoch += 1
         # The initial stage (at_most > at_least) goes on until the last ten of at least eleven losses have settled.
         i = tl.arange(0, 16)
-        last = tl.load(losses + lane * most + epoch - WINDOW + i, mask=(i < WINDOW) & (epoch > WINDOW), other=0.0)
+        last = tl.load(
+            losses + lane * most + epoch - WINDOW + i,
+            mask=(i < WINDOW) & (epoch > WINDOW),
+            other=0.0,
+        )
         mean = tl.sum(last) / WINDOW
         spread = tl.sqrt(tl.sum(tl.where(i < WINDOW, (last - mean) * (last - mean), 0.0)) / WINDOW)
         settled = (epoch > WINDOW) & (spread < threshold)

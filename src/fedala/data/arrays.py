@@ -39,7 +39,10 @@ def npz(path: Path) -> Raw:
     try:
         with opened(path) as file, zipfile.ZipFile(file) as archive:
             held = [name.removesuffix(".npy") for name in archive.namelist()]
-            pairs = [(_member(archive, x, path), _member(archive, y, path)) for x, y in _pairs(held, path)]
+            pairs = [
+                (_member(archive, x, path), _member(archive, y, path))
+                for x, y in _pairs(held, path)
+            ]
             layout = _check(pairs, path)
             every = [member for pair in pairs for member in pair]
             stored = sum(min(member.info.compress_size, path.stat().st_size) for member in every)
@@ -99,7 +102,11 @@ def _member(archive: zipfile.ZipFile, key: str, path: Path) -> Member:
     info = archive.getinfo(f"{key}.npy")
     with archive.open(info) as file:
         version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        header = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, fortran, dtype = header(file)
         if dtype.hasobject:
             raise UserError(
@@ -107,7 +114,9 @@ def _member(archive: zipfile.ZipFile, key: str, path: Path) -> Member:
             )
         member = Member(info, file.tell(), shape, fortran, dtype)
     declared = member.start + member.size
-    real = min(info.compress_size, path.stat().st_size) * (1 if info.compress_type == zipfile.ZIP_STORED else _DEFLATE)
+    real = min(info.compress_size, path.stat().st_size) * (
+        1 if info.compress_type == zipfile.ZIP_STORED else _DEFLATE
+    )
     if declared != info.file_size or declared > real or any(length < 0 for length in shape):
         raise UserError(
             f"{path}: {key} says that its shape is {shape}, which is not what the file holds; save it again."
@@ -118,10 +127,14 @@ def _member(archive: zipfile.ZipFile, key: str, path: Path) -> Member:
 def _check(pairs: list[tuple[Member, Member]], path: Path) -> Layout:
     """What the headers of all parts say must go together, and be samples."""
     if len({(x.shape[1:], x.dtype) for x, _ in pairs}) > 1:
-        raise UserError(f"{path}: its train and test parts differ in the shape or type of a sample; they must agree.")
+        raise UserError(
+            f"{path}: its train and test parts differ in the shape or type of a sample; they must agree."
+        )
     for x, y in pairs:
         if not x.shape or x.shape[0] != (y.shape or (1,))[0]:
-            raise UserError(f"{path} has x of shape {x.shape} but y of shape {y.shape}; they must be of one length.")
+            raise UserError(
+                f"{path} has x of shape {x.shape} but y of shape {y.shape}; they must be of one length."
+            )
         _check_labels(y.shape, y.dtype, path)
     return samples(pairs[0][0].shape, pairs[0][0].dtype, path)
 
@@ -140,9 +153,13 @@ def _array(archive: zipfile.ZipFile, member: Member) -> Array:
     return array
 
 
-def _unpack(archive: zipfile.ZipFile, member: Member, into: Array, arrange: Callable[[Array], Array]) -> None:
+def _unpack(
+    archive: zipfile.ZipFile, member: Member, into: Array, arrange: Callable[[Array], Array]
+) -> None:
     """Fill `into` with an array of an archive, some rows at a time. One in Fortran's order has no rows to take."""
-    with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is refused by the dataset
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # what float32 cannot hold is refused by the dataset
         if member.fortran:
             into[...] = arrange(_array(archive, member))
             return
@@ -161,26 +178,34 @@ def samples(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -> Layou
     if dtype.kind == "f" or (dtype == np.uint8 and len(shape) == 2):
         return Layout(shape[1:], np.dtype(np.float32), lambda block: block)
     if dtype != np.uint8:
-        raise UserError(f"{path}: x is {dtype}; images must be uint8, and anything else floating-point numbers.")
+        raise UserError(
+            f"{path}: x is {dtype}; images must be uint8, and anything else floating-point numbers."
+        )
     if len(shape) == 3:
         return Layout((1, *shape[1:]), dtype, lambda block: block[:, None])
     if len(shape) == 4 and shape[3] in (1, 2, 3, 4):
         return Layout((shape[3], *shape[1:3]), dtype, lambda block: block.transpose(0, 3, 1, 2))
     if len(shape) != 4 or shape[1] not in (1, 2, 3, 4):
-        raise UserError(f"{path}: x is uint8 of shape {shape}; images are N×H×W, N×H×W×C or N×C×H×W with C up to 4.")
+        raise UserError(
+            f"{path}: x is uint8 of shape {shape}; images are N×H×W, N×H×W×C or N×C×H×W with C up to 4."
+        )
     return Layout(shape[1:], dtype, lambda block: block)
 
 
 def _check_labels(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -> None:
     if not (len(shape) == 1 or (len(shape) == 2 and shape[1] == 1)) or dtype.kind not in "biu":
-        raise UserError(f"{path}: y is {dtype} of shape {shape}; labels must be whole numbers, one for each sample.")
+        raise UserError(
+            f"{path}: y is {dtype} of shape {shape}; labels must be whole numbers, one for each sample."
+        )
 
 
 def labels(y: Array, path: Path) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """Whole numbers, one for each sample; a column of them will do."""
     _check_labels(y.shape, y.dtype, path)
     if y.size and int(y.max()) >= 2**63:
-        raise UserError(f"{path}: y holds {y.max()}; labels must be whole numbers of at most 63 bits.")
+        raise UserError(
+            f"{path}: y holds {y.max()}; labels must be whole numbers of at most 63 bits."
+        )
     return y.reshape(-1).astype(np.int64)
 
 
@@ -209,7 +234,9 @@ def idx_shape(path: Path, dimensions: int) -> tuple[int, ...]:
         shape = struct.unpack(f">{dimensions}I", head[4:])
     size, length = math.prod(shape), path.stat().st_size
     if size > length * (_DEFLATE if path.suffix == ".gz" else 1) or length > 2 * size + _OVERHEAD:
-        raise UserError(f"{path} says that it holds {size} bytes, which do not fit its length; it is damaged.")
+        raise UserError(
+            f"{path} says that it holds {size} bytes, which do not fit its length; it is damaged."
+        )
     check_expansion(size, length, str(path), "if that is right, unpack it with gunzip")
     return shape
 
@@ -224,7 +251,9 @@ def idx(path: Path, into: Array) -> None:
             target[filled : filled + len(data)] = data
             filled += len(data)
         if filled < len(target) or file.read(1):
-            raise UserError(f"{path} says that it holds {len(target)} bytes, and does not; it is damaged.")
+            raise UserError(
+                f"{path} says that it holds {len(target)} bytes, and does not; it is damaged."
+            )
 
 
 def mnist(folder: Path) -> Raw | None:
@@ -249,7 +278,9 @@ def mnist(folder: Path) -> Raw | None:
         return whole
 
     x = merged("images-idx3-ubyte", 3)
-    return Raw(str(folder), torch.from_numpy(x[:, None]), merged("labels-idx1-ubyte", 1).astype(np.int64))
+    return Raw(
+        str(folder), torch.from_numpy(x[:, None]), merged("labels-idx1-ubyte", 1).astype(np.int64)
+    )
 
 
 def cifar10(folder: Path) -> Raw | None:
@@ -274,7 +305,9 @@ def _cifar(folder: Path, files: list[str], label_bytes: int) -> Raw | None:
     sizes = [path.stat().st_size for path in paths]
     for path, size in zip(paths, sizes, strict=True):
         if size % record:
-            raise UserError(f"{path} is not CIFAR's binary version: its size is no multiple of {record} bytes.")
+            raise UserError(
+                f"{path} is not CIFAR's binary version: its size is no multiple of {record} bytes."
+            )
     check_room(sum(sizes) + 2 * max(sizes), str(folder))
     rows = sum(sizes) // record
     x, y = np.empty((rows, 3, 32, 32), np.uint8), np.empty(rows, np.int64)

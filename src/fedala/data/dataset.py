@@ -27,17 +27,28 @@ class Dataset:
     def __post_init__(self) -> None:
         x, y, name = self.x, self.y, self.name
         if len(x) != len(y):
-            raise UserError(f"{name} has {len(x)} samples but {len(y)} labels; it needs one label for every sample.")
+            raise UserError(
+                f"{name} has {len(x)} samples but {len(y)} labels; it needs one label for every sample."
+            )
         if len(y) == 0:
             raise UserError(f"{name} is empty; it needs samples of at least two classes.")
-        images, texts = x.dtype == torch.uint8 and x.ndim == 4, x.dtype == torch.int32 and x.ndim == 2
-        if not (images or texts or (x.dtype == torch.float32 and x.ndim > 1)) or y.dtype != torch.int64 or y.ndim != 1:
+        images, texts = (
+            x.dtype == torch.uint8 and x.ndim == 4,
+            x.dtype == torch.int32 and x.ndim == 2,
+        )
+        if (
+            not (images or texts or (x.dtype == torch.float32 and x.ndim > 1))
+            or y.dtype != torch.int64
+            or y.ndim != 1
+        ):
             raise UserError(
                 f"{name} must hold uint8 images N×C×H×W, int32 texts N×{LENGTH} or float32 N×…, and int64 labels; "
                 f"it holds {x.dtype} of shape {tuple(x.shape)} and {y.dtype} of shape {tuple(y.shape)}."
             )
         if x[0].numel() == 0:
-            raise UserError(f"{name} has samples of shape {tuple(x.shape[1:])}, which hold nothing.")
+            raise UserError(
+                f"{name} has samples of shape {tuple(x.shape[1:])}, which hold nothing."
+            )
         # Piece by piece: the test takes more memory than what it looks at.
         rows = max(1, 2**20 // x[0].numel())
         parts = (x[first : first + rows] for first in range(0, len(x), rows))
@@ -46,7 +57,9 @@ class Dataset:
                 f"{name} holds NaN or infinite values (beyond float32); every value must be a finite number."
             )
         if texts and not 0 <= int(x.min()) <= int(x.max()) < (self.vocabulary or 0):
-            raise UserError(f"{name} holds token ids outside its vocabulary, which is {self.vocabulary}.")
+            raise UserError(
+                f"{name} holds token ids outside its vocabulary, which is {self.vocabulary}."
+            )
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= self.classes:
             raise UserError(
@@ -54,7 +67,9 @@ class Dataset:
                 f"the labels of {self.classes} classes are 0 to {self.classes - 1}."
             )
         if low == high:
-            raise UserError(f"{name} holds a single class; there is nothing to learn with fewer than two.")
+            raise UserError(
+                f"{name} holds a single class; there is nothing to learn with fewer than two."
+            )
 
 
 class Raw(NamedTuple):

@@ -41,9 +41,13 @@ class Federation:
         found = hashlib.sha256()
         for part in (self.train, self.test, self.validation):
             for row in part:
-                found.update(np.int64(len(row)).tobytes() + np.ascontiguousarray(row, np.int64).tobytes())
+                found.update(
+                    np.int64(len(row)).tobytes() + np.ascontiguousarray(row, np.int64).tobytes()
+                )
         for tensor in (self.dataset.x, self.dataset.y):
-            found.update(repr(tensor.shape).encode() + np.ascontiguousarray(tensor.numpy()).data.cast("B"))
+            found.update(
+                repr(tensor.shape).encode() + np.ascontiguousarray(tensor.numpy()).data.cast("B")
+            )
         return found.hexdigest()
 
 
@@ -59,14 +63,20 @@ def federate(
     `validation` is the share of the training samples to hold out. With `clients=None` a file says how many there are.
     """
     if not 0 <= validation < 1:
-        raise UserError(f"The validation share must be at least 0 and less than 1, not {validation}.")
+        raise UserError(
+            f"The validation share must be at least 0 and less than 1, not {validation}."
+        )
     check_seed(seed)
     if partition.endswith(".json"):
         held = _read(Path(partition), dataset, clients, seed)
     else:
-        shares = partitioner(partition)(dataset.y.numpy(), clients=20 if clients is None else clients, seed=seed)
+        shares = partitioner(partition)(
+            dataset.y.numpy(), clients=20 if clients is None else clients, seed=seed
+        )
         held = [_split(share, seed, client) for client, share in enumerate(shares)]
-    if not any(len(parts["validation"]) for parts in held):  # those that a file holds stay as they are
+    if not any(
+        len(parts["validation"]) for parts in held
+    ):  # those that a file holds stay as they are
         held = [_hold_out(parts, validation) for parts in held]
     return Federation(dataset, **{part: tuple(parts[part] for parts in held) for part in PARTS})
 
@@ -89,7 +99,9 @@ def write_partition(federation: Federation, path: Path | str) -> None:
     """Write who holds what, for `federate(partition="….json")` to read; the file appears whole or not at all."""
     path, dataset = Path(path), federation.dataset
     if path.suffix != ".json":
-        raise UserError(f"A partition file must be called ….json, not {path}, or it will not be known as one.")
+        raise UserError(
+            f"A partition file must be called ….json, not {path}, or it will not be known as one."
+        )
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -102,7 +114,9 @@ def write_partition(federation: Federation, path: Path | str) -> None:
         ],
     }
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
             temporary = Path(file.name)
             try:
                 json.dump(content, file)
@@ -131,9 +145,13 @@ def _read(path: Path, dataset: Dataset, clients: int | None, seed: int) -> list[
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UserError(f'{path} is not a partition file: it does not say "format": "{_FORMAT}".')
     if content.get("version") != _VERSION:
-        raise UserError(f"{path} is of version {content.get('version')!r}; this program reads version {_VERSION}.")
+        raise UserError(
+            f"{path} is of version {content.get('version')!r}; this program reads version {_VERSION}."
+        )
     samples = len(dataset.y)
-    if content.get("samples") != samples or content.get("labels", _checksum(dataset)) != _checksum(dataset):
+    if content.get("samples") != samples or content.get("labels", _checksum(dataset)) != _checksum(
+        dataset
+    ):
         raise UserError(
             f"{path} was made for {content.get('dataset')} with {content.get('samples')} samples, whose labels are not "
             f"those of {dataset.name} with {samples}; a partition fits one dataset only."
@@ -142,9 +160,16 @@ def _read(path: Path, dataset: Dataset, clients: int | None, seed: int) -> list[
     if not isinstance(rows, list) or not rows:
         raise UserError(f"{path} names no clients; its list clients needs at least one.")
     if clients is not None and clients != len(rows):
-        raise UserError(f"{path} holds {len(rows)} clients, but {clients} were asked for; leave the number out.")
-    held = [_client(row, f"{path}, client {client}", samples, seed, client) for client, row in enumerate(rows)]
-    indices, times = np.unique(np.concatenate([part for parts in held for part in parts.values()]), return_counts=True)
+        raise UserError(
+            f"{path} holds {len(rows)} clients, but {clients} were asked for; leave the number out."
+        )
+    held = [
+        _client(row, f"{path}, client {client}", samples, seed, client)
+        for client, row in enumerate(rows)
+    ]
+    indices, times = np.unique(
+        np.concatenate([part for parts in held for part in parts.values()]), return_counts=True
+    )
     if (times > 1).any():
         raise UserError(
             f"{path} gives the sample {indices[times > 1][0]} away twice; clients and parts must not overlap."
@@ -156,11 +181,17 @@ def _client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[
     if isinstance(row, list):
         return _split(_indices(row, where, samples), seed, client)
     if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(PARTS):
-        raise UserError(f"{where} must be a list of samples, or have train, test and perhaps validation.")
+        raise UserError(
+            f"{where} must be a list of samples, or have train, test and perhaps validation."
+        )
     return {part: _indices(row.get(part, []), f"{where}, {part}", samples) for part in PARTS}
 
 
 def _indices(values: Any, where: str, samples: int) -> Indices:
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < samples for value in values):
-        raise UserError(f"{where} must list whole numbers from 0 to {samples - 1}, the samples of the dataset.")
+    if not isinstance(values, list) or not all(
+        type(value) is int and 0 <= value < samples for value in values
+    ):
+        raise UserError(
+            f"{where} must list whole numbers from 0 to {samples - 1}, the samples of the dataset."
+        )
     return np.array(values, dtype=np.int64)

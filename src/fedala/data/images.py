@@ -15,7 +15,15 @@ from fedala.errors import UserError
 from fedala.inputs import check_expansion, check_room, read
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not what else pillow knows: one starts a program
+_FORMATS = (
+    "PNG",
+    "JPEG",
+    "BMP",
+    "GIF",
+    "WEBP",
+    "TIFF",
+    "PPM",
+)  # not what else pillow knows: one starts a program
 LARGEST = 2**28  # bytes of one image file
 _GREY = {"1", "L", "LA"}
 _PARTS = ("train", "val", "valid", "validation", "test")
@@ -31,16 +39,22 @@ def image_folder(folder: Path) -> Raw:
     parts.sort(key=lambda part: _PARTS.index(part.name) if part.name in _PARTS else 0)
     names = sorted({child.name for part in parts for child in _folders(part)})
     if not names:
-        raise UserError(f"{folder} holds no sub-folders; an image folder has one for every class, named after it.")
+        raise UserError(
+            f"{folder} holds no sub-folders; an image folder has one for every class, named after it."
+        )
     files, y = [], []
     for part in parts:
         for label, name in enumerate(names):
-            found = sorted(file for file in (part / name).rglob("*") if file.suffix.lower() in _SUFFIXES)
+            found = sorted(
+                file for file in (part / name).rglob("*") if file.suffix.lower() in _SUFFIXES
+            )
             files += found
             y += [label] * len(found)
     empty = [name for label, name in enumerate(names) if label not in set(y)]
     if empty:
-        raise UserError(f"{folder / empty[0]} holds no images (png, jpg, …); every class needs at least one.")
+        raise UserError(
+            f"{folder / empty[0]} holds no images (png, jpg, …); every class needs at least one."
+        )
     x = decode([_source(file) for file in files])
     return Raw(str(folder), x, np.array(y, dtype=np.int64), tuple(names))
 
@@ -64,7 +78,9 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
         return source[0], data
 
     # Headers first: the size and the kind of all images have to be known before room is made for them.
-    headers = [_read(pillow, counted(source), lambda image: (image.size, image.mode)) for source in sources]
+    headers = [
+        _read(pillow, counted(source), lambda image: (image.size, image.mode)) for source in sources
+    ]
     (width, height), _ = headers[0]
     for (name, _), (size, mode) in zip(sources, headers, strict=True):
         if size != (width, height):
@@ -77,7 +93,9 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
     grey = all(mode in _GREY for _, mode in headers)
     shape = (len(sources), 1 if grey else 3, height, width)
     every = f"{sources[0][0]} and all other images together"
-    check_expansion(math.prod(shape), stored, every, "if that is right, save the pixels with np.savez")
+    check_expansion(
+        math.prod(shape), stored, every, "if that is right, save the pixels with np.savez"
+    )
     check_room(math.prod(shape) + 8 * width * height, every)
     pixels = np.empty(shape, dtype=np.uint8)
     for row, source in zip(pixels, sources, strict=True):
@@ -90,7 +108,9 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
 
 def _pixels(image: Any, grey: bool) -> Any:
     if image.mode == "P":
-        image = image.convert("RGBA")  # pillow's own advice for palettes that have a transparent colour
+        image = image.convert(
+            "RGBA"
+        )  # pillow's own advice for palettes that have a transparent colour
     return np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))
 
 
@@ -109,8 +129,12 @@ def _read(pillow: Any, source: Source, what: Callable[[Any], Any]) -> Any:
 
 
 def _folders(folder: Path) -> list[Path]:
-    found = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    found = sorted(
+        child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")
+    )
     real = folder.resolve()
     if real == real.parent or any(real.is_relative_to(child.resolve()) for child in found):
-        raise UserError(f"{folder} is, or leads to, a folder that everything lies in: no dataset looks like that.")
+        raise UserError(
+            f"{folder} is, or leads to, a folder that everything lies in: no dataset looks like that."
+        )
     return found

@@ -61,7 +61,9 @@ def _own(name: str) -> Raw:
         return arrays.npz(path)
     if suffix == ".csv":
         return labelled_csv(path)
-    raise UserError(f"{name} is not a kind of file that holds a dataset; that is a .npz, a .csv or a folder of images.")
+    raise UserError(
+        f"{name} is not a kind of file that holds a dataset; that is a .npz, a .csv or a folder of images."
+    )
 
 
 def _digits() -> Raw:
@@ -129,7 +131,9 @@ def _dataset(name: str, raw: Raw, row: Known | None = None) -> Dataset:
     else:
         classes = row.classes
         if names and len(names) != classes:
-            raise UserError(f"{raw.where} holds {len(names)} classes, but {name} has {classes}; is it another dataset?")
+            raise UserError(
+                f"{raw.where} holds {len(names)} classes, but {name} has {classes}; is it another dataset?"
+            )
         if tuple(x.shape[1:]) != row.shape:
             raise UserError(
                 f"{raw.where} holds samples of shape {_by(x.shape[1:])}, but those of {name} are {_by(row.shape)}; "
@@ -138,7 +142,11 @@ def _dataset(name: str, raw: Raw, row: Known | None = None) -> Dataset:
         if all(label.isdigit() for label in names):
             names = row.class_names
         if len(x) != row.samples:
-            note = f"partial: {len(x)} of {row.samples} samples" if len(x) < row.samples else f"{len(x)} samples"
+            note = (
+                f"partial: {len(x)} of {row.samples} samples"
+                if len(x) < row.samples
+                else f"{len(x)} samples"
+            )
     names = tuple(printable(label, 100) for label in names)
     return Dataset(name, x, torch.from_numpy(raw.y), classes, names, vocabulary, note)
 

@@ -20,7 +20,9 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 Partitioner = Callable[..., list[Indices]]
 
 LEAST = 40  # a client's samples, where the dataset has that many: a batch of 10 in its quarter for testing
-_TRIES = 10_000  # seconds; the paper's settings take a handful, 20 clients on the 1797 digits hundreds
+_TRIES = (
+    10_000  # seconds; the paper's settings take a handful, 20 clients on the 1797 digits hundreds
+)
 _WORK = 20_000_000  # shares drawn in all tries together: a minute. It decides where classes × clients are many
 
 
@@ -31,7 +33,9 @@ def dirichlet(labels: Labels, *, clients: int, beta: float, seed: int = 1) -> li
     """
     values = _check(labels, clients, seed)
     if not 0 < beta < math.inf:
-        raise UserError(f"The β of a Dirichlet partition must be a number greater than 0, not {beta}.")
+        raise UserError(
+            f"The β of a Dirichlet partition must be a number greater than 0, not {beta}."
+        )
     rng = np.random.RandomState(seed)
     even = len(values) / clients
     least = min(LEAST, even / 2)
@@ -66,7 +70,9 @@ def _dirichlet_draw(
     return pieces
 
 
-def pathological(labels: Labels, *, clients: int, classes_per_client: int, seed: int = 1) -> list[Indices]:
+def pathological(
+    labels: Labels, *, clients: int, classes_per_client: int, seed: int = 1
+) -> list[Indices]:
     """Every client gets (up to) c classes; a class goes to the first clients that have room, in uneven shares.
 
     Where c·clients is no multiple of the classes, the last classes and clients get fewer, but never nothing.
@@ -130,7 +136,9 @@ def partitioner(spec: str) -> Partitioner:
             return partial(pathological, classes_per_client=int(value))
     except ValueError:
         example = "dir:0.1" if kind == "dir" else "pathological:2"
-        raise UserError(f"The partition {spec} lacks its number; write it as in {example}.") from None
+        raise UserError(
+            f"The partition {spec} lacks its number; write it as in {example}."
+        ) from None
     if spec == "iid":
         return iid
     rest = suggest(spec, ("dir:0.1", "pathological:2", "iid", "a .json file"))
@@ -149,6 +157,8 @@ def _check(labels: Labels, clients: int, seed: int) -> np.ndarray[Any, Any]:
             f"The labels to partition must be a list of at least one, not an array of shape {values.shape}."
         )
     if not 1 <= clients <= len(values):
-        raise UserError(f"{len(values)} samples can be divided among 1 to {len(values)} clients, not {clients}.")
+        raise UserError(
+            f"{len(values)} samples can be divided among 1 to {len(values)} clients, not {clients}."
+        )
     check_seed(seed)
     return values

@@ -22,22 +22,39 @@ _ROWS = 64  # at a time
 _OBJECT = 100  # bytes that a value takes in Python, at the least
 
 
-def hub(identifier: str, parts: Sequence[str] = _PARTS, advice: str = "check the id and the connection") -> Raw:
+def hub(
+    identifier: str, parts: Sequence[str] = _PARTS, advice: str = "check the id and the connection"
+) -> Raw:
     """A dataset of the hub, its parts merged in the order given. The library caches what it has downloaded."""
-    datasets = need("datasets", "datasets", "hub", f"Loading {identifier} from the Hugging Face hub")
+    datasets = need(
+        "datasets", "datasets", "hub", f"Loading {identifier} from the Hugging Face hub"
+    )
     where = f"{identifier} on the Hugging Face hub"
     # The library takes other names for folders here, or for file formats that it should read, pickles among them.
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", identifier, re.ASCII) or Path(identifier).exists():
-        raise UserError(f"A dataset of the hub is written as owner/name, and is no folder here, unlike {identifier}.")
+    if (
+        not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", identifier, re.ASCII)
+        or Path(identifier).exists()
+    ):
+        raise UserError(
+            f"A dataset of the hub is written as owner/name, and is no folder here, unlike {identifier}."
+        )
     try:
         splits = datasets.load_dataset(identifier)
         tables = []
         for part in [part for part in parts if part in splits] or list(splits):
             table = splits[part].with_format("arrow")[:]
-            tables.append(table.replace_schema_metadata(splits[part].features.arrow_schema.metadata))
-    except Exception as error:  # the connection, the id, the hub's or the library's own errors: all mean "no data"
+            tables.append(
+                table.replace_schema_metadata(splits[part].features.arrow_schema.metadata)
+            )
+    except (
+        Exception
+    ) as error:  # the connection, the id, the hub's or the library's own errors: all mean "no data"
         raise UserError(f"{where} could not be loaded ({first_line(error)}); {advice}.") from None
-    return _merge(tables, where, (Path(datasets.config.HF_CACHE_HOME), Path(datasets.config.HF_DATASETS_CACHE)))
+    return _merge(
+        tables,
+        where,
+        (Path(datasets.config.HF_CACHE_HOME), Path(datasets.config.HF_DATASETS_CACHE)),
+    )
 
 
 def parquet(folder: Path, parts: Sequence[str] = _PARTS) -> Raw | None:
@@ -46,7 +63,11 @@ def parquet(folder: Path, parts: Sequence[str] = _PARTS) -> Raw | None:
     if not files:
         return None
     need("pyarrow", "pyarrow", "hub", f"Reading {files[0]}")
-    return _merge([_table(file) for file in files], str(folder), stored=sum(file.stat().st_size for file in files))
+    return _merge(
+        [_table(file) for file in files],
+        str(folder),
+        stored=sum(file.stat().st_size for file in files),
+    )
 
 
 def _table(path: Path) -> Any:
@@ -61,14 +82,18 @@ def _table(path: Path) -> Any:
             check_room(file.metadata.num_rows * _OBJECT, str(path))
             columns = [_first(names, schema.names) for names in (_INPUTS, _LABELS)]
             batches = []
-            for batch in file.iter_batches(_ROWS, columns=columns, use_threads=False) if all(columns) else ():
+            for batch in (
+                file.iter_batches(_ROWS, columns=columns, use_threads=False) if all(columns) else ()
+            ):
                 check_room(batch.nbytes, str(path))
                 batches.append(batch)
             table = Table.from_batches(batches) if batches else schema.empty_table()
             return table.replace_schema_metadata(schema.metadata)
     except UserError:
         raise
-    except Exception as error:  # pyarrow's errors are of several kinds; a damaged file can end in any
+    except (
+        Exception
+    ) as error:  # pyarrow's errors are of several kinds; a damaged file can end in any
         raise UserError(f"{path} is not a readable parquet file ({first_line(error)}).") from None
 
 
@@ -76,7 +101,9 @@ def _first(wanted: Sequence[str], names: Sequence[str]) -> str | None:
     return next((name for name in wanted if name in names), None)
 
 
-def _merge(tables: list[Any], where: str, caches: Sequence[Path] = (), stored: int | None = None) -> Raw:
+def _merge(
+    tables: list[Any], where: str, caches: Sequence[Path] = (), stored: int | None = None
+) -> Raw:
     """`caches`: the only folders that images may be read from where a table holds their paths. `stored`: bytes of the
     files, where there are some."""
     columns = tables[0].column_names
@@ -90,7 +117,9 @@ def _merge(tables: list[Any], where: str, caches: Sequence[Path] = (), stored: i
     except UserError:
         raise
     except Exception as error:  # a column that is there twice, text that is not UTF-8, times beyond the calendar, …
-        raise UserError(f"{where}: its columns {x} and {y} cannot be read ({first_line(error)}).") from None
+        raise UserError(
+            f"{where}: its columns {x} and {y} cannot be read ({first_line(error)})."
+        ) from None
     if not inputs:
         raise UserError(f"{where} is empty; it needs samples of at least two classes.")
     numbers, names = _numbers(labels, _class_names(tables[0], y), f"{where}, column {y}")
@@ -109,10 +138,14 @@ def _values(tables: list[Any], name: str, where: str, stored: int | None) -> lis
     for piece in (piece for table in tables for piece in table.column(name).chunks):
         for first in range(0, len(piece), _ROWS):
             new = piece.slice(first, _ROWS).to_pylist()
-            held += sum(len(content) for value in new if isinstance(content := _content(value), str | bytes))
+            held += sum(
+                len(content) for value in new if isinstance(content := _content(value), str | bytes)
+            )
             check_room(held, where)
             if stored is not None:
-                check_expansion(held, stored, where, "if that is right, save it as a .csv or .npz file")
+                check_expansion(
+                    held, stored, where, "if that is right, save it as a .csv or .npz file"
+                )
             values += new
     return values
 
@@ -127,7 +160,9 @@ def _numbers(
     if all(isinstance(label, str) for label in labels):
         return encode(labels)
     if not all(isinstance(label, int) and abs(label) < 2**63 for label in labels):
-        raise UserError(f"{where}: every label must be a whole number or a name, and some are neither or missing.")
+        raise UserError(
+            f"{where}: every label must be a whole number or a name, and some are neither or missing."
+        )
     return np.array(labels, dtype=np.int64), names
 
 
@@ -138,7 +173,11 @@ def _class_names(table: Any, column: str) -> tuple[str, ...]:
         names = metadata["info"]["features"][column]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):
         return ()
-    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
+    return (
+        tuple(names)
+        if isinstance(names, list) and all(isinstance(name, str) for name in names)
+        else ()
+    )
 
 
 def _image(value: Any, where: str, caches: Sequence[Path]) -> tuple[str, Any]:
@@ -148,7 +187,9 @@ def _image(value: Any, where: str, caches: Sequence[Path]) -> tuple[str, Any]:
             # The library leaves the bytes of an image folder in its cache and gives the path instead.
             path = Path(value["path"]).resolve()
             if not any(path.is_relative_to(cache.resolve()) for cache in caches):
-                raise UserError(f"{where} is a path, {path}, and not an image; no table decides which files are read.")
+                raise UserError(
+                    f"{where} is a path, {path}, and not an image; no table decides which files are read."
+                )
             content = read(path, LARGEST)
         return BytesIO(content)
 

@@ -18,7 +18,18 @@ from fedala.inputs import check_room, opened
 
 # torchtext's `basic_english`, which the paper's vocabulary was made with: punctuation stands alone, or is dropped.
 _BASIC_ENGLISH = str.maketrans(
-    {"'": " '  ", '"': "", ".": " . ", ",": " , ", "(": " ( ", ")": " ) ", "!": " ! ", "?": " ? ", ";": " ", ":": " "}
+    {
+        "'": " '  ",
+        '"': "",
+        ".": " . ",
+        ",": " , ",
+        "(": " ( ",
+        ")": " ) ",
+        "!": " ! ",
+        "?": " ? ",
+        ";": " ",
+        ":": " ",
+    }
 )
 
 
@@ -30,7 +41,10 @@ def tokens(text: str) -> list[str]:
 def vocabulary(texts: list[list[str]]) -> dict[str, int]:
     """Token → index from 1 (0 is unknown and padding), the most frequent first, then by the alphabet."""
     count = Counter(chain.from_iterable(texts))
-    return {token: i for i, token in enumerate(sorted(count, key=lambda token: (-count[token], token)), start=1)}
+    return {
+        token: i
+        for i, token in enumerate(sorted(count, key=lambda token: (-count[token], token)), start=1)
+    }
 
 
 def token_ids(texts: list[str]) -> tuple[torch.Tensor, int]:
@@ -60,7 +74,9 @@ def labelled_csv(path: Path) -> Raw:
     labels, texts = [], []
     for line, row in rows:
         if len(row) <= max(label, text):
-            raise UserError(f"{path}, line {line}: {len(row)} columns, where the first line names {len(columns)}.")
+            raise UserError(
+                f"{path}, line {line}: {len(row)} columns, where the first line names {len(columns)}."
+            )
         if not row[label].strip():
             raise UserError(f"{path}, line {line}: the label is empty; every text needs one.")
         labels.append(row[label].strip())
@@ -74,7 +90,9 @@ def ag_news_csv(paths: list[Path]) -> Raw:
     for path in paths:
         for line, row in _rows(path):
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
-                raise UserError(f"{path}, line {line}: a line of AG News is a class from 1 to 4, a title and a text.")
+                raise UserError(
+                    f"{path}, line {line}: a line of AG News is a class from 1 to 4, a title and a text."
+                )
             labels.append(int(row[0]) - 1)
             texts.append(f"{row[1]} {row[2]}")
     return Raw(str(paths[0].parent), texts, np.array(labels, dtype=np.int64))
@@ -88,4 +106,6 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             reader = csv.reader(file, strict=True)
             yield from ((reader.line_num, row) for row in reader if row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is not a readable .csv file in UTF-8 ({first_line(error)}).") from None
+        raise UserError(
+            f"{path} is not a readable .csv file in UTF-8 ({first_line(error)})."
+        ) from None

@@ -70,7 +70,10 @@ class Client:
         """Who this is, and how many samples it has: the only thing that the server hears of them."""
         task = self.experiment.task
         sizes = {part: task.size(self.number, part) if task.parts[part] else 0 for part in PARTS}
-        return Message(RecordDict({"metrics": MetricRecord({"client": self.number, **sizes})}), reply_to=message)
+        return Message(
+            RecordDict({"metrics": MetricRecord({"client": self.number, **sizes})}),
+            reply_to=message,
+        )
 
     def take_part(self, message: Message) -> Message:
         """A round, from the state that the last participation that the server has counted (`since`) left."""
@@ -78,9 +81,14 @@ class Client:
         method, task = self.experiment.method, self.experiment.task
         received = to_params(_arrays(message), task.device)
         state, lost = self._state(int(words["since"]), received)
-        done = take_part(method, self._cohort(asked, received), [(0, self.number)], state, asked, _parts(words))
+        done = take_part(
+            method, self._cohort(asked, received), [(0, self.number)], state, asked, _parts(words)
+        )
         if done.finite is not None and not done.finite:
-            log.error("This client's training diverged in round %d: nothing of it is kept or sent.", asked.round)
+            log.error(
+                "This client's training diverged in round %d: nothing of it is kept or sent.",
+                asked.round,
+            )
             done.upload = {}
         elif asked.train:
             # On the disk before the server hears of it; if it never does, the state before this round is there as well.
@@ -116,7 +124,9 @@ class Client:
         # Layers that draw random numbers themselves (dropout) draw what they would draw in a simulation of single lanes.
         torch.manual_seed(torch_seed(config.seed, "torch", client=self.number, round=asked.round))
         rounds = int(config.rounds or 1)
-        return Cohort(self.experiment.task, [self.number], [config.seed], asked.round, rounds, received, [0])
+        return Cohort(
+            self.experiment.task, [self.number], [config.seed], asked.round, rounds, received, [0]
+        )
 
     def _reply(self, message: Message, done: Done, lost: bool = False) -> Message:
         reply = Reply(
@@ -127,7 +137,9 @@ class Client:
             has_lost_state=lost,
             scores=[float(figure) for score in done.scores for figure in score[0]],
             left=[float(figure) for score in done.left for figure in score[0]],
-            notes={n: float(v[0]) for n, v in done.notes.items() if n in self.experiment.method.notes},
+            notes={
+                n: float(v[0]) for n, v in done.notes.items() if n in self.experiment.method.notes
+            },
         )
         return Message(reply.pack(), reply_to=message)
 
@@ -135,8 +147,12 @@ class Client:
 def _asked(message: Message) -> tuple[Asked, dict[str, Any]]:
     [record] = message.content.config_records.values()
     words: dict[str, Any] = dict(record)
-    trains = message.metadata.message_type == MessageType.TRAIN  # whatever the words say, nothing else does
-    return Asked(int(words["round"]), trains, bool(words["evaluates"]), bool(words["looks-back"])), words
+    trains = (
+        message.metadata.message_type == MessageType.TRAIN
+    )  # whatever the words say, nothing else does
+    return Asked(
+        int(words["round"]), trains, bool(words["evaluates"]), bool(words["looks-back"])
+    ), words
 
 
 def _parts(words: dict[str, Any]) -> list[str]:

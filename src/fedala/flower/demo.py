@@ -36,7 +36,9 @@ def demo(
             federation.node(client, **data_at_nodes(config))
             say(f"SuperNode of client {client}: registered, started")
         run = federation.run(app)
-        say(f"Run {run} is submitted; Flower starts a process for every message, which takes seconds")
+        say(
+            f"Run {run} is submitted; Flower starts a process for every message, which takes seconds"
+        )
         follow(federation, run, RunFolder(folder), row)
         summary: dict[str, Any] = json.loads(RunFolder(folder).verified("summary.json"))
         return summary
@@ -67,7 +69,11 @@ def follow(
             looked = now
             status = federation.status(run)
             if status.startswith("finished") and not (folder.path / "summary.json").exists():
-                raise RunError(f"The run has ended as {status}. Its last words:\n{federation.run_log(run)[-2000:]}")
+                raise RunError(
+                    f"The run has ended as {status}. Its last words:\n{federation.run_log(run)[-2000:]}"
+                )
         if now - began > seconds:
-            raise RunError(f"The run has not ended after {seconds:g} s:\n{federation.run_log(run)[-2000:]}")
+            raise RunError(
+                f"The run has not ended after {seconds:g} s:\n{federation.run_log(run)[-2000:]}"
+            )
         time.sleep(0.3)

@@ -25,19 +25,32 @@ from fedala.running import Plan, plan, workplace
 class Deployment:
     """How a federation behaves, besides what it computes. A field is a key of the app's run config."""
 
-    experiment: str = option("fedala", "name of the experiment: what server and clients keep is kept under it")
-    out: str = option("runs", "the server's folder of run folders; a run that stands there unfinished is gone on with")
+    experiment: str = option(
+        "fedala", "name of the experiment: what server and clients keep is kept under it"
+    )
+    out: str = option(
+        "runs",
+        "the server's folder of run folders; a run that stands there unfinished is gone on with",
+    )
     min_nodes: int = option(2, "nodes that must be there before a round begins", least=1)
-    min_updates: int = option(1, "good updates that a round needs; with fewer, the global model stays", least=1)
+    min_updates: int = option(
+        1, "good updates that a round needs; with fewer, the global model stays", least=1
+    )
     start_timeout: float = option(600.0, "seconds to wait for nodes", above=0)
     round_timeout: float = option(3600.0, "seconds to wait for the updates of a round", above=0)
     max_norm: float = option(
-        0.0, "an update that is further than this from what was sent is dropped; 0: no bound", least=0
+        0.0,
+        "an update that is further than this from what was sent is dropped; 0: no bound",
+        least=0,
     )
     max_samples: int = option(
-        10_000_000, "a node that says it has more samples than this is refused: samples are its weight", least=1
+        10_000_000,
+        "a node that says it has more samples than this is refused: samples are its weight",
+        least=1,
     )
-    rebind: bool = option(False, "let a client that is not there come back as another node: with another key")
+    rebind: bool = option(
+        False, "let a client that is not there come back as another node: with another key"
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,9 @@ def read(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
         elif key in known:
             values[key] = value
         else:
-            raise UserError(f"The run config has an unknown option {key}{suggest(key, [*known, *own])}.")
+            raise UserError(
+                f"The run config has an unknown option {key}{suggest(key, [*known, *own])}."
+            )
     config = Config.of({"method": "fedala", "checkpoint_every": 1, **values})
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
@@ -93,11 +108,16 @@ class Experiment:
     """Whether some samples are held out to pick a round by."""
 
     @classmethod
-    def of(cls, config: Config, own: Own | None = None, samples: Federation | None = None) -> "Experiment":
+    def of(
+        cls, config: Config, own: Own | None = None, samples: Federation | None = None
+    ) -> "Experiment":
         planned = plan(config, samples, own.model if own else None)
         # Samples that are handed over are divided already; what is noted is how, so that it can be asked for again.
         planned = replace(
-            planned, config=replace(planned.config, partition=config.partition, validation=config.validation)
+            planned,
+            config=replace(
+                planned.config, partition=config.partition, validation=config.validation
+            ),
         )
         task, start = workplace(planned)
         return cls(planned, planned.methods[0], task, start)
@@ -108,7 +128,9 @@ def at_client(context: Context, own: Own | None) -> tuple[Experiment, int]:
     config, _ = read(context.run_config)
     number = context.node_config.get("partition-id")
     if not isinstance(number, int) or number < 0:
-        raise UserError("This node does not say which client it is: start it with --node-config 'partition-id=0'.")
+        raise UserError(
+            "This node does not say which client it is: start it with --node-config 'partition-id=0'."
+        )
     if own:
         alone = federate(own.data(context), "iid", 1, config.partition_seed, config.validation)
         nobody = (np.arange(0),) * number  # the others' samples are elsewhere
@@ -116,7 +138,9 @@ def at_client(context: Context, own: Own | None) -> tuple[Experiment, int]:
         return Experiment.of(config, own, Federation(alone.dataset, *parts)), number
     samples = read_own(config, context.node_config)
     if number >= (clients := len(samples.train)):
-        raise UserError(f"This node says that it is client {number}, and the clients are 0 to {clients - 1}.")
+        raise UserError(
+            f"This node says that it is client {number}, and the clients are 0 to {clients - 1}."
+        )
     return Experiment.of(replace(config, data_dir=None), samples=samples), number
 
 
@@ -127,7 +151,11 @@ def read_own(config: Config, node_config: Mapping[str, Any]) -> Federation:
     part of scikit-learn, and a known dataset if the node says where a copy of it is.
     """
     if _is_simulated():
-        node_config = {"dataset": config.dataset, "data-dir": config.data_dir, "partition": config.partition}
+        node_config = {
+            "dataset": config.dataset,
+            "data-dir": config.data_dir,
+            "partition": config.partition,
+        }
     name = str(node_config.get("dataset") or config.dataset)
     folder = node_config.get("data-dir")
     is_known = any(row.name == name for row in known())
@@ -162,7 +190,9 @@ def data_at_nodes(config: Config) -> dict[str, Any]:
 
 def with_absolute_paths(config: Config) -> Config:
     """The same config for processes that work in other folders."""
-    is_path = not config.dataset.startswith("hub:") and all(row.name != config.dataset for row in known())
+    is_path = not config.dataset.startswith("hub:") and all(
+        row.name != config.dataset for row in known()
+    )
     return replace(
         config,
         dataset=_absolute(config.dataset) if is_path else config.dataset,
@@ -193,12 +223,20 @@ def at_server(config: Config, own: Own | None) -> Experiment:
     validates = config.validation > 0
     if own:
         if config.clients is None:
-            raise UserError("The run config must say how many clients there are, as in clients = 10.")
-        samples, clients = Dataset("own", torch.zeros(2, *own.shape), torch.tensor([0, 1]), own.classes), config.clients
+            raise UserError(
+                "The run config must say how many clients there are, as in clients = 10."
+            )
+        samples, clients = (
+            Dataset("own", torch.zeros(2, *own.shape), torch.tensor([0, 1]), own.classes),
+            config.clients,
+        )
     else:
         samples = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
         divided = federate(samples, config.partition, config.clients, config.partition_seed)
         clients = len(divided.train)
         validates |= any(len(rows) for rows in divided.validation)
     nothing = (np.arange(0),) * clients
-    return replace(Experiment.of(config, own, Federation(samples, nothing, nothing, nothing)), validates=validates)
+    return replace(
+        Experiment.of(config, own, Federation(samples, nothing, nothing, nothing)),
+        validates=validates,
+    )

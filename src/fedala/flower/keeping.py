@@ -40,7 +40,10 @@ class Kept:
 
     def rounds(self) -> list[int]:
         """The rounds whose states are there, in order."""
-        names = (re.fullmatch(r"round-(\d{6,})\.safetensors", path.name, re.ASCII) for path in self.folder.iterdir())
+        names = (
+            re.fullmatch(r"round-(\d{6,})\.safetensors", path.name, re.ASCII)
+            for path in self.folder.iterdir()
+        )
         return sorted(int(name[1]) for name in names if name)
 
     def load(self, round: int) -> State | None:
@@ -48,13 +51,17 @@ class Kept:
         path = self.path(round)
         try:
             if path.is_symlink():
-                raise files.Damaged(f"{path} is a link, which this program never makes and does not follow.")
+                raise files.Damaged(
+                    f"{path} is a link, which this program never makes and does not follow."
+                )
             state, about = files.load(path)
             other = {**about, **self.about, "round": round}
             if about != other:
                 raise files.Damaged(f"{path} belongs to {about}, not to {other}.")
         except files.Damaged as error:
-            log.error("%s This client has LOST its state of round %d and starts over.", error, round)
+            log.error(
+                "%s This client has LOST its state of round %d and starts over.", error, round
+            )
             if os.path.lexists(path):
                 aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
                 path.rename(aside)
@@ -112,7 +119,9 @@ def make_private(folder: Path, *, keeps_others: bool = False) -> None:
 def check_name(experiment: str) -> None:
     """An experiment's name comes from the server, and becomes a path."""
     if not re.fullmatch(r"\w[\w.-]{0,99}", experiment, re.ASCII):
-        raise UserError(f"An experiment's name must be letters, digits, dots and dashes, not {experiment!r}.")
+        raise UserError(
+            f"An experiment's name must be letters, digits, dots and dashes, not {experiment!r}."
+        )
 
 
 def directory(node_config: Mapping[str, Any]) -> Path:

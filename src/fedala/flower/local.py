@@ -16,7 +16,12 @@ from typing import Any, Self
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 
 from fedala.config import toml
 from fedala.errors import RunError
@@ -38,11 +43,15 @@ class LocalFederation(Processes):
     private key is left.
     """
 
-    def __init__(self, folder: Path | None = None, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path | None = None, *, environment: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(folder)
         self.environment = {**os.environ, **OFFLINE, **(environment or {})}
         # Flower starts programs of its own by their names.
-        self.environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        self.environment["PATH"] = os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        )
         self.port = free_port()
 
     def __enter__(self) -> Self:
@@ -63,7 +72,10 @@ class LocalFederation(Processes):
         for name in ("flwr", "keys", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         make_certificates(self.folder / "keys")
-        connection = {"address": f"127.0.0.1:{self.port}", "root-certificates": str(self.folder / "keys" / "ca.crt")}
+        connection = {
+            "address": f"127.0.0.1:{self.port}",
+            "root-certificates": str(self.folder / "keys" / "ca.crt"),
+        }
         lines = ["[superlink]", 'default = "here"', "", "[superlink.here]"]
         lines += [f"{key} = {toml(value)}" for key, value in connection.items()]
         (self.folder / "flwr" / "config.toml").write_text("\n".join(lines) + "\n")
@@ -82,7 +94,9 @@ class LocalFederation(Processes):
             with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
                 return
             if process.poll() is not None or time.monotonic() > end:
-                raise RunError(f"The SuperLink does not start: see {self.folder / 'logs' / 'superlink.log'}.")
+                raise RunError(
+                    f"The SuperLink does not start: see {self.folder / 'logs' / 'superlink.log'}."
+                )
             time.sleep(0.1)
 
     def register(self, name: str) -> Path:
@@ -91,11 +105,17 @@ class LocalFederation(Processes):
         self.flwr("supernode", "register", f"{key}.pub", "here")
         return key
 
-    def node(self, client: int, *, key: Path | None = None, ca: Path | None = None, **config: Any) -> None:
+    def node(
+        self, client: int, *, key: Path | None = None, ca: Path | None = None, **config: Any
+    ) -> None:
         """Starts the SuperNode of a client, anew or again."""
         known = self.folder / "keys" / f"node-{client}"
         key = key or (known if known.exists() else self.register(f"node-{client}"))
-        config = {"partition-id": client, "state-dir": str(self.folder / f"node-{client}"), **config}
+        config = {
+            "partition-id": client,
+            "state-dir": str(self.folder / f"node-{client}"),
+            **config,
+        }
         self._start(
             f"node-{client}", "flower-supernode", "--superlink", f"127.0.0.1:{self.port}",
             "--root-certificates", str(ca or self.folder / "keys" / "ca.crt"),
@@ -111,13 +131,17 @@ class LocalFederation(Processes):
         except ValueError:
             answer = {"success": False, "error-message": (done.stdout + done.stderr).strip()}
         if done.returncode or not answer.get("success"):
-            raise RunError(f"flwr {' '.join(arguments[:2])} failed: {answer.get('error-message', answer)}")
+            raise RunError(
+                f"flwr {' '.join(arguments[:2])} failed: {answer.get('error-message', answer)}"
+            )
         return answer
 
     def run(self, app: Path, **run_config: Any) -> str:
         """Submits an app; returns the run's id."""
         overrides = [f"{key}={toml(value)}" for key, value in run_config.items()]
-        answer = self.flwr("run", str(app), "here", *(["--run-config", " ".join(overrides)] if overrides else []))
+        answer = self.flwr(
+            "run", str(app), "here", *(["--run-config", " ".join(overrides)] if overrides else [])
+        )
         return str(answer["run-id"])
 
     def status(self, run: str) -> str:
@@ -164,7 +188,9 @@ def make_key(path: Path) -> Path:
     """A node's key pair, as `ssh-keygen -t ecdsa -b 384` makes it: `path` and `path.pub`."""
     key = ec.generate_private_key(ec.SECP384R1())
     _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    Path(f"{path}.pub").write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    Path(f"{path}.pub").write_bytes(
+        key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
+    )
     return path
 
 
@@ -175,18 +201,34 @@ def make_certificates(folder: Path) -> None:
     now = datetime.now(UTC)
 
     def certificate(subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(name).public_key(key.public_key())
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(name)
+            .public_key(key.public_key())
+        )
         builder = builder.serial_number(x509.random_serial_number())
-        return builder.not_valid_before(now - timedelta(minutes=5)).not_valid_after(now + timedelta(days=7))
+        return builder.not_valid_before(now - timedelta(minutes=5)).not_valid_after(
+            now + timedelta(days=7)
+        )
 
-    ca = certificate(name, authority).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    ca = certificate(name, authority).add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    )
     names = [x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1"))]
-    own = certificate(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")]), server)
+    own = certificate(
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")]), server
+    )
     own = own.add_extension(x509.SubjectAlternativeName(names), critical=False)
     own = own.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     (folder / "ca.crt").write_bytes(ca.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM))
-    (folder / "server.crt").write_bytes(own.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM))
-    _write(folder / "server.key", server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (folder / "server.crt").write_bytes(
+        own.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM)
+    )
+    _write(
+        folder / "server.key",
+        server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
 
 
 def _write(path: Path, secret: bytes) -> None:

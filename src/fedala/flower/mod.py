@@ -37,7 +37,11 @@ class ALAMod:
             return call_next(message, context)
         content = message.content
         key, received = _only_arrays(content)
-        kept = Kept(directory(context.node_config), self.experiment or f"run-{context.run_id}", name_of(context))
+        kept = Kept(
+            directory(context.node_config),
+            self.experiment or f"run-{context.run_id}",
+            name_of(context),
+        )
         ala = ALA(**self.settings)
         local, initialized, fault = self._initialize(ala, context, received, kept)
         try:
@@ -65,7 +69,10 @@ class ALAMod:
             else:
                 fault = f"{bad} of the model that training returned is not finite"
         if fault:
-            log.warning("ALA: %s; the client keeps the state that it had before this round.", printable(fault, 300))
+            log.warning(
+                "ALA: %s; the client keeps the state that it had before this round.",
+                printable(fault, 300),
+            )
         return fault
 
     def _initialize(
@@ -87,17 +94,24 @@ class ALAMod:
                 try:
                     ala.load_state_dict(state["ala"])
                 except UserError as error:
-                    log.error("%s This client has LOST its weights W and learns them from the start.", error)
+                    log.error(
+                        "%s This client has LOST its weights W and learns them from the start.",
+                        error,
+                    )
                     ala.round = rounds[-1]
             else:
                 ala.round = rounds[-1]
         local = copy.deepcopy(ours) if ours is theirs else ours
         report = ala.initialize(local, theirs, data, loss)
-        log.info("ALA: %d epochs of weight learning, mean of W %.3f", report.epochs, report.weight_mean)
+        log.info(
+            "ALA: %d epochs of weight learning, mean of W %.3f", report.epochs, report.weight_mean
+        )
         if report.fault:
             log.warning("ALA: %s.", report.fault)
         parameters = dict(local.named_parameters())
-        governed = {parameters[name] for name in ala.governs(local)}  # by identity: tied weights have several names
+        governed = {
+            parameters[name] for name in ala.governs(local)
+        }  # by identity: tied weights have several names
         blended, names = local.state_dict(keep_vars=True), _names(model, received)
         arrays = {}
         for key, array in received.items():
@@ -133,7 +147,9 @@ def mods(*mods: Mod) -> list[Mod]:
     """
     own = [mod for mod in mods if isinstance(mod, ALAMod)]
     if len(own) > 1:
-        raise UserError("A client app takes one ALA mod: the second would blend what the first has blended.")
+        raise UserError(
+            "A client app takes one ALA mod: the second would blend what the first has blended."
+        )
     return [*(mod for mod in mods if mod not in own), *own]
 
 
@@ -175,14 +191,20 @@ def _add_metric(reply: Message, fault: str | None) -> None:
     Every reply says it, because Flower skips a round whose replies have different metrics.
     """
     content = reply.content
-    legacy = {key: record for key, record in content.config_records.items() if key == "fitres.metrics"}
+    legacy = {
+        key: record for key, record in content.config_records.items() if key == "fitres.metrics"
+    }
     metrics: dict[str, Any] = legacy or dict(content.metric_records)
     if len(metrics) == 1:
         [(key, record)] = metrics.items()
-        reply.content = RecordDict({**content, key: type(record)({**record, "ala-fault": int(fault is not None)})})
+        reply.content = RecordDict(
+            {**content, key: type(record)({**record, "ala-fault": int(fault is not None)})}
+        )
 
 
-def _into(model: nn.Module, arrays: Mapping[str, Tensor], source: str = "what the server sent") -> nn.Module:
+def _into(
+    model: nn.Module, arrays: Mapping[str, Tensor], source: str = "what the server sent"
+) -> nn.Module:
     """A copy of the model with these arrays in it. What averaging has made of a counter becomes a whole number again."""
     filled = copy.deepcopy(model)
     state = filled.state_dict()
@@ -199,5 +221,7 @@ def _into(model: nn.Module, arrays: Mapping[str, Tensor], source: str = "what th
 
 def _array(value: Tensor, like: Array) -> Array:
     """A parameter as an array of the type that came: what averaging or a half-precision app has made of it stays so."""
-    dtype = torch.from_numpy(like.numpy()).dtype  # the legacy API's arrays have no dtype of their own
+    dtype = torch.from_numpy(
+        like.numpy()
+    ).dtype  # the legacy API's arrays have no dtype of their own
     return Array(value.detach().cpu().to(dtype).numpy())

@@ -64,7 +64,9 @@ def write(folder: Path, config: Config, deployment: Deployment) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         options = [*_options(config, {"set", *LOCAL}), *_options(deployment)]
         hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
-        name = "".join(c if c.isascii() and c.isalnum() else "-" for c in folder.resolve().name.lower()).strip("-")
+        name = "".join(
+            c if c.isascii() and c.isalnum() else "-" for c in folder.resolve().name.lower()
+        ).strip("-")
         text = PROJECT.format(
             name=name or "fedala-app",
             method=config.method,

@@ -43,7 +43,9 @@ class Nodes:
         may come back as another node.
         """
         self.grid, self.clients, self.least = grid, clients, least
-        self.most = {part: max_samples if part != "validation" or validates else 0 for part in PARTS}
+        self.most = {
+            part: max_samples if part != "validation" or validates else 0 for part in PARTS
+        }
         self.rebind = rebind
         #: The node of each client that has introduced itself, and how many samples it said it has.
         self.node: dict[int, int] = {}
@@ -67,7 +69,9 @@ class Nodes:
             if there >= self.least:
                 return
             if time.monotonic() >= end:
-                raise UserError(f"After {seconds:g} s there are {there} clients, and {self.least} are needed to go on.")
+                raise UserError(
+                    f"After {seconds:g} s there are {there} clients, and {self.least} are needed to go on."
+                )
             if there != said:
                 log.info("Waiting for clients: %d of at least %d are there.", there, self.least)
                 said = there
@@ -96,13 +100,17 @@ class Nodes:
         there = set(self.grid.get_node_ids())
         self._refused &= there  # who goes and comes back may have been mended
         strangers = sorted(there - set(self.node.values()) - self._refused)
-        messages = {node: Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in strangers}
+        messages = {
+            node: Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
+            for node in strangers
+        }
         for node, answer in self._collect(messages, seconds):
             try:
                 if isinstance(answer, UserError):
                     raise answer
                 metrics = read_metrics(
-                    read_records(answer.content, {"metrics": MetricRecord})["metrics"], {"client", *PARTS}
+                    read_records(answer.content, {"metrics": MetricRecord})["metrics"],
+                    {"client", *PARTS},
                 )
                 client = whole(metrics, "client", self.clients - 1)
                 sizes = {part: whole(metrics, part, self.most[part]) for part in PARTS}
@@ -110,7 +118,9 @@ class Nodes:
             except Exception as error:  # whatever its answer does, it is this node that is refused
                 self._refuse(node, quote(error))
                 continue
-            log.info("Node %d is client %d, with %d training samples.", node, client, sizes["train"])
+            log.info(
+                "Node %d is client %d, with %d training samples.", node, client, sizes["train"]
+            )
             self.node[client], self.sizes[client] = node, sizes
 
     def _claim(self, client: int, node: int, there: Collection[int]) -> None:
@@ -122,21 +132,29 @@ class Nodes:
         if not self.rebind and owner != node:
             raise UserError(_taken(client, owner))
         if not self.rebind and others:
-            raise UserError(f"it says that it is client {client}, and it is client {min(others)}; {REMEDY}")
+            raise UserError(
+                f"it says that it is client {client}, and it is client {min(others)}; {REMEDY}"
+            )
         self.bound = {c: n for c, n in self.bound.items() if c not in others} | {client: node}
 
     def _refuse(self, node: int, why: str) -> None:
         log.warning("Node %d is not taken in: %s.", node, why)
         self._refused.add(node)
 
-    def exchange(self, kind: str, contents: Mapping[int, RecordDict], round: int, seconds: float) -> dict[int, Message]:
+    def exchange(
+        self, kind: str, contents: Mapping[int, RecordDict], round: int, seconds: float
+    ) -> dict[int, Message]:
         """What the clients that are there answer, by client, within so many seconds. Who does not answer is named."""
         there = self.online()
         for client in sorted(contents.keys() - there.keys()):
             log.warning("Round %d: client %d is not there.", round, client)
         messages = {
             client: Message(
-                content, dst_node_id=there[client], message_type=kind, group_id=str(round), ttl=seconds + 60
+                content,
+                dst_node_id=there[client],
+                message_type=kind,
+                group_id=str(round),
+                ttl=seconds + 60,
             )
             for client, content in contents.items()
             if client in there
@@ -144,12 +162,20 @@ class Nodes:
         answers = {}
         for client, answer in self._collect(messages, seconds):
             if isinstance(answer, UserError):
-                log.warning("Round %d: client %d (node %d) failed: %s.", round, client, there[client], quote(answer))
+                log.warning(
+                    "Round %d: client %d (node %d) failed: %s.",
+                    round,
+                    client,
+                    there[client],
+                    quote(answer),
+                )
             else:
                 answers[client] = answer
         return answers
 
-    def _collect(self, messages: Mapping[int, Message], seconds: float) -> Iterator[tuple[int, Message | UserError]]:
+    def _collect(
+        self, messages: Mapping[int, Message], seconds: float
+    ) -> Iterator[tuple[int, Message | UserError]]:
         """Send messages and yield what comes back, with the key of its message.
 
         That is an answer, or a sentence that says why there is none. Answers are fetched one at a
@@ -159,7 +185,10 @@ class Nodes:
         sent = set(self.grid.push_messages(messages.values())) if messages else set()
         waiting = {message.metadata.message_id: key for key, message in messages.items()}
         for message_id in waiting.keys() - sent:
-            yield waiting.pop(message_id), UserError("the SuperLink did not take the message for it")
+            yield (
+                waiting.pop(message_id),
+                UserError("the SuperLink did not take the message for it"),
+            )
         end = time.monotonic() + seconds
         while waiting:
             began = time.monotonic()
@@ -167,7 +196,9 @@ class Nodes:
                 try:
                     answers = list(self.grid.pull_messages([message_id]))
                     answer = _checked(messages[key], answers) if answers else None
-                except Exception as error:  # also in Flower's decoder: it concerns this answer alone
+                except (
+                    Exception
+                ) as error:  # also in Flower's decoder: it concerns this answer alone
                     answer = UserError(f"its answer cannot be read ({quote(error)})")
                 if answer is not None:
                     del waiting[message_id]
@@ -186,7 +217,9 @@ def _checked(message: Message, answers: list[Message]) -> Message | UserError:
     [answer, *others] = answers
     if answer.has_error():
         # Of a node that is gone, it is the SuperLink that answers.
-        return UserError(f"{quote(answer.error.reason or 'no reason given')} (code {answer.error.code})")
+        return UserError(
+            f"{quote(answer.error.reason or 'no reason given')} (code {answer.error.code})"
+        )
     asked, said = message.metadata, answer.metadata
     if (said.reply_to_message_id, said.src_node_id) != (asked.message_id, asked.dst_node_id):
         return UserError("it answers what it was not asked")

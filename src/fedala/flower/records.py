@@ -47,14 +47,18 @@ def to_record(params: Params) -> ArrayRecord:
 
 
 def to_params(record: ArrayRecord, device: torch.device) -> Params:
-    return {name: value.to(device).unsqueeze(0) for name, value in record.to_torch_state_dict().items()}
+    return {
+        name: value.to(device).unsqueeze(0) for name, value in record.to_torch_state_dict().items()
+    }
 
 
 def decode(record: ArrayRecord, expected: Params) -> Params:
     """Decode an upload as one lane. It must have the names, shapes and types of `expected`."""
     if record.keys() != expected.keys():
         strange = min(record.keys() ^ expected.keys())
-        raise UserError(f"{strange} is {'missing' if strange in expected else 'not a part of the model'}")
+        raise UserError(
+            f"{strange} is {'missing' if strange in expected else 'not a part of the model'}"
+        )
     # A header that makes numpy warn is not one that numpy wrote.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -65,7 +69,9 @@ def _decode(name: str, array: Array, wanted: Tensor) -> Tensor:
     """One array as one lane. Memory is taken for what was expected, whatever the array promises."""
     kind, shape = np.dtype(str(wanted.dtype).removeprefix("torch.")), tuple(wanted.shape[1:])
     if (array.dtype, array.shape) != (str(kind), shape):
-        raise UserError(f"{name} is {array.dtype} {list(array.shape[:9])}, and should be {kind} {list(shape)}")
+        raise UserError(
+            f"{name} is {array.dtype} {list(array.shape[:9])}, and should be {kind} {list(shape)}"
+        )
     if array.stype != NUMPY:
         raise UserError(f"{name} is serialised as {array.stype}, and should be as {NUMPY}")
     size = kind.itemsize * math.prod(shape)
@@ -75,7 +81,9 @@ def _decode(name: str, array: Array, wanted: Tensor) -> Tensor:
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     version = npy.read_magic(file)
     if version not in readers:
-        raise UserError(f"{name} is in version {version} of numpy's format, and should be in version (1, 0)")
+        raise UserError(
+            f"{name} is in version {version} of numpy's format, and should be in version (1, 0)"
+        )
     if readers[version](file) != (shape, False, kind) or len(array.data) - file.tell() != size:
         raise UserError(f"{name} does not hold the {kind} {list(shape)} that it declares")
     bits = np.frombuffer(array.data, np.uint8, size, file.tell()).copy()
@@ -94,12 +102,20 @@ def check(upload: Params, expected: Params, sent: Params, max_norm: float) -> No
             raise UserError(f"{name} is not finite")
         is_counter = not value.is_floating_point() and bool((expected[name] >= 0).all())
         if is_counter and bool(((value < 0) | (value > 2**53)).any()):
-            raise UserError(f"{name} is below 0 or beyond 2**53, which makes no sense for what it counts")
+            raise UserError(
+                f"{name} is below 0 or beyond 2**53, which makes no sense for what it counts"
+            )
     if max_norm:
-        moves = [(v - sent[n]).double().square().sum() for n, v in upload.items() if v.is_floating_point()]
+        moves = [
+            (v - sent[n]).double().square().sum()
+            for n, v in upload.items()
+            if v.is_floating_point()
+        ]
         norm = float(torch.stack(moves).sum().sqrt()) if moves else 0.0
         if norm > max_norm:
-            raise UserError(f"it is {norm:.3g} away from what was sent, and max_norm is {max_norm:g}")
+            raise UserError(
+                f"it is {norm:.3g} away from what was sent, and max_norm is {max_norm:g}"
+            )
 
 
 # --- figures ---------------------------------------------------------------------------------------
@@ -154,7 +170,10 @@ class Reply:
             has_lost_state=bool(whole(metrics, "lost", 1)),
             scores=_numbers(metrics, "scores"),
             left=_numbers(metrics, "left"),
-            notes={name.removeprefix(NOTE): _note(metrics, name, is_finite) for name in metrics.keys() & noted},
+            notes={
+                name.removeprefix(NOTE): _note(metrics, name, is_finite)
+                for name in metrics.keys() & noted
+            },
         )
 
 
@@ -162,14 +181,20 @@ def read_records(content: RecordDict, kinds: Mapping[str, type]) -> dict[str, An
     """The records of a reply, which must be just these."""
     if content.keys() != kinds.keys():
         strange = min(content.keys() ^ kinds.keys())
-        raise UserError(f"its record {strange!r} is {'missing' if strange in kinds else 'not expected'}")
+        raise UserError(
+            f"its record {strange!r} is {'missing' if strange in kinds else 'not expected'}"
+        )
     for name, kind in kinds.items():
         if type(content[name]) is not kind:
-            raise UserError(f"its record {name} is a {type(content[name]).__name__}, and should be a {kind.__name__}")
+            raise UserError(
+                f"its record {name} is a {type(content[name]).__name__}, and should be a {kind.__name__}"
+            )
     return dict(content)
 
 
-def read_metrics(record: MetricRecord, must: Collection[str], may: Collection[str] = ()) -> dict[str, Any]:
+def read_metrics(
+    record: MetricRecord, must: Collection[str], may: Collection[str] = ()
+) -> dict[str, Any]:
     """The metrics of a reply: all that it must have, and none but those and what it may have."""
     if strange := record.keys() - {*must, *may}:
         raise UserError(f"its metric {min(strange)!r} is not known")
@@ -182,13 +207,19 @@ def whole(metrics: Mapping[str, Any], name: str, most: int = 2**53) -> int:
     """A metric that is a whole number from 0 to `most`."""
     value = metrics[name]
     if type(value) is not int or not 0 <= value <= most:
-        raise UserError(f"its {name} is {_shown(value)}, and should be a whole number from 0 to {most}")
+        raise UserError(
+            f"its {name} is {_shown(value)}, and should be a whole number from 0 to {most}"
+        )
     return value
 
 
 def _numbers(metrics: Mapping[str, Any], name: str) -> list[float]:
     values = metrics[name]
-    if type(values) is not list or len(values) > 100 or any(type(value) is not float for value in values):
+    if (
+        type(values) is not list
+        or len(values) > 100
+        or any(type(value) is not float for value in values)
+    ):
         raise UserError(f"its {name} are {_shown(values)}, and should be a short list of numbers")
     return values
 
@@ -205,4 +236,8 @@ def _shown(value: Any) -> str:
     """A value in a sentence: as it is if it is a number, its kind and length if it may be long."""
     if isinstance(value, (bool, int, float)):
         return repr(value)
-    return f"a {type(value).__name__} of length {len(value)}" if hasattr(value, "__len__") else type(value).__name__
+    return (
+        f"a {type(value).__name__} of length {len(value)}"
+        if hasattr(value, "__len__")
+        else type(value).__name__
+    )

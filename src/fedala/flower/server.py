@@ -48,7 +48,9 @@ class Elsewhere(ClientStates):
 class Federated(Simulation):
     """A simulation whose clients are nodes of a federation. Between rounds, `counted` belongs to what it is."""
 
-    def __init__(self, experiment: Experiment, deployment: Deployment, nodes: Nodes, **options: Any) -> None:
+    def __init__(
+        self, experiment: Experiment, deployment: Deployment, nodes: Nodes, **options: Any
+    ) -> None:
         config = experiment.plan.config
         self.nodes, self.deployment = nodes, deployment
         #: The last round of each client whose update was taken in: the client goes on from what that round left.
@@ -86,7 +88,11 @@ class Federated(Simulation):
     def state(self) -> State:
         counted = [[client, round] for client, round in sorted(self.counted.items())]
         # Node ids are 64 bits without a sign, which tensors of this format do not have.
-        bound = np.array(sorted(self.nodes.bound.items()), dtype=np.uint64).reshape(-1, 2).view(np.int64)
+        bound = (
+            np.array(sorted(self.nodes.bound.items()), dtype=np.uint64)
+            .reshape(-1, 2)
+            .view(np.int64)
+        )
         return {
             **super().state(),
             "counted": torch.tensor(counted, dtype=torch.int64).view(-1, 2),
@@ -97,7 +103,9 @@ class Federated(Simulation):
         counted = dict(state["counted"].tolist())
         bound = dict(state["bound"].numpy().view(np.uint64).tolist()) if "bound" in state else {}
         known = range(self.population)
-        if not all(c in known and 0 < r <= round for c, r in counted.items()) or not all(c in known for c in bound):
+        if not all(c in known and 0 < r <= round for c, r in counted.items()) or not all(
+            c in known for c in bound
+        ):
             raise ValueError("another federation's state")
         super().restore(round, state)
         self.counted = counted
@@ -110,7 +118,9 @@ class Federated(Simulation):
         after: Callable[[int], None] = lambda round: None,
     ) -> Iterator[Row]:
         """All rounds. Of their models, the clients' own stay with them."""
-        return super().run(on_model and (lambda model: on_model(model) if model.client is None else None), after)
+        return super().run(
+            on_model and (lambda model: on_model(model) if model.client is None else None), after
+        )
 
     def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
         super()._last_models([list(range(self.population))], on_model)  # the global one alone
@@ -120,15 +130,21 @@ class Federated(Simulation):
         self._round = asked.round
         self.nodes.wait(self.deployment.start_timeout)
         self._take_in()
-        return self._ask(MessageType.TRAIN if asked.train else MessageType.EVALUATE, asked, sent[0], joined[0])
+        return self._ask(
+            MessageType.TRAIN if asked.train else MessageType.EVALUATE, asked, sent[0], joined[0]
+        )
 
-    def _score_sent(self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray) -> None:
+    def _score_sent(
+        self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray
+    ) -> None:
         asked = Asked(round, train=False, evaluates=True)
         for done in self._ask("evaluate.received", asked, sent[0] if round else {}, whom[0]):
             self._note(done.lanes, done.scores, table)
 
     def _ask(self, kind: str, asked: Asked, sent: Params, clients: Sequence[int]) -> Iterator[Done]:
-        shared = None if _width(sent) > 1 else to_record(sent)  # one and the same for everybody is packed once
+        shared = (
+            None if _width(sent) > 1 else to_record(sent)
+        )  # one and the same for everybody is packed once
         models = {client: _lane(sent, place) for place, client in enumerate(clients)}
         contents = {}
         for client, model in models.items():
@@ -154,7 +170,9 @@ class Federated(Simulation):
                 )  # fmt: skip
                 continue
             if reply.has_lost_state:
-                log.warning("Round %d: client %d had LOST its state and started over.", asked.round, client)
+                log.warning(
+                    "Round %d: client %d had LOST its state and started over.", asked.round, client
+                )
             if reply.is_finite and not all(map(math.isfinite, reply.scores + reply.left)):
                 log.warning(
                     "Round %d: the loss of client %d (node %d) on its test samples is not finite; its update counts.",
@@ -169,14 +187,19 @@ class Federated(Simulation):
         sizes = self.nodes.sizes[client]
         done = Done(
             [(0, client)],
-            {name: torch.tensor([value], dtype=torch.float64) for name, value in reply.notes.items()},
+            {
+                name: torch.tensor([value], dtype=torch.float64)
+                for name, value in reply.notes.items()
+            },
             upload=take(self.expected, slice(0)),
             finite=torch.tensor([reply.is_finite]),
             scores=self._scores(reply.scores, asked.evaluates, "scores"),
             left=self._scores(reply.left, asked.train and asked.looks_back, "left scores"),
         )
         tested = [int(score[0, 2]) for score in done.scores + done.left]
-        known = [sizes[part] for figures in (done.scores, done.left) if figures for part in self.parts]
+        known = [
+            sizes[part] for figures in (done.scores, done.left) if figures for part in self.parts
+        ]
         if [reply.examples, *tested] != [sizes["train"], *known]:
             self.nodes.forget(client)  # it may have other data now, and is asked again
             raise UserError("its numbers of samples are not those that it introduced itself with")
@@ -194,15 +217,21 @@ class Federated(Simulation):
         that of an honest client whose model has become too large is.
         """
         if len(figures) != (3 * len(self.parts) if is_asked else 0):
-            raise UserError(f"its {what} are {len(figures)} numbers, which is not what it was asked for")
+            raise UserError(
+                f"its {what} are {len(figures)} numbers, which is not what it was asked for"
+            )
         table = torch.tensor(figures, dtype=torch.float64).view(-1, 1, 3)
         for correct, loss, samples in table[:, 0].tolist():
             is_count = correct.is_integer() and samples.is_integer() and 0 <= correct <= samples
             if not is_count or loss < 0 or LARGEST < loss < math.inf:
-                raise UserError(f"its {what} make no sense: {correct:g} of {samples:g} correct, a loss of {loss:g}")
+                raise UserError(
+                    f"its {what} make no sense: {correct:g} of {samples:g} correct, a loss of {loss:g}"
+                )
         return list(table)
 
-    def _heed(self, done: Done, round: int, sent: list[Params], joined: list[list[int]]) -> set[Lane]:
+    def _heed(
+        self, done: Done, round: int, sent: list[Params], joined: list[list[int]]
+    ) -> set[Lane]:
         """A client that has diverged: its node has kept nothing of the round."""
         if done.finite is None or done.finite:
             return set()
@@ -263,7 +292,13 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
         return Federated(experiment, deployment, nodes, **options)
 
     def note(method: str, row: Row) -> None:
-        log.info("Round %d of %d: accuracy %.4f, loss %.4f", row["round"], config.rounds, row["accuracy"], row["loss"])
+        log.info(
+            "Round %d of %d: accuracy %.4f, loss %.4f",
+            row["round"],
+            config.rounds,
+            row["accuracy"],
+            row["loss"],
+        )
 
     out = Path(deployment.out).absolute() / deployment.experiment
     resume = (out / "config.toml").is_file()
@@ -272,7 +307,9 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
         replace(experiment.plan, here=False),
         out,
         resume=resume,
-        watcher=Watcher(row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning),
+        watcher=Watcher(
+            row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning
+        ),
         simulate=simulate,
     )
     log.info(

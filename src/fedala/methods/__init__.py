@@ -39,7 +39,11 @@ def _classes() -> dict[str, type[Method]]:
     found = {}
     for module in pkgutil.iter_modules(__path__):
         for value in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
-            if isinstance(value, type) and issubclass(value, Method) and isinstance(vars(value).get("name"), str):
+            if (
+                isinstance(value, type)
+                and issubclass(value, Method)
+                and isinstance(vars(value).get("name"), str)
+            ):
                 found[value.name] = value
     return dict(sorted(found.items()))
 
@@ -47,7 +51,9 @@ def _classes() -> dict[str, type[Method]]:
 def register(cls: type[M]) -> type[M]:
     """Makes a method that is defined elsewhere known by its name, as if its file were in this folder. A class decorator."""
     known = _classes().get(cls.name)
-    again = known is not None and known.__module__ == cls.__module__  # a notebook may define it anew
+    again = (
+        known is not None and known.__module__ == cls.__module__
+    )  # a notebook may define it anew
     if cls.name in catalogue() and not again:
         raise UserError(f"There is a method {cls.name} already: give yours another name.")
     _classes()[cls.name] = cls
@@ -58,15 +64,22 @@ def register(cls: type[M]) -> type[M]:
 @cache
 def catalogue() -> dict[str, Entry]:
     """Every method by name."""
-    entries = {name: Entry(name, cls.title, cls.summary, cls, not cls.refuses_ala) for name, cls in _classes().items()}
-    summary = "each client blends the global model into its own, element by element, with learned weights"
+    entries = {
+        name: Entry(name, cls.title, cls.summary, cls, not cls.refuses_ala)
+        for name, cls in _classes().items()
+    }
+    summary = (
+        "each client blends the global model into its own, element by element, with learned weights"
+    )
     entries["fedala"] = Entry("fedala", "FedALA", summary, Settings, takes_ala=False)
     return entries
 
 
 def everything() -> list[str]:
     """Every method, and every `+ala`: what `--method all` compares. (FedAvg's `+ala` is FedALA.)"""
-    with_ala = [f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg"]
+    with_ala = [
+        f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg"
+    ]
     return [*catalogue(), *with_ala]
 
 
@@ -78,9 +91,14 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
         chosen.setdefault(owner, {})[option_name] = value
     base, plus, suffix = name.partition("+")
     if name in ("fedala", "fedavg+ala"):
-        return WithALA(FedAvg(), build(Settings, {**chosen.get("ala", {}), **chosen.get("fedala", {})}, "fedala."))
+        return WithALA(
+            FedAvg(),
+            build(Settings, {**chosen.get("ala", {}), **chosen.get("fedala", {})}, "fedala."),
+        )
     if base not in _classes() or (plus and suffix != "ala"):
-        raise UserError(f"There is no method {name!r}{suggest(base, catalogue())}; +ala adds ALA to one.")
+        raise UserError(
+            f"There is no method {name!r}{suggest(base, catalogue())}; +ala adds ALA to one."
+        )
     cls = _classes()[base]
     method = build(cls, chosen.get(base, {}), f"{base}.")
     if not plus:

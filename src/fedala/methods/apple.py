@@ -26,8 +26,14 @@ class APPLE(Method):
     refuses_ala = "APPLE downloads several models, and ALA blends a single one"
 
     eta: float = option(0.01, "η₂: learning rate of the directed relationship vector p_i", least=0)
-    mu: float = option(0.1, "μ: strength of the pull of p_i towards p_0, the clients' shares of the samples", least=0)
-    scheduled: float = option(0.2, "L: share of the rounds after which the pull has faded to 0", least=0, most=1)
+    mu: float = option(
+        0.1,
+        "μ: strength of the pull of p_i towards p_0, the clients' shares of the samples",
+        least=0,
+    )
+    scheduled: float = option(
+        0.2, "L: share of the rounds after which the pull has faded to 0", least=0, most=1
+    )
     scale_core: bool = option(True, "step the core by N·lr, N the number of clients, and not by lr")
 
     # --- the server ------------------------------------------------------------------------------------------------
@@ -35,14 +41,22 @@ class APPLE(Method):
     def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
         some = next(value for value in start.values() if value.is_floating_point())
         share = torch.tensor([sizes], dtype=some.dtype, device=some.device) / max(1, sum(sizes))
-        return {"cores": {name: torch.stack([value] * len(sizes), 1) for name, value in start.items()}, "p_0": share}
+        return {
+            "cores": {name: torch.stack([value] * len(sizes), 1) for name, value in start.items()},
+            "p_0": share,
+        }
 
     def send(self, server: State, clients: list[int]) -> Params:
         return {**server["cores"], "p_0": server["p_0"]}
 
-    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
+    def aggregate(
+        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
+    ) -> State:
         place = torch.tensor(clients, device=weights.device)
-        cores = {name: value.index_copy(1, place, uploads[name][None]) for name, value in server["cores"].items()}
+        cores = {
+            name: value.index_copy(1, place, uploads[name][None])
+            for name, value in server["cores"].items()
+        }
         return {"cores": cores, "p_0": server["p_0"]}
 
     # --- the client ------------------------------------------------------------------------------------------------
@@ -52,16 +66,24 @@ class APPLE(Method):
 
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         state = {"p": received["p_0"], **state}
-        return personal(cohort.task, state["core"], state["p"], received, which(cohort, state["p"])), state
+        return personal(
+            cohort.task, state["core"], state["p"], received, which(cohort, state["p"])
+        ), state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         task, p_0 = cohort.task, received["p_0"]
-        clients = (p_0 > 0).sum(1)  # a client without samples is no part of it, and its p_ij stays 0
+        clients = (p_0 > 0).sum(
+            1
+        )  # a client without samples is no part of it, and its p_ij stays 0
         fixed = {
             "cores": {name: received[name] for name in task.trainable},
             "mine": which(cohort, p_0),
             "p_0": p_0,
-            "pull": torch.full_like(p_0[:, 0], self.mu * self.schedule(cohort.round, cohort.rounds)),
+            "pull": torch.full_like(
+                p_0[:, 0], self.mu * self.schedule(cohort.round, cohort.rounds)
+            ),
             "rate": task.lr * (clients if self.scale_core else torch.ones_like(clients)).to(p_0),
         }
         trained = cohort.train(self.step, {"core": state["core"], "p": state["p"]}, fixed)

@@ -24,6 +24,8 @@ class Ditto(Method):
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         return state["local"], state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         personal = cohort.sgd(initialized, epochs=self.epochs, proximal=(self.lam, received))
         return cohort.sgd(received), {"local": personal}

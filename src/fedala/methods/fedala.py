@@ -56,7 +56,9 @@ class WithALA(Method):
     def send(self, server: State, clients: list[int]) -> Params:
         return self.base.send(server, clients)
 
-    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
+    def aggregate(
+        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
+    ) -> State:
         return self.base.aggregate(server, uploads, weights, clients)
 
     def fresh(self, task: Task, start: Params) -> State:
@@ -76,14 +78,22 @@ class WithALA(Method):
     def note(self, cohort: Cohort, outcome: Outcome) -> None:
         """What is recorded of a cohort's ALA."""
         capped = outcome.initial & (outcome.epochs >= self.ala.max_epochs)
-        cohort.notes |= {"ala_epochs": outcome.epochs, "ala_weight": outcome.weight_mean, "ala_capped": capped.double()}
+        cohort.notes |= {
+            "ala_epochs": outcome.epochs,
+            "ala_weight": outcome.weight_mean,
+            "ala_capped": capped.double(),
+        }
 
-    def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
+    def evaluated(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> Params:
         # The personal model that the last round left gives way to the one that ALA has just initialised.
         base = {name: value for name, value in state["base"].items() if name != "personal"}
         return self.base.evaluated(cohort, initialized, received, base)
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         upload, kept = self.base.train(cohort, initialized, received, state["base"])
         return upload, self._state(kept, upload, state["ala"])
 

@@ -21,30 +21,49 @@ class FedAMP(Method):
     summary = "each client is pulled towards the models that are like its own"
     everyone = True
 
-    alpha: float = option(1000.0, "α: the server's step size; also divides the clients' pull", above=0)
+    alpha: float = option(
+        1000.0, "α: the server's step size; also divides the clients' pull", above=0
+    )
     lam: float = option(1.0, "λ: strength of the clients' pull, λ/(2α)·‖w − u‖²", least=0)
-    sigma: float = option(0.1, "σ: squared distance over which the attention 1 − exp(−‖w_i − w_j‖²/σ) decays", above=0)
+    sigma: float = option(
+        0.1, "σ: squared distance over which the attention 1 − exp(−‖w_i − w_j‖²/σ) decays", above=0
+    )
 
     # The server's models, one for each client, stand in two parts, what learns and the rest (running statistics), because
     # distance is one of what learns.
 
     def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
-        everybody = {name: value.expand(len(sizes), *value.shape[1:]) for name, value in start.items()}
+        everybody = {
+            name: value.expand(len(sizes), *value.shape[1:]) for name, value in start.items()
+        }
         return _split(everybody, task.trainable)
 
     def send(self, server: State, clients: list[int]) -> Params:
         sent: Params = take({**server["learned"], **server["rest"]}, clients)
         return sent
 
-    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
-        shares = self.shares(squared_distances({name: uploads[name] for name in server["learned"]}), weights)
+    def aggregate(
+        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
+    ) -> State:
+        shares = self.shares(
+            squared_distances({name: uploads[name] for name in server["learned"]}), weights
+        )
 
         def mix(value: Tensor) -> Tensor:  # counters are not mixed: a client's stay its own
-            return torch.tensordot(shares.to(value.dtype), value, 1) if value.is_floating_point() else value
+            return (
+                torch.tensordot(shares.to(value.dtype), value, 1)
+                if value.is_floating_point()
+                else value
+            )
 
-        before, place = {**server["learned"], **server["rest"]}, torch.tensor(clients, device=weights.device)
+        before, place = (
+            {**server["learned"], **server["rest"]},
+            torch.tensor(clients, device=weights.device),
+        )
         # Whoever has brought nothing keeps what it had.
-        mixed = {name: before[name].index_copy(0, place, mix(value)) for name, value in uploads.items()}
+        mixed = {
+            name: before[name].index_copy(0, place, mix(value)) for name, value in uploads.items()
+        }
         return _split(mixed, server["learned"])
 
     def shares(self, distances: Tensor, weights: Tensor) -> Tensor:
@@ -60,10 +79,15 @@ class FedAMP(Method):
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         return state["local"], state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         local = cohort.sgd(initialized, proximal=(self.lam / self.alpha, received))
         empty = slice(sum(size > 0 for size in cohort.sizes()), None)
-        for name, value in local.items():  # without samples the pull is the whole objective, and u its minimum
+        for (
+            name,
+            value,
+        ) in local.items():  # without samples the pull is the whole objective, and u its minimum
             value[empty] = received[name][empty]
         return local, {"local": local}
 

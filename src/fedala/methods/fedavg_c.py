@@ -17,16 +17,22 @@ class FedAvgC(Method):
     summary = "FedAvg, with the global model fine-tuned by each client first"
     refuses_ala = "fine-tuning stands where ALA would stand, in the local initialisation"
 
-    epochs: int = option(14, "E: epochs of fine-tuning on local data, before the round's own training", least=0)
+    epochs: int = option(
+        14, "E: epochs of fine-tuning on local data, before the round's own training", least=0
+    )
 
     def fresh(self, task: Task, start: Params) -> State:
         return {"local": start}
 
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         proximal = self.proximal(received)
-        return cohort.sgd(received, epochs=self.epochs, proximal=proximal, purpose="tuning", note=False), state
+        return cohort.sgd(
+            received, epochs=self.epochs, proximal=proximal, purpose="tuning", note=False
+        ), state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         trained = cohort.sgd(initialized, proximal=self.proximal(received))
         return trained, {"local": trained}  # kept for the rounds that the client is not part of
 

@@ -29,22 +29,37 @@ class FedFomo(Method):
     refuses_ala = "FedFomo downloads several models, and ALA blends a single one"
 
     share: float = option(
-        0.2, "share of the client's training data that weighs the models and is not trained on", above=0, most=0.99
+        0.2,
+        "share of the client's training data that weighs the models and is not trained on",
+        above=0,
+        most=0.99,
     )
 
     # --- the server ------------------------------------------------------------------------------------------------
 
     def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
         known = torch.zeros(len(sizes), dtype=torch.bool, device=next(iter(start.values())).device)
-        return {"models": {name: torch.stack([value] * len(sizes), 1) for name, value in start.items()}, "known": known}
+        return {
+            "models": {name: torch.stack([value] * len(sizes), 1) for name, value in start.items()},
+            "known": known,
+        }
 
     def send(self, server: State, clients: list[int]) -> Params:
         known = server["known"]
-        return {name: value[:, known] for name, value in server["models"].items()} if known.any() else {}
+        return (
+            {name: value[:, known] for name, value in server["models"].items()}
+            if known.any()
+            else {}
+        )
 
-    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
+    def aggregate(
+        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
+    ) -> State:
         place = torch.tensor(clients, device=weights.device)
-        models = {name: value.index_copy(1, place, uploads[name][None]) for name, value in server["models"].items()}
+        models = {
+            name: value.index_copy(1, place, uploads[name][None])
+            for name, value in server["models"].items()
+        }
         return {"models": models, "known": server["known"].index_copy(0, place, weights > 0)}
 
     # --- the client ------------------------------------------------------------------------------------------------
@@ -65,10 +80,14 @@ class FedFomo(Method):
             for n, weight in enumerate(weights.to(mixed.dtype).unbind(1)):
                 weight = lanewise(weight, mixed)
                 # A model that has diverged has weight 0, and 0·∞ is not a number.
-                mixed += torch.where(weight > 0, weight * (received[name][:, n] - previous[name]), 0)
+                mixed += torch.where(
+                    weight > 0, weight * (received[name][:, n] - previous[name]), 0
+                )
             return torch.where(lanewise(helped, mixed), mixed, own[name])
 
-        return {name: mix(name) if value.is_floating_point() else value for name, value in own.items()}, state
+        return {
+            name: mix(name) if value.is_floating_point() else value for name, value in own.items()
+        }, state
 
     def weights(self, cohort: Cohort, received: Params, previous: Params) -> Tensor:
         """[lane, n]: max(0, (L(previous) − L(θ_n)) / ‖θ_n − previous‖), normalised; all 0 where no model helps.
@@ -82,8 +101,16 @@ class FedFomo(Method):
         for n in range(next(iter(received.values())).shape[1]):
             model = {name: value[:, n] for name, value in received.items()}
             # To the lanes, the model is one that all of them received: it runs once for all of them.
-            gain = before - replace(cohort, received=model, source=[0] * len(cohort)).evaluate(model, rows).loss
-            moves = [(model[name] - previous[name]).flatten(1).square().sum(1) for name in cohort.task.trainable]
+            gain = (
+                before
+                - replace(cohort, received=model, source=[0] * len(cohort))
+                .evaluate(model, rows)
+                .loss
+            )
+            moves = [
+                (model[name] - previous[name]).flatten(1).square().sum(1)
+                for name in cohort.task.trainable
+            ]
             distance = torch.stack(moves).sum(0).sqrt()
             columns.append(torch.where((gain > 0) & (distance > 0), gain / distance, 0))
         weights = torch.stack(columns, 1)
@@ -91,7 +118,9 @@ class FedFomo(Method):
         total = weights.sum(1, keepdim=True)
         return weights / torch.where(total > 0, total, 1)
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         trained = cohort.sgd(initialized, rows=[rest for _, rest in self._split(cohort)])
         return trained, {"local": trained, "previous": initialized}
 

@@ -30,10 +30,16 @@ class FedPHP(Method):
     schedule_depends_on_rounds = True
 
     mu: float = option(
-        0.9, "μ: share of the old model after the last round; after round t of T it is μ·t/T", least=0, most=1
+        0.9,
+        "μ: share of the old model after the last round; after round t of T it is μ·t/T",
+        least=0,
+        most=1,
     )
     lam: float = option(
-        0.01, "λ: weight of the distance (MMD) between the model's and the teacher's features", least=0, most=1
+        0.01,
+        "λ: weight of the distance (MMD) between the model's and the teacher's features",
+        least=0,
+        most=1,
     )
     variant: str = option(
         "paper",
@@ -50,16 +56,23 @@ class FedPHP(Method):
             return received, state
         return self._mix(received, state["local"], (cohort.round - 1) / cohort.rounds), state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         step = Step(cohort.task.lr, self.lam, _last_layer(cohort.task, initialized))
         local = cohort.train(step, initialized, {"teacher": state.get("personal", received)})
         if self.variant == "historical":
-            return local, {"personal": self._mix(local, state["personal"], cohort.round / cohort.rounds)}
+            return local, {
+                "personal": self._mix(local, state["personal"], cohort.round / cohort.rounds)
+            }
         return local, {"local": local}
 
     def _mix(self, new: Params, old: Params, part: float) -> Params:
         """(1 − μ_t)·new + μ_t·old with μ_t = μ·part, where `part` of the rounds has been trained; counters are the new ones."""
-        return {n: torch.lerp(v, old[n], self.mu * part) if v.is_floating_point() else v for n, v in new.items()}
+        return {
+            n: torch.lerp(v, old[n], self.mu * part) if v.is_floating_point() else v
+            for n, v in new.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -74,10 +87,15 @@ class Step:
         def objective(w: Params, x: Tensor, y: Tensor, teacher: Params) -> Tensor:
             features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
             loss = task.loss(self.cut.upper(w, features), y)
-            return (1 - self.lam) * loss + self.lam * mmd(features.to(task.dtype), others.to(task.dtype))
+            return (1 - self.lam) * loss + self.lam * mmd(
+                features.to(task.dtype), others.to(task.dtype)
+            )
 
         # The teacher runs as w does, on the batch's statistics: equal models have equal features. Its own stay as they are.
-        teacher = {name: value if name in task.trainable else value.clone() for name, value in fixed["teacher"].items()}
+        teacher = {
+            name: value if name in task.trainable else value.clone()
+            for name, value in fixed["teacher"].items()
+        }
         losses, gradients = task.gradients(state, x, y, None, objective, teacher)
         descend(state, gradients, self.lr)
         return losses
@@ -103,5 +121,7 @@ def _last_layer(task: Task, params: Params) -> Cut:
     with task.mode(training=False), torch.no_grad():
         cut = Cut(task.model, 1, probe)
     if cut.p != 1:
-        raise UserError("FedPHP compares what enters the last layer, and this model's last layer cannot be cut off.")
+        raise UserError(
+            "FedPHP compares what enters the last layer, and this model's last layer cannot be cut off."
+        )
     return cut

@@ -18,5 +18,7 @@ class FedProx(Method):
 
     mu: float = option(0.001, "μ: strength of the proximal term", least=0)
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         return cohort.sgd(initialized, proximal=(self.mu, received)), state

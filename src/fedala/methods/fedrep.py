@@ -20,7 +20,9 @@ class FedRep(Method):
     title = "FedRep"
     summary = "a common body, and a head that every client keeps to itself"
 
-    epochs: int = option(5, "τ: local epochs of the head on the frozen body, before the body's own", least=1)
+    epochs: int = option(
+        5, "τ: local epochs of the head on the frozen body, before the body's own", least=1
+    )
 
     def shared(self, task: Task, model: Params) -> Params:
         if len(task.layers) < 2:
@@ -35,9 +37,13 @@ class FedRep(Method):
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         return {**state["local"], **received}, state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         head = cohort.task.layers[0]
-        trained = cohort.sgd(initialized, names=head, epochs=self.epochs, purpose="head", note=False)
+        trained = cohort.sgd(
+            initialized, names=head, epochs=self.epochs, purpose="head", note=False
+        )
         trained = cohort.sgd(trained, names=initialized.keys() - set(head))
         return self.shared(cohort.task, trained), {"local": trained}
 
@@ -45,6 +51,8 @@ class FedRep(Method):
         """The upper layers of the body: the head is not received, so there is nothing to blend it with."""
         body = len(layers_of(model)) - 1
         if not 0 <= layers <= body:
-            raise UserError(f"layers must be between 0 and {body}, the layers of FedRep's body, not {layers}.")
+            raise UserError(
+                f"layers must be between 0 and {body}, the layers of FedRep's body, not {layers}."
+            )
         head = upper(model, 1)
         return tuple(name for name in upper(model, layers + 1) if name not in head)

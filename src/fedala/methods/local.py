@@ -24,5 +24,7 @@ class Local(Method):
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         return state["local"], state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         return {}, {"local": cohort.sgd(initialized)}

@@ -57,7 +57,9 @@ class Method:
         sent: Params = server["global"]
         return sent
 
-    def aggregate(self, server: State, uploads: Params, weights: Tensor, clients: list[int]) -> State:
+    def aggregate(
+        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
+    ) -> State:
         """The server's state after the round; `weights` are the clients' numbers of training samples."""
         return {"global": average(uploads, weights)}
 
@@ -71,12 +73,16 @@ class Method:
         """The local model that training starts from, and the state after it."""
         return received, state
 
-    def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
+    def evaluated(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> Params:
         """The personal model that is tested, before training; `personal`, if the state has one, is what the last round left."""
         model: Params = state.get("personal", initialized)
         return model
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         """Local training: what is uploaded, and the client's new state."""
         return cohort.sgd(initialized), state
 

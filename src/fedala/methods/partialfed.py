@@ -25,7 +25,9 @@ class PartialFed(Method):
     decay: float = option(0.965, "what τ is multiplied with after each round", above=0, most=1)
     floor: float = option(0.1, "the least τ", above=0)
     f_m: int = option(8, "f_m: of every f_m + f_s batches, those that step the weights", least=1)
-    f_s: int = option(2, "f_s: of every f_m + f_s batches, those that step the logits of the choice", least=0)
+    f_s: int = option(
+        2, "f_s: of every f_m + f_s batches, those that step the logits of the choice", least=0
+    )
 
     def fresh(self, task: Task, start: Params) -> State:
         some = next(value for value in start.values() if value.is_floating_point())
@@ -35,15 +37,22 @@ class PartialFed(Method):
         """What the copy that is kept starts from; the other copy starts from the received model."""
         return state["local"], state
 
-    def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
+    def evaluated(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> Params:
         return choose(cohort.task, larger(state["logits"]), received, initialized)
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         task = cohort.task
         begin = {"load": received, "keep": initialized, "logits": state["logits"]}
         begin["batch"] = torch.zeros(len(cohort), dtype=torch.int64, device=task.device)
         tau = max(self.floor, self.tau * self.decay ** (cohort.round - 1))
-        fixed = {"gumbel": self._gumbel(cohort), "tau": torch.full_like(state["logits"][:, 0, 0], tau)}
+        fixed = {
+            "gumbel": self._gumbel(cohort),
+            "tau": torch.full_like(state["logits"][:, 0, 0], tau),
+        }
         turns = [self.step_weights] * self.f_m + [self.step_logits] * self.f_s
         # The turns begin one later in every round: otherwise clients of few batches would never step their logits.
         trained = cohort.train(turns, begin, fixed, turn=cohort.round - 1)
@@ -53,7 +62,9 @@ class PartialFed(Method):
     def _gumbel(self, cohort: Cohort) -> Tensor:
         """[lane, batch, layer, 2]: the noise of a round's choices, drawn ahead."""
         task = cohort.task
-        batches = [task.epochs * max(1, len(rows) // task.batch_size) for rows in task.parts["train"]]
+        batches = [
+            task.epochs * max(1, len(rows) // task.batch_size) for rows in task.parts["train"]
+        ]
         noise = np.zeros((len(cohort), max(batches), len(task.layers), 2))
         for lane, client in enumerate(cohort.clients):
             noise[lane, : batches[client]] = cohort.draw(lane, "gumbel").gumbel(
@@ -61,7 +72,9 @@ class PartialFed(Method):
             )
         return torch.from_numpy(noise).to(task.device, task.dtype)
 
-    def step_weights(self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
+    def step_weights(
+        self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any
+    ) -> Tensor:
         """A hard choice composes the model, and only the chosen copy of each layer steps, its running statistics included."""
         load = larger(noisy(state, fixed))
         model = choose(task, load, state["load"], state["keep"])
@@ -72,15 +85,26 @@ class PartialFed(Method):
                 copy[name].copy_(value)
         return losses
 
-    def step_logits(self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
+    def step_logits(
+        self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any
+    ) -> Tensor:
         """The soft mixture composes the model, and only the logits step; the mixture's running statistics are dropped."""
-        load, keep, logits, tau = state["load"], state["keep"], state["logits"], fixed["tau"][:, None]
-        share, other = (noisy(state, fixed) / tau[..., None]).softmax(-1).to(logits.dtype).unbind(-1)
+        load, keep, logits, tau = (
+            state["load"],
+            state["keep"],
+            state["logits"],
+            fixed["tau"][:, None],
+        )
+        share, other = (
+            (noisy(state, fixed) / tau[..., None]).softmax(-1).to(logits.dtype).unbind(-1)
+        )
         model = {}
         for name, layer in layer_of(task, load).items():
             floating = load[name].is_floating_point()
             weight = lanewise(share[:, layer], load[name])
-            model[name] = torch.lerp(keep[name], load[name], weight) if floating else load[name].clone()
+            model[name] = (
+                torch.lerp(keep[name], load[name], weight) if floating else load[name].clone()
+            )
         losses, gradients = task.gradients(model, x, y)
         slope = torch.zeros_like(share)  # ∂L/∂share of each layer: ⟨∂L/∂w, load − keep⟩
         whole = dense(gradients)

@@ -41,17 +41,27 @@ class PerFedAvg(Method):
     title = "Per-FedAvg"
     summary = "a global model that one local step makes personal (first-order MAML)"
 
-    alpha: float | None = option(None, "α: learning rate of adapting; the run's learning rate, if not set", least=0)
-    beta: float | None = option(None, "β: learning rate of the meta-step; the run's learning rate, if not set", least=0)
+    alpha: float | None = option(
+        None, "α: learning rate of adapting; the run's learning rate, if not set", least=0
+    )
+    beta: float | None = option(
+        None, "β: learning rate of the meta-step; the run's learning rate, if not set", least=0
+    )
 
     def fresh(self, task: Task, start: Params) -> State:
         return {"personal": start}
 
-    def evaluated(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> Params:
+    def evaluated(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> Params:
         return self.adapted(cohort, initialized)
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
-        step = MetaStep(self._alpha(cohort.task), cohort.task.lr if self.beta is None else self.beta)
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
+        step = MetaStep(
+            self._alpha(cohort.task), cohort.task.lr if self.beta is None else self.beta
+        )
         trained = cohort.train(step, initialized, batch_size=2 * cohort.task.batch_size)
         # Personal is what adapting makes of it; kept for the rounds that the client is not part of.
         return trained, {"personal": self.adapted(cohort, trained)}

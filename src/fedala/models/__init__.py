@@ -24,9 +24,13 @@ def build_model(name: str, dataset: "Dataset") -> nn.Module:
         raise UserError(f"There is no model {name!r}{suggest(name, MODELS)}.")
     if name == "fasttext":
         if dataset.vocabulary is None:
-            raise UserError(f"fasttext reads texts, and {dataset.name} has none: use cnn or resnet18.")
+            raise UserError(
+                f"fasttext reads texts, and {dataset.name} has none: use cnn or resnet18."
+            )
         return fasttext(dataset.vocabulary, dataset.classes)
     if dataset.x.ndim != 4:
-        raise UserError(f"{name} reads images, and {dataset.name} has none: use fasttext for texts.")
+        raise UserError(
+            f"{name} reads images, and {dataset.name} has none: use fasttext for texts."
+        )
     channels, height, width = dataset.x.shape[1:]
     return (cnn if name == "cnn" else resnet18)((channels, height, width), dataset.classes)

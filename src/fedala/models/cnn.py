@@ -18,7 +18,9 @@ class CNN(Layered):
         # Each 5×5 convolution takes 4 from a side, each pooling halves it.
         height, width = (((side - 4) // 2 - 4) // 2 for side in sides)
         if height < 1 or width < 1:
-            raise UserError(f"The CNN needs images of at least 16×16 pixels, not {sides[0]}×{sides[1]}.")
+            raise UserError(
+                f"The CNN needs images of at least 16×16 pixels, not {sides[0]}×{sides[1]}."
+            )
         self.conv1 = nn.Conv2d(channels, 32, 5)
         self.conv2 = nn.Conv2d(32, 64, 5)
         self.fc1 = nn.Linear(64 * height * width, 512)

@@ -17,7 +17,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outside)
         self.downsample: nn.Module | None = None
         if stride != 1 or inside != outside:
-            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))

@@ -39,13 +39,19 @@ class Board:
     """Follows cells: `with Board(console, {"cifar100-dir/fedala": 55.92}, rounds, deadline) as board:`."""
 
     def __init__(
-        self, console: Console, printed: Mapping[str, float | None], rounds: int, deadline: float | None = None
+        self,
+        console: Console,
+        printed: Mapping[str, float | None],
+        rounds: int,
+        deadline: float | None = None,
     ) -> None:
         """`printed`: the cells, each with what the paper says about it."""
         self.console, self.printed, self.rounds, self.deadline = console, printed, rounds, deadline
         self.lines = {cell: Line() for cell in printed}
         self.plain = not console.is_terminal or console.is_dumb_terminal
-        self.live = Live(console=console, get_renderable=self.table, refresh_per_second=2, transient=True)
+        self.live = Live(
+            console=console, get_renderable=self.table, refresh_per_second=2, transient=True
+        )
         self.printed_at = time.monotonic()
 
     def __enter__(self) -> "Board":
@@ -61,7 +67,11 @@ class Board:
         line, seed = self.lines[cell], row["seed"]
         accuracy = row["accuracy_joined"]  # with ρ < 1, the paper counts the participants alone
         if line.how != "running":
-            line.how, line.began, line.first = "running", time.monotonic() - row["seconds"], row["round"] - 1
+            line.how, line.began, line.first = (
+                "running",
+                time.monotonic() - row["seconds"],
+                row["round"] - 1,
+            )
         line.round = row["round"]
         line.now[seed] = accuracy
         line.best[seed] = max(accuracy, line.best.get(seed, 0.0))
@@ -91,14 +101,22 @@ class Board:
     @staticmethod
     def _pace(line: Line) -> float:
         trained = line.round - line.first
-        return (time.monotonic() - line.began) / trained if line.how == "running" and trained > 0 else 0.0
+        return (
+            (time.monotonic() - line.began) / trained
+            if line.how == "running" and trained > 0
+            else 0.0
+        )
 
     def table(self) -> Table:
         """What is running, what ended last, and what comes next."""
         table = Table("cell", "", box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("round", "accuracy", "best", "paper", "s/round", "left"):
             table.add_column(heading, justify="right", no_wrap=True)
-        ended = [cell for cell, line in self.lines.items() if line.how not in ("running", "waiting", "kept")]
+        ended = [
+            cell
+            for cell, line in self.lines.items()
+            if line.how not in ("running", "waiting", "kept")
+        ]
         running = [cell for cell, line in self.lines.items() if line.how == "running"]
         waiting = [cell for cell, line in self.lines.items() if line.how == "waiting"]
         for cell in (*ended[-_SHOWN:], *running, *waiting[:3]):
@@ -114,18 +132,32 @@ class Board:
                 f"{pace:.2g}" if pace else "",
                 clock(pace * (self.rounds - line.round)) if pace else "",
             )
-        left = "" if self.deadline is None else f", {clock(max(0, self.deadline - time.monotonic()))} left"
+        left = (
+            ""
+            if self.deadline is None
+            else f", {clock(max(0, self.deadline - time.monotonic()))} left"
+        )
         table.caption = f"{len(self.lines) - len(running) - len(waiting)} of {len(self.lines)} cells ended{left}"
         return table
 
     def summary(self) -> list[str]:
         """What has become of the cells, in sentences."""
-        by = {how: [c for c, line in self.lines.items() if line.how == how] for how in ("done", "kept")}
-        counts = [f"{len(by['done'])} run" if by["done"] else "", f"{len(by['kept'])} kept" if by["kept"] else ""]
-        lines = [f"Cells: {', '.join(filter(None, counts)) or 'none was finished'} (of {len(self.lines)})."]
+        by = {
+            how: [c for c, line in self.lines.items() if line.how == how]
+            for how in ("done", "kept")
+        }
+        counts = [
+            f"{len(by['done'])} run" if by["done"] else "",
+            f"{len(by['kept'])} kept" if by["kept"] else "",
+        ]
+        lines = [
+            f"Cells: {', '.join(filter(None, counts)) or 'none was finished'} (of {len(self.lines)})."
+        ]
         for cell, line in self.lines.items():
             if line.how == "stopped":
-                lines.append(f"Out of time: {cell} has {line.round} of {self.rounds} rounds; the same command goes on.")
+                lines.append(
+                    f"Out of time: {cell} has {line.round} of {self.rounds} rounds; the same command goes on."
+                )
         left = [cell for cell, line in self.lines.items() if line.how in ("left out", "waiting")]
         if left:
             lines.append(f"Left out, for want of time: {', '.join(left)}.")

@@ -26,7 +26,9 @@ from fedala.report.tables import console
 from fedala.running import Stopped, asked_to_stop
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="rich", help="The paper's tables and figures: list, run, report."
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="The paper's tables and figures: list, run, report.",
 )
 
 Out = Annotated[Path, typer.Option(help="the results folder", metavar="DIR")]
@@ -45,7 +47,9 @@ def list_() -> None:
         for column in table.columns:
             setting = column.setting
             join = "" if setting.join_ratio == 1 else f", ρ = {setting.join_ratio:g}"
-            changes = [f"{key}={value}" for key, value in column.set.items()] + ["+ala"] * column.with_ala
+            changes = [f"{key}={value}" for key, value in column.set.items()] + [
+                "+ala"
+            ] * column.with_ala
             shown.add_row(
                 column.name,
                 escape(f"{column.group}: {column.title}"),
@@ -60,7 +64,9 @@ def list_() -> None:
         print(f"methods: {', '.join(table.methods)}\n")
     for drawing in drawings().values():
         needed = ", ".join(dict.fromkeys(setting.dataset for setting in drawing.settings))
-        print(f"{drawing.name}: {drawing.title} ({needed}; without --data-dir, the embedded digits)")
+        print(
+            f"{drawing.name}: {drawing.title} ({needed}; without --data-dir, the embedded digits)"
+        )
     asked = preset()
     print(
         f"\nAll with {asked['rounds']} rounds, {asked['seeds']} seeds, batches of {asked['batch_size']} in fixed order. "
@@ -77,26 +83,43 @@ def list_() -> None:
 Finished cells are kept; the same command goes on where it was interrupted."""
 )
 def run(
-    names: Annotated[list[str], typer.Argument(metavar="TABLE...", help="tables and figures, as in fedala paper list")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="TABLE...", help="tables and figures, as in fedala paper list"),
+    ],
     *,
     columns: Annotated[str, typer.Option(help="only these columns, separated by commas")] = "",
     method: Annotated[str, typer.Option(help="only these methods, separated by commas")] = "",
-    rounds: Annotated[int | None, typer.Option(help="T: number of rounds, instead of the paper's 2000", min=1)] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="T: number of rounds, instead of the paper's 2000", min=1)
+    ] = None,
     seeds: Annotated[
         int | None, typer.Option(help="how many runs of each cell, instead of the paper's 5", min=1)
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="stop after this time, between two rounds", min=0.01)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="stop after this time, between two rounds", min=0.01)
+    ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="folder with copies of the datasets; without it, the hub", metavar="DIR")
+        Path | None,
+        typer.Option(help="folder with copies of the datasets; without it, the hub", metavar="DIR"),
     ] = None,
     out: Out = _OUT,
     shuffle: Annotated[
-        bool, typer.Option("--shuffle", help="reshuffle the batches every epoch; the paper's presets do not")
+        bool,
+        typer.Option(
+            "--shuffle", help="reshuffle the batches every epoch; the paper's presets do not"
+        ),
     ] = False,
-    eval_every: Annotated[int, typer.Option(help="evaluate every so many rounds, and after the last", min=1)] = 1,
+    eval_every: Annotated[
+        int, typer.Option(help="evaluate every so many rounds, and after the last", min=1)
+    ] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     keep_checkpoints: Annotated[
-        bool, typer.Option("--keep-checkpoints", help="also of finished cells (large), to give them more rounds later")
+        bool,
+        typer.Option(
+            "--keep-checkpoints",
+            help="also of finished cells (large), to give them more rounds later",
+        ),
     ] = False,
     jobs: Annotated[int, typer.Option(help="processes that run cells side by side", min=1)] = 1,
     relay: Annotated[bool, typer.Option("--relay", hidden=True)] = False,
@@ -109,26 +132,43 @@ def run(
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
     if out.exists():
-        _note(Results.read(out).unverified if not relay else ())  # what could not be read at the end is refused now
-    figures = {name: drawing for name, drawing in drawings(digits=data_dir is None).items() if name in names}
+        _note(
+            Results.read(out).unverified if not relay else ()
+        )  # what could not be read at the end is refused now
+    figures = {
+        name: drawing
+        for name, drawing in drawings(digits=data_dir is None).items()
+        if name in names
+    }
     names = [name for name in names if name not in figures]
     chosen = choose(names, _split(columns), _split(method))
     cells: dict[Cell, float | None] = {}
     for table, column, row in chosen:
         printed = table.printed(column, row)
-        cells.setdefault(column.cell(row, shuffle=shuffle, rounds=rounds), printed.accuracy if printed else None)
+        cells.setdefault(
+            column.cell(row, shuffle=shuffle, rounds=rounds), printed.accuracy if printed else None
+        )
     deadline = None if minutes is None else began + 60 * minutes
-    order = running.Order(out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline)
+    order = running.Order(
+        out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline
+    )
     if figures:
         _draw(figures, order, asked_rounds)
     if not cells:
         return
     if relay:
-        sys.argv[:] = [word for word in sys.argv if word != "--relay"]  # run folders note the command: one can type it
+        sys.argv[:] = [
+            word for word in sys.argv if word != "--relay"
+        ]  # run folders note the command: one can type it
         parent = running.Relay()
         running.carry_out(cells, replace(order, asked=parent.asked), parent)
         return
-    board = Board(Console(stderr=True), {str(cell): accuracy for cell, accuracy in cells.items()}, rounds, deadline)
+    board = Board(
+        Console(stderr=True),
+        {str(cell): accuracy for cell, accuracy in cells.items()},
+        rounds,
+        deadline,
+    )
     try:
         with board, asked_to_stop() as asked:
             if jobs == 1:
@@ -142,9 +182,13 @@ def run(
                     *([f"--minutes={max(0.01, order.left / 60)}"] if minutes else []),
                 ]  # fmt: skip
                 threads = str(max(1, (os.cpu_count() or 1) // jobs))
-                running.side_by_side(arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ}, asked)
+                running.side_by_side(
+                    arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ}, asked
+                )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"; what was done is in {out}, and the same command goes on") from None
+        raise KeyboardInterrupt(
+            f"; what was done is in {out}, and the same command goes on"
+        ) from None
     finally:
         if out.is_dir():
             Results.read(out).write(out / CSV)
@@ -158,7 +202,9 @@ def run(
         raise typer.Exit(1)
     if states == {"skipped"}:
         raise UserError("Nothing was run.")
-    print(f"Results: {out / CSV}; fedala paper report {shlex.quote(str(out))} puts them beside the paper's.")
+    print(
+        f"Results: {out / CSV}; fedala paper report {shlex.quote(str(out))} puts them beside the paper's."
+    )
 
 
 def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | None) -> None:
@@ -172,7 +218,9 @@ def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | Non
             continue
         print(f"{name}: {drawing.title} …", file=sys.stderr)
         try:
-            for path in figures.draw(drawing, shelf, order.out / "figures", lambda: order.left <= 0, **options):
+            for path in figures.draw(
+                drawing, shelf, order.out / "figures", lambda: order.left <= 0, **options
+            ):
                 print(f"Written: {path}")
         except Stopped as stopped:
             print(f"Out of time: {name} is not drawn; it got to {stopped}.")
@@ -201,24 +249,39 @@ def _split(text: str) -> list[str]:
 )
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="the results folder, or any with csv files of results")
+        Path,
+        typer.Argument(
+            metavar="[DIR]", help="the results folder, or any with csv files of results"
+        ),
     ] = _OUT,
     *,
     out: Annotated[
         Path | None,
-        typer.Option(help=r"where to write [dim]\[default: report in the results folder][/dim]", metavar="DIR"),
+        typer.Option(
+            help=r"where to write [dim]\[default: report in the results folder][/dim]",
+            metavar="DIR",
+        ),
     ] = None,
     insert: Annotated[
-        Path | None, typer.Option(help="put the Markdown tables between the marks of this file as well", metavar="FILE")
+        Path | None,
+        typer.Option(
+            help="put the Markdown tables between the marks of this file as well", metavar="FILE"
+        ),
     ] = None,
 ) -> None:
     """Put our numbers beside the paper's: Markdown, LaTeX, csv and one HTML page."""
     results = Results.read(folder)
     if out and out.resolve() == folder.resolve():
-        raise UserError(f"The report cannot go into {out} itself, where its tables would be taken for results.")
+        raise UserError(
+            f"The report cannot go into {out} itself, where its tables would be taken for results."
+        )
     if insert:
-        reporting.around(insert)  # a file without a place for the tables is refused before anything is written
-    written = reporting.write(results, out or folder / "report", sorted((folder / "figures").glob("*.png")))
+        reporting.around(
+            insert
+        )  # a file without a place for the tables is refused before anything is written
+    written = reporting.write(
+        results, out or folder / "report", sorted((folder / "figures").glob("*.png"))
+    )
     if insert:
         reporting.insert(results, insert)
     shown = Shown("table", "column", "method", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -231,7 +294,12 @@ def report(
         paper, ours = (reporting.spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours"))
         texts = [paper, f"[{colour}]{ours}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
         shown.add_row(
-            row["table"], row["column"], row["method"], *texts, f"{row['final']:.2f}", escape(row["departures"])
+            row["table"],
+            row["column"],
+            row["method"],
+            *texts,
+            f"{row['final']:.2f}",
+            escape(row["departures"]),
         )
     console().print(shown)
     print(reporting.overview(results))

@@ -61,16 +61,29 @@ class Cell:
         """Its folder's name under that of the setting: `fedala`, `fedala,layers=2`, `fedavg,shuffled`."""
         hyperparameters = [f"{key.partition('.')[2]}={text(value)}" for key, value in self.set]
         rounds = [f"rounds={self.rounds}"] if self.rounds else []
-        return ",".join([self.method, *hyperparameters, *rounds, *(["shuffled"] if self.shuffle else [])])
+        return ",".join(
+            [self.method, *hyperparameters, *rounds, *(["shuffled"] if self.shuffle else [])]
+        )
 
     def __str__(self) -> str:
         return f"{self.setting.name}/{self.name}"
 
     def config(self, **options: Any) -> Config:
         """The run of this cell with the paper's presets; `options` (rounds, seeds, device, …) win over them."""
-        where = {key: getattr(self.setting, key) for key in ("dataset", "model", "lr", "partition", "clients")}
-        values = {**preset(), **where, "join_ratio": self.setting.join_ratio, "shuffle": self.shuffle, **options}
-        return Config.of({**values, "method": self.method, "set": dict(self.set), "save_models": False})
+        where = {
+            key: getattr(self.setting, key)
+            for key in ("dataset", "model", "lr", "partition", "clients")
+        }
+        values = {
+            **preset(),
+            **where,
+            "join_ratio": self.setting.join_ratio,
+            "shuffle": self.shuffle,
+            **options,
+        }
+        return Config.of(
+            {**values, "method": self.method, "set": dict(self.set), "save_models": False}
+        )
 
     def made(self) -> Method:
         return make(self.method, dict(self.set))
@@ -113,7 +126,11 @@ class Column:
         if self.with_ala:
             method = "fedala" if method == "fedavg" else f"{method}+ala"
         cell = Cell(self.setting, method, tuple(self._changed().items()), shuffle)
-        other = rounds is not None and rounds != preset()["rounds"] and cell.made().schedule_depends_on_rounds
+        other = (
+            rounds is not None
+            and rounds != preset()["rounds"]
+            and cell.made().schedule_depends_on_rounds
+        )
         return Cell(cell.setting, cell.method, cell.set, shuffle, rounds or 0) if other else cell
 
     def _changed(self) -> dict[str, Any]:
@@ -156,7 +173,10 @@ class Table:
     @property
     def groups(self) -> list[list[str]]:
         """The rows, with a rule between the groups."""
-        groups = [[m for m in group if any(self.has(c, m) for c in self.columns)] for group in _data()["order"]]
+        groups = [
+            [m for m in group if any(self.has(c, m) for c in self.columns)]
+            for group in _data()["order"]
+        ]
         return [group for group in groups if group]
 
     @property
@@ -165,7 +185,12 @@ class Table:
 
     def entries(self) -> Iterator[tuple[Column, str]]:
         """Every column and row that meet in a cell, column by column."""
-        return ((column, method) for column in self.columns for method in self.methods if self.has(column, method))
+        return (
+            (column, method)
+            for column in self.columns
+            for method in self.methods
+            if self.has(column, method)
+        )
 
     def parameters(self, column: Column) -> str:
         """The number of ALA's parameters, counted, in the form in which the paper prints it."""
@@ -198,7 +223,11 @@ def drawings(*, digits: bool = False) -> dict[str, Drawing]:
         values = {**{key: value for key, value in row.items() if key != "digits"}, **small}
         places = [settings()[place] for place in values["settings"]]
         if digits:  # one setting of each partition: the others would be the same
-            places = list({place.partition: replace(place, dataset="digits", lr=rate) for place in places}.values())
+            places = list(
+                {
+                    place.partition: replace(place, dataset="digits", lr=rate) for place in places
+                }.values()
+            )
         found[name] = Drawing(name, **{**values, "settings": tuple(places)})
     return found
 
@@ -219,7 +248,9 @@ def tables() -> dict[str, Table]:
 @cache
 def settings() -> dict[str, Setting]:
     common = {key: preset()[key] for key in ("clients", "join_ratio")}
-    return {name: Setting(name, **{**common, **values}) for name, values in _data()["settings"].items()}
+    return {
+        name: Setting(name, **{**common, **values}) for name, values in _data()["settings"].items()
+    }
 
 
 def preset() -> dict[str, Any]:
@@ -227,12 +258,16 @@ def preset() -> dict[str, Any]:
     return dict(_data()["preset"])
 
 
-def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tuple[Table, Column, str]]:
+def choose(
+    names: list[str], columns: list[str], methods: list[str]
+) -> list[tuple[Table, Column, str]]:
     """The cells of some tables, all or those of some columns and methods; a name that there is not is refused."""
     picked = []
     for name in names:
         if name not in tables():
-            raise UserError(f"There is no table or figure {name}{suggest(name, [*tables(), *drawings()])}.")
+            raise UserError(
+                f"There is no table or figure {name}{suggest(name, [*tables(), *drawings()])}."
+            )
         picked.append(tables()[name])
     there = [(table, column, method) for table in picked for column, method in table.entries()]
     where = " and ".join(names)
@@ -241,7 +276,9 @@ def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tup
         if name not in known_columns:
             raise UserError(f"There is no column {name} in {where}{suggest(name, known_columns)}.")
     for name in methods:
-        known_methods = dict.fromkeys(spelling for _, column, m in there for spelling in (m, column.cell(m).method))
+        known_methods = dict.fromkeys(
+            spelling for _, column, m in there for spelling in (m, column.cell(m).method)
+        )
         if name not in known_methods:
             raise UserError(f"There is no method {name} in {where}{suggest(name, known_methods)}.")
 
@@ -249,7 +286,9 @@ def choose(names: list[str], columns: list[str], methods: list[str]) -> list[tup
         """The order in which columns and methods are named is that in which they are wanted."""
         _, column, method = entry
         spelling = method if method in methods else column.cell(method).method
-        return columns.index(column.name) if columns else 0, methods.index(spelling) if methods else 0
+        return columns.index(column.name) if columns else 0, methods.index(
+            spelling
+        ) if methods else 0
 
     chosen = [
         (table, column, method)
@@ -285,7 +324,9 @@ def _accuracies() -> dict[tuple[str, str, str], Printed]:
     found = {}
     for row in csv.DictReader(io.StringIO(_read("printed.csv"))):
         numbers = [float(row[key]) if row[key] else None for key in ("std", "improvement")]
-        found[row["table"], row["column"], row["method"]] = Printed(float(row["accuracy"]), *numbers)
+        found[row["table"], row["column"], row["method"]] = Printed(
+            float(row["accuracy"]), *numbers
+        )
     return found
 
 
@@ -293,7 +334,9 @@ def _accuracies() -> dict[tuple[str, str, str], Printed]:
 def _costs() -> dict[str, Cost]:
     rows = csv.DictReader(io.StringIO(_read("printed_cost.csv")))
     return {
-        row["method"]: Cost(row["total_minutes"], float(row["minutes_per_iteration"]), row["parameters"])
+        row["method"]: Cost(
+            row["total_minutes"], float(row["minutes_per_iteration"]), row["parameters"]
+        )
         for row in rows
     }
 
@@ -304,4 +347,10 @@ def _read(name: str) -> str:
 
 def text(value: Any) -> str:
     """A value as it stands in names and tables."""
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -27,13 +27,21 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 Figures = Iterator[tuple[str, "Figure", Rows]]
-_BEGIN, _END, _BLUE = "#c1121f", "#2b9348", "#1d4e89"  # the paper's red circles and green squares, and FedALA's way
+_BEGIN, _END, _BLUE = (
+    "#c1121f",
+    "#2b9348",
+    "#1d4e89",
+)  # the paper's red circles and green squares, and FedALA's way
 _GRID = 21  # points along each side of a loss surface
 _SAMPLES = 400  # of a client, at most, that a loss surface is computed on
 
 
 def draw(
-    drawing: Drawing, shelf: Shelf, folder: Path, stop: Callable[[], bool] = lambda: False, **options: Any
+    drawing: Drawing,
+    shelf: Shelf,
+    folder: Path,
+    stop: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> list[Path]:
     """Runs what a figure needs and writes it as .png, .pdf and .csv. Settings whose data there is not are left out.
 
@@ -44,7 +52,9 @@ def draw(
     if not there:
         raise UserError(" ".join(shelf.missing.values()))
     written = []
-    for name, figure, rows in _MAKERS[drawing.name](replace(drawing, settings=tuple(there)), shelf, options, stop):
+    for name, figure, rows in _MAKERS[drawing.name](
+        replace(drawing, settings=tuple(there)), shelf, options, stop
+    ):
         table = folder / f"{name}.csv"
         written += [*plots.write({name: figure}, folder), table]
         lines = [{key: spreadsheet_safe(value) for key, value in row.items()} for row in rows]
@@ -77,7 +87,9 @@ class Watched:
         self.see(cohort, "initialised", initialized)
         return initialized, state
 
-    def train(self, cohort: Cohort, initialized: Params, received: Params, state: State) -> tuple[Params, State]:
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    ) -> tuple[Params, State]:
         upload, state = self.method.train(cohort, initialized, received, state)
         self.see(cohort, "trained", upload)
         return upload, state
@@ -97,7 +109,9 @@ class Learning(WithALA):
             self.losses[cohort.round] = outcome.losses[lane, : int(outcome.epochs[lane])].tolist()
 
 
-def _plan(method: str, drawing: Drawing, setting: Setting, shelf: Shelf, options: Mapping[str, Any]) -> Plan:
+def _plan(
+    method: str, drawing: Drawing, setting: Setting, shelf: Shelf, options: Mapping[str, Any]
+) -> Plan:
     hyperparameters = tuple(drawing.set.items()) if method == "fedala" else ()
     values = {"rounds": drawing.rounds, "seeds": 1, **options}
     # What is to be seen is watched: the accuracy is of no interest.
@@ -121,7 +135,9 @@ def _run(checked: Plan, method: Any, stop: Callable[[], bool]) -> None:
 # --- the figures ---------------------------------------------------------------------------------------------------
 
 
-def _weight_learning(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
+def _weight_learning(
+    drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]
+) -> Figures:
     rows: Rows = []
     for setting in drawing.settings:
         checked = _plan("fedala", drawing, setting, shelf, options)
@@ -148,8 +164,20 @@ def _weight_learning_plot(rows: Rows, client: int) -> "Figure":
             losses = [row["loss"] for row in own if row["iteration"] == iteration]
             epochs = np.arange(seen + 1, seen + len(losses) + 1)
             first = iteration == iterations[0]
-            axes.plot(epochs, losses, color=_BEGIN if first else _BLUE, marker="o", markersize=3, linewidth=1.2)
-            axes.axvspan(seen + 0.5, epochs[-1] + 0.5, color="#f3f4f6" if iteration % 2 == 0 else "#ffffff", zorder=0)
+            axes.plot(
+                epochs,
+                losses,
+                color=_BEGIN if first else _BLUE,
+                marker="o",
+                markersize=3,
+                linewidth=1.2,
+            )
+            axes.axvspan(
+                seen + 0.5,
+                epochs[-1] + 0.5,
+                color="#f3f4f6" if iteration % 2 == 0 else "#ffffff",
+                zorder=0,
+            )
             label = f"iteration {iteration}:\nthe initial stage" if first else str(iteration)
             axes.text(
                 (seen + 1 + epochs[-1]) / 2, 0.98, label, transform=axes.get_xaxis_transform(),
@@ -157,12 +185,19 @@ def _weight_learning_plot(rows: Rows, client: int) -> "Figure":
             )  # fmt: skip
             seen = int(epochs[-1])
         top = max(row["loss"] for row in own)
-        axes.set(xlim=(0.5, seen + 0.5), ylim=(0, 1.25 * top), xlabel="epochs of weight learning", ylabel="local loss")
+        axes.set(
+            xlim=(0.5, seen + 0.5),
+            ylim=(0, 1.25 * top),
+            xlabel="epochs of weight learning",
+            ylabel="local loss",
+        )
         _tidy(axes, f"{dataset}, client {client}")
     return figure
 
 
-def _trajectory(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
+def _trajectory(
+    drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]
+) -> Figures:
     [setting] = drawing.settings
     seen: dict[tuple[str, int, str], Tensor] = {}
     names: dict[str, torch.Size] = {}
@@ -207,7 +242,12 @@ def _principal(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _surface(
-    checked: Plan, client: int, names: Mapping[str, torch.Size], mean: Tensor, components: Tensor, places: Tensor
+    checked: Plan,
+    client: int,
+    names: Mapping[str, torch.Size],
+    mean: Tensor,
+    components: Tensor,
+    places: Tensor,
 ) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """The client's training loss over the plane of the components."""
     task = prepare(checked, checked.methods[0]).task
@@ -215,7 +255,10 @@ def _surface(
     x, y = task.inputs(rows), task.targets(rows)
     low, high = places.amin(0), places.amax(0)
     margin = 0.15 * (high - low)
-    sides = [torch.linspace(float(a), float(b), _GRID) for a, b in zip(low - margin, high + margin, strict=True)]
+    sides = [
+        torch.linspace(float(a), float(b), _GRID)
+        for a, b in zip(low - margin, high + margin, strict=True)
+    ]
     losses = np.zeros((_GRID, _GRID))
     sizes = [shape.numel() for shape in names.values()]
     with task.mode(training=False), torch.no_grad():
@@ -240,7 +283,9 @@ def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "F
     bar.ax.tick_params(labelsize=7)
     bar.ax.minorticks_off()
     for method, colour, title in (("fedavg", "#111111", "FedAvg"), ("fedala", _BLUE, "FedALA")):
-        own = sorted((r for r in rows if r["method"] == method), key=lambda r: (r["iteration"], r["model"]))
+        own = sorted(
+            (r for r in rows if r["method"] == method), key=lambda r: (r["iteration"], r["model"])
+        )
         way = np.array([[row["c1"], row["c2"]] for row in own])
         steps = np.diff(way, axis=0)
         axes.quiver(
@@ -260,7 +305,14 @@ def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "F
         own = [row for row in rows if row["model"] == when]
         points = [row["c1"] for row in own], [row["c2"] for row in own]
         axes.scatter(
-            *points, marker=marker, s=16, color=colour, edgecolors="white", linewidths=0.4, label=title, zorder=3
+            *points,
+            marker=marker,
+            s=16,
+            color=colour,
+            edgecolors="white",
+            linewidths=0.4,
+            label=title,
+            zorder=3,
         )
     axes.set(xlabel="C1", ylabel="C2")
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=8, loc="best")
@@ -269,7 +321,9 @@ def _trajectory_plot(rows: Rows, surface: tuple[Any, Any, Any], name: str) -> "F
     return figure
 
 
-def _convergence(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
+def _convergence(
+    drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]
+) -> Figures:
     [setting] = drawing.settings
     sums: dict[tuple[int, str], list[Tensor]] = {}
     checked = _plan("fedala", drawing, setting, shelf, options)
@@ -278,14 +332,20 @@ def _convergence(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], sto
     def see(cohort: Cohort, when: str, model: Params) -> None:
         if (cohort.round == 1 or cohort.round % drawing.every == 0) and cohort.round <= last:
             score = cohort.evaluate(model, "train")
-            sums.setdefault((cohort.round, when), []).append(torch.stack([score.loss.sum(), score.samples.sum()]))
+            sums.setdefault((cohort.round, when), []).append(
+                torch.stack([score.loss.sum(), score.samples.sum()])
+            )
 
     _run(checked, Watched(checked.methods[0], see), stop)
     rows: Rows = []
     for (round, when), parts in sorted(sums.items()):
         loss, samples = torch.stack([part.double().cpu() for part in parts]).sum(0).tolist()
         rows.append({"iteration": round, "model": when, "loss": loss / samples})
-    yield drawing.name, _convergence_plot(rows, f"FedALA on {setting.dataset}, {setting.partition}"), rows
+    yield (
+        drawing.name,
+        _convergence_plot(rows, f"FedALA on {setting.dataset}, {setting.partition}"),
+        rows,
+    )
 
 
 def _convergence_plot(rows: Rows, name: str) -> "Figure":
@@ -294,19 +354,30 @@ def _convergence_plot(rows: Rows, name: str) -> "Figure":
     for when, marker, colour in (("initialised", "o", _BEGIN), ("trained", "s", _END)):
         own = [row for row in rows if row["model"] == when]
         points = [row["iteration"] for row in own], [row["loss"] for row in own]
-        axes.plot(*points, marker=marker, markersize=4, linewidth=0.8, color=colour, label=f"{when} models")
+        axes.plot(
+            *points,
+            marker=marker,
+            markersize=4,
+            linewidth=0.8,
+            color=colour,
+            label=f"{when} models",
+        )
     axes.set(xlabel="iteration", ylabel="training loss, all clients", yscale="log")
     axes.legend(frameon=False, fontsize=8)
     _tidy(axes, name)
     return figure
 
 
-def _splits(drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]) -> Figures:
+def _splits(
+    drawing: Drawing, shelf: Shelf, options: Mapping[str, Any], stop: Callable[[], bool]
+) -> Figures:
     for setting in sorted(drawing.settings, key=lambda setting: setting.dataset):
         federation = shelf.federated(setting)
         counts, data = federation.counts(), federation.dataset
         name = (
-            f"{drawing.name}-{setting.name}" if setting.dataset != "digits" else f"{drawing.name}-{setting.partition}"
+            f"{drawing.name}-{setting.name}"
+            if setting.dataset != "digits"
+            else f"{drawing.name}-{setting.partition}"
         )
         rows: Rows = [
             {"client": client, "class": label, "samples": int(counts[client, label])}

@@ -58,7 +58,9 @@ class Ours:
         if self.difference is None:
             return None
         return next(
-            name for name, most in AGREEMENT.items() if round(abs(self.difference), 2) <= max(most, self.spread)
+            name
+            for name, most in AGREEMENT.items()
+            if round(abs(self.difference), 2) <= max(most, self.spread)
         )
 
 
@@ -86,18 +88,26 @@ class Sheet:
     @property
     def notes(self) -> dict[str, str]:
         """A letter for every way in which a number of ours is not the paper's experiment."""
-        kinds = dict.fromkeys(", ".join(ours.departures) for box in self.boxes for ours in box.ours if ours.departures)
+        kinds = dict.fromkeys(
+            ", ".join(ours.departures) for box in self.boxes for ours in box.ours if ours.departures
+        )
         return {kind: _letters(i) for i, kind in enumerate(kinds)}
 
     @property
     def spans(self) -> list[tuple[str, int]]:
         """The groups of columns, and how many each has."""
-        return [(name, len(list(members))) for name, members in groupby(group for group, _ in self.heads)]
+        return [
+            (name, len(list(members)))
+            for name, members in groupby(group for group, _ in self.heads)
+        ]
 
 
 def sheets(results: Results) -> list[Sheet]:
     """The tables of which there is something to show: results, or the number of ALA's parameters, which is counted."""
-    every = [_costs(table, results) if table.cost else _accuracies(table, results) for table in tables().values()]
+    every = [
+        _costs(table, results) if table.cost else _accuracies(table, results)
+        for table in tables().values()
+    ]
     return [sheet for sheet in every if any(box.ours for box in sheet.boxes)]
 
 
@@ -115,13 +125,17 @@ def _accuracies(table: Table, results: Results) -> Sheet:
                 yield from [None] * (2 if column.with_ala else 1)
                 continue
             found = figures(column, method, results)
-            yield Box(spread(printed.accuracy, printed.std), tuple(_ours(f, printed) for f in found))
+            yield Box(
+                spread(printed.accuracy, printed.std), tuple(_ours(f, printed) for f in found)
+            )
             if column.with_ala:
                 yield _improvement(column, method, printed, found, results)
 
     groups = [[(title(method), list(boxes(method))) for method in group] for group in table.groups]
     if any(column.parameters for column in table.columns):
-        counted = [Box(column.parameters, (Ours(table.parameters(column)),)) for column in table.columns]
+        counted = [
+            Box(column.parameters, (Ours(table.parameters(column)),)) for column in table.columns
+        ]
         groups.append([("ALA's parameters", list(counted))])
     return Sheet(table, heads, groups)
 
@@ -135,16 +149,24 @@ def _ours(figure: Figure, printed: Printed) -> Ours:
     )
 
 
-def _improvement(column: Column, method: str, printed: Printed, found: list[Figure], results: Results) -> Box:
+def _improvement(
+    column: Column, method: str, printed: Printed, found: list[Figure], results: Results
+) -> Box:
     """What ALA adds to a method, where we have it with and without."""
     ours = []
     base = Column(column.name, column.title, column.group, column.setting)
     for figure in found:
-        without = [f for f in figures(base, method, results) if f.runs[0].shuffle == figure.runs[0].shuffle]
+        without = [
+            f for f in figures(base, method, results) if f.runs[0].shuffle == figure.runs[0].shuffle
+        ]
         for f in without:
             gain = figure.accuracy - f.accuracy
             both = [", ".join(one.departures) or "as in the paper" for one in (figure, f)]
-            departures = figure.departures if both[0] == both[1] else [f"with ALA: {both[0]}; without: {both[1]}"]
+            departures = (
+                figure.departures
+                if both[0] == both[1]
+                else [f"with ALA: {both[0]}; without: {both[1]}"]
+            )
             ours.append(Ours(f"{gain:.2f}", gain - (printed.improvement or 0), tuple(departures)))
     return Box("" if printed.improvement is None else f"{printed.improvement:.2f}", tuple(ours))
 
@@ -165,15 +187,24 @@ def _costs(table: Table, results: Results) -> Sheet:
             first = f.runs[0]
             departures = (*f.departures, f"{first.together} seeds side by side")
             where = f"{f.best_round:.0f} rounds, {first.device}"
-            total.append(Ours(f"{clock(f.seconds_per_round * f.best_round)} ({where})", None, departures))
+            total.append(
+                Ours(f"{clock(f.seconds_per_round * f.best_round)} ({where})", None, departures)
+            )
             each.append(Ours(f"{f.seconds_per_round:.3g} s", None, departures))
         return [
             Box(f"{printed.total_minutes} min", tuple(total)),
             Box(f"{printed.minutes_per_iteration} min", tuple(each)),
-            Box(printed.parameters, tuple(Ours(f"{f.runs[0].sent + f.runs[0].uploaded:,}") for f in found[:1])),
+            Box(
+                printed.parameters,
+                tuple(Ours(f"{f.runs[0].sent + f.runs[0].uploaded:,}") for f in found[:1]),
+            ),
         ]
 
-    return Sheet(table, heads, [[(title(method), boxes(method)) for method in group] for group in table.groups])
+    return Sheet(
+        table,
+        heads,
+        [[(title(method), boxes(method)) for method in group] for group in table.groups],
+    )
 
 
 def figures(column: Column, method: str, results: Results) -> list[Figure]:
@@ -192,7 +223,12 @@ def title(method: str) -> str:
 
 def markdown(sheet: Sheet) -> str:
     heads = [f"{group}<br>{name}" for group, name in sheet.heads]
-    lines = [f"### {_name(sheet)}", "", "| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    lines = [
+        f"### {_name(sheet)}",
+        "",
+        "| | " + " | ".join(heads) + " |",
+        "|---|" + "---|" * len(heads),
+    ]
 
     def ours(o: Ours) -> str:
         return f"**{escape_markdown(o.text)}**{_mark(sheet, o, '<sup>{}</sup>')}{_change(o)}"
@@ -200,18 +236,26 @@ def markdown(sheet: Sheet) -> str:
     for method, boxes in _rows(sheet):
         cells = ["<br>".join([box.paper, *map(ours, box.ours)]) if box else "—" for box in boxes]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    notes = [f"<sup>{letter}</sup> {escape_markdown(what)}<br>" for what, letter in sheet.notes.items()]
+    notes = [
+        f"<sup>{letter}</sup> {escape_markdown(what)}<br>" for what, letter in sheet.notes.items()
+    ]
     return "\n".join([*lines, "", *notes, ""])
 
 
 def latex(sheet: Sheet) -> str:
     """A booktabs table, as wide as the page at most; needs the packages and colours of `_PREAMBLE`."""
     spec = "|".join(["l", *("c" * size for _, size in sheet.spans)])
-    spans = " & ".join(f"\\multicolumn{{{size}}}{{c}}{{{_tex(name)}}}" for name, size in sheet.spans)
+    spans = " & ".join(
+        f"\\multicolumn{{{size}}}{{c}}{{{_tex(name)}}}" for name, size in sheet.spans
+    )
 
     def ours(o: Ours) -> str:
         text = f"{_tex(o.text)}{_mark(sheet, o, '$^{{{}}}$')}"
-        return f"\\textcolor{{{o.agreement}}}{{{text} (${o.difference:+.2f}$)}}" if o.agreement else text
+        return (
+            f"\\textcolor{{{o.agreement}}}{{{text} (${o.difference:+.2f}$)}}"
+            if o.agreement
+            else text
+        )
 
     def cell(box: Box | None) -> str:
         if box is None or not box.ours:
@@ -222,7 +266,9 @@ def latex(sheet: Sheet) -> str:
     body = []
     for group in sheet.groups:
         body.append("\\midrule")
-        body += [f"{_tex(method)} & " + " & ".join(map(cell, boxes)) + " \\\\" for method, boxes in group]
+        body += [
+            f"{_tex(method)} & " + " & ".join(map(cell, boxes)) + " \\\\" for method, boxes in group
+        ]
     notes = "; ".join(f"$^{{{letter}}}$ {_tex(what)}" for what, letter in sheet.notes.items())
     colours = legend(COLOURS, ": ")
     caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours, with the difference. {colours}. {notes}"
@@ -253,13 +299,23 @@ def page(sheet: Sheet) -> Html:
         return tag("span", o.text, mark, change, class_=f"ours {o.agreement or ''}", title=what)
 
     def cell(box: Box | None) -> Html:
-        return tag("td", tag("span", box.paper, class_="paper"), *map(ours, box.ours)) if box else tag("td", "—")
+        return (
+            tag("td", tag("span", box.paper, class_="paper"), *map(ours, box.ours))
+            if box
+            else tag("td", "—")
+        )
 
     name, corner = sheet.table.name, tag("td")
     spans = [tag("th", text, scope="colgroup", colspan=size) for text, size in sheet.spans]
     names = [tag("th", text, scope="col") for _, text in sheet.heads]
     bodies = [
-        tag("tbody", [tag("tr", tag("th", method, scope="row"), *map(cell, boxes)) for method, boxes in group])
+        tag(
+            "tbody",
+            [
+                tag("tr", tag("th", method, scope="row"), *map(cell, boxes))
+                for method, boxes in group
+            ],
+        )
         for group in sheet.groups
     ]
     whole = tag("table", tag("thead", tag("tr", corner, spans), tag("tr", corner, names)), bodies)
@@ -267,7 +323,9 @@ def page(sheet: Sheet) -> Html:
     return tag(
         "section",
         tag("h2", _name(sheet), id=f"{name}-title"),
-        tag("div", whole, class_="wide", role="region", tabindex=0, aria_labelledby=f"{name}-title"),
+        tag(
+            "div", whole, class_="wide", role="region", tabindex=0, aria_labelledby=f"{name}-title"
+        ),
         tag("ul", notes, class_="notes"),
         id=name,
     )
@@ -326,13 +384,19 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
 
 def _picture(path: Path) -> Html:
     """A figure with its title, which says in words what is to be seen."""
-    what = next((drawing.title for name, drawing in drawings().items() if path.stem.startswith(name)), "")
+    what = next(
+        (drawing.title for name, drawing in drawings().items() if path.stem.startswith(name)), ""
+    )
     text = f"{path.stem}: {what}" if what else path.stem
     try:
         image = base64.b64encode(read(path, _LARGEST)).decode()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-    return tag("figure", tag("figcaption", text), tag("img", alt=text, src=f"data:image/png;base64,{image}"))
+    return tag(
+        "figure",
+        tag("figcaption", text),
+        tag("img", alt=text, src=f"data:image/png;base64,{image}"),
+    )
 
 
 def body(results: Results) -> str:
@@ -350,7 +414,9 @@ def around(path: Path) -> tuple[str, str]:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UserError(f"{path} has no place for the tables: it lacks the lines {BEGIN} and {END}.")
+        raise UserError(
+            f"{path} has no place for the tables: it lacks the lines {BEGIN} and {END}."
+        )
     return before + begin, end + after
 
 
@@ -413,7 +479,9 @@ def comparison(results: Results) -> list[dict[str, Any]]:
 
 
 def _long(results: Results) -> str:
-    rows = [{key: spreadsheet_safe(value) for key, value in row.items()} for row in comparison(results)]
+    rows = [
+        {key: spreadsheet_safe(value) for key, value in row.items()} for row in comparison(results)
+    ]
     return csv_text(list(rows[0]), rows, header=True) if rows else ""
 
 
@@ -431,7 +499,11 @@ def _rows(sheet: Sheet) -> Iterator[tuple[str, list[Box | None]]]:
 
 def _name(sheet: Sheet) -> str:
     name = sheet.table.name
-    return f"{name[:5].capitalize()} {name[5:]}: {sheet.table.title}" if name[5:].isdigit() else sheet.table.title
+    return (
+        f"{name[:5].capitalize()} {name[5:]}: {sheet.table.title}"
+        if name[5:].isdigit()
+        else sheet.table.title
+    )
 
 
 def spread(mean: float, std: float | None) -> str:

@@ -87,10 +87,13 @@ class Run:
     def contradicts(self, other: "Run") -> bool:
         """Whether the two are the same seed of the same cell after as many rounds, and yet give other accuracies."""
         own, others = (
-            [(run.best, run.best_joined, run.final), (run.best_round, run.diverged)] for run in (self, other)
+            [(run.best, run.best_joined, run.final), (run.best_round, run.diverged)]
+            for run in (self, other)
         )
         # A csv file has six digits of an accuracy.
-        return self.rounds == other.rounds and not (np.allclose(own[0], others[0], rtol=1e-5) and own[1] == others[1])
+        return self.rounds == other.rounds and not (
+            np.allclose(own[0], others[0], rtol=1e-5) and own[1] == others[1]
+        )
 
 
 COLUMNS = [column.name for column in fields(Run) if column.name != "where"]
@@ -114,13 +117,19 @@ def make_run(values: Mapping[str, Any], where: str) -> Run:
     for name in ("data", "device", "version"):
         told = getattr(run, name)
         if len(told) > _LONGEST_TEXT or not told.isprintable():
-            raise UserError(f"{where}: {name} must be printable text of at most {_LONGEST_TEXT} characters.")
+            raise UserError(
+                f"{where}: {name} must be printable text of at most {_LONGEST_TEXT} characters."
+            )
     for low, high in (("best_round", "rounds"), ("rounds", "planned"), ("final", "best")):
         if getattr(run, low) > getattr(run, high):
             sizes = f"{getattr(run, low)} and {getattr(run, high)}"
-            raise UserError(f"{where}: {low} must not be greater than {high}, and they are {sizes}.")
+            raise UserError(
+                f"{where}: {low} must not be greater than {high}, and they are {sizes}."
+            )
     if run.diverged > run.rounds + 1:
-        raise UserError(f"{where}: diverged is {run.diverged}, and there are only {run.rounds} rounds.")
+        raise UserError(
+            f"{where}: diverged is {run.diverged}, and there are only {run.rounds} rounds."
+        )
     if run.setting not in settings():
         raise UserError(f"{where}: there is no setting {run.setting}.")
     if run.cell not in _paper_cells():
@@ -129,7 +138,9 @@ def make_run(values: Mapping[str, Any], where: str) -> Run:
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         options = f" with {run.set}" if run.set else ""
-        raise UserError(f"{where}: the paper has no cell of {run.method}{options} in {run.setting}.")
+        raise UserError(
+            f"{where}: the paper has no cell of {run.method}{options} in {run.setting}."
+        )
     return changed(run, where=where)
 
 
@@ -224,7 +235,9 @@ class Results:
         if record is None and is_there:
             notes.append(f"{folder / CSV} has no {DIGESTS} beside it, so it is unverified.")
         elif record and CSV in record.written and not is_there:
-            notes.append(f"{folder / CSV} is missing: what it said of folders that are gone is lost.")
+            notes.append(
+                f"{folder / CSV} is missing: what it said of folders that are gone is lost."
+            )
         elif record and is_there and not record.expects(CSV, read(folder / CSV, _LARGEST_CSV)):
             raise files.Damaged(
                 f"{folder / CSV} is not what fedala paper run wrote. Restore it, or give it another name, "
@@ -239,7 +252,9 @@ class Results:
         for run in self.runs:
             if run.cell == wanted:
                 groups.setdefault(self._schedule(run), []).append(run)
-        figures = [Figure(tuple(sorted(group, key=lambda run: run.seed))) for group in groups.values()]
+        figures = [
+            Figure(tuple(sorted(group, key=lambda run: run.seed))) for group in groups.values()
+        ]
         return max(figures, key=lambda figure: figure.rounds, default=None)
 
     @staticmethod
@@ -250,7 +265,9 @@ class Results:
     def write(self, path: Path) -> None:
         """Write a line for each cell and seed, and the digest of the file."""
         order = sorted(self.runs, key=lambda run: (run.cell, run.planned, run.seed))
-        lines = [{key: spreadsheet_safe(text(getattr(run, key))) for key in COLUMNS} for run in order]
+        lines = [
+            {key: spreadsheet_safe(text(getattr(run, key))) for key in COLUMNS} for run in order
+        ]
         data = csv_text(COLUMNS, lines, header=True).encode()
         record = Digests.read(path.parent) or Digests()
         record.note(path, data)
@@ -267,7 +284,9 @@ def read_csv(path: Path) -> Iterator[Run]:
     try:
         rows = csv.DictReader(io.StringIO(read(path, _LARGEST_CSV).decode(), newline=""))
         if list(rows.fieldnames or ()) != COLUMNS:
-            raise UserError(f"{path} is no csv of results: its first line must be {','.join(COLUMNS)}.")
+            raise UserError(
+                f"{path} is no csv of results: its first line must be {','.join(COLUMNS)}."
+            )
         for row in rows:
             where = f"{path}, line {rows.line_num}"
             if None in row or None in row.values():
@@ -332,7 +351,9 @@ def cell_config(folder: Path) -> Config:
     except UserError as error:
         raise UserError(f"{folder} is not the run of a cell: {error}") from None
     missing = [name for name in _stated() if name not in values]
-    if missing and RunFolder(folder).record is None:  # otherwise its digest shows that a run wrote it
+    if (
+        missing and RunFolder(folder).record is None
+    ):  # otherwise its digest shows that a run wrote it
         raise UserError(
             f"{folder} is not the run of a cell: its config.toml does not state {', '.join(missing)}. "
             "A run writes every value; restore the file, or remove the folder and run the cell again."
@@ -352,7 +373,11 @@ def _stated() -> list[str]:
     """The options that the config of a run always states: those that have a value once a run has begun."""
     kinds = typing.get_type_hints(Config)
     resolved = ("model", "clients", "rounds", "lr")
-    return [name for name, kind in kinds.items() if type(None) not in typing.get_args(kind) or name in resolved]
+    return [
+        name
+        for name, kind in kinds.items()
+        if type(None) not in typing.get_args(kind) or name in resolved
+    ]
 
 
 def _cell_of(folder: Path, rounds: int | None) -> Cell:
@@ -364,7 +389,9 @@ def _cell_of(folder: Path, rounds: int | None) -> Cell:
             cell = changed(cell, rounds=int(rounds or 0)) if other else cell
             if cell.name == name:
                 return cell
-    raise UserError(f"{folder} is not the run of a cell: the paper has no cell {setting}/{name} with {rounds} rounds.")
+    raise UserError(
+        f"{folder} is not the run of a cell: the paper has no cell {setting}/{name} with {rounds} rounds."
+    )
 
 
 def _seeds_of(folder: Path) -> tuple[int, int]:
@@ -382,7 +409,9 @@ def runs_in(folder: Path, words: dict[str, Any], notes: list[str]) -> Iterator[R
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{folder} is not the run of a cell: its history.csv lacks {error}.") from None
+        raise UserError(
+            f"{folder} is not the run of a cell: its history.csv lacks {error}."
+        ) from None
 
 
 def _run_of(folder: Path, config: Config, seed: int, rows: list[Row], words: dict[str, Any]) -> Run:
@@ -417,20 +446,28 @@ def _checked_histories(folder: Path, config: Config, notes: list[str]) -> dict[i
     first, last = _seeds_of(folder)
     found = histories(folder, notes)
     if not found and regular(folder / "summary.json").exists():
-        raise UserError(f"{folder} is not the run of a cell: it has a summary.json but no history.csv.")
+        raise UserError(
+            f"{folder} is not the run of a cell: it has a summary.json but no history.csv."
+        )
     for seed, rows in found.items():
         if not first <= seed <= last:
-            raise UserError(f"{folder} is not the run of a cell: its history.csv has a seed {seed}.")
+            raise UserError(
+                f"{folder} is not the run of a cell: its history.csv has a seed {seed}."
+            )
         for row in rows:
             if row["method"] != config.method:
-                told = f"its history.csv is of {row['method']}, and its config.toml of {config.method}"
+                told = (
+                    f"its history.csv is of {row['method']}, and its config.toml of {config.method}"
+                )
                 raise UserError(f"{folder} is not the run of a cell: {told}.")
             for key in ("accuracy", "accuracy_joined"):
                 if not 0 <= row[key] <= 1:
                     told = f"its history.csv has {key} = {row[key]} in round {row['round']}, which is not from 0 to 1"
                     raise UserError(f"{folder} is not the run of a cell: {told}.")
         if any(before["round"] >= after["round"] for before, after in pairwise(rows)):
-            raise UserError(f"{folder} is not the run of a cell: the rounds in its history.csv are not in order.")
+            raise UserError(
+                f"{folder} is not the run of a cell: the rounds in its history.csv are not in order."
+            )
     return found
 
 

@@ -148,11 +148,19 @@ def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
         except RuntimeError as error:  # a fault of the device: other cells may still run
             watch.ended(str(cell), "failed", f"{type(error).__name__}: {error}")
         except OSError as error:
-            raise UserError(f"The results folder {order.out} cannot be written to: {error}.") from None
+            raise UserError(
+                f"The results folder {order.out} cannot be written to: {error}."
+            ) from None
 
 
 def _run(
-    cell: Cell, seeds: range, folder: Path, order: Order, federation: Federation, words: dict[str, Any], watch: Watch
+    cell: Cell,
+    seeds: range,
+    folder: Path,
+    order: Order,
+    federation: Federation,
+    words: dict[str, Any],
+    watch: Watch,
 ) -> None:
     """Some seeds of a cell, side by side, from where they stand up to the rounds that are asked for."""
     begun = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
@@ -169,9 +177,19 @@ def _run(
     ended = begun and not begun.keep_checkpoint and _rounds(folder, seeds) >= int(begun.rounds or 0)
     try:
         if begun and not ended:
-            execute(_plan(_changed(begun, order), cell, federation), folder, resume=True, watcher=watcher)
+            execute(
+                _plan(_changed(begun, order), cell, federation),
+                folder,
+                resume=True,
+                watcher=watcher,
+            )
         else:
-            execute(_plan(_new(cell, seeds, order), cell, federation), folder, force=True, watcher=watcher)
+            execute(
+                _plan(_new(cell, seeds, order), cell, federation),
+                folder,
+                force=True,
+                watcher=watcher,
+            )
     except Stopped:
         if reached < order.rounds:
             raise
@@ -243,7 +261,9 @@ def seconds_left(cell: Cell, order: Order) -> float:
             if seconds:
                 per_seed = float(np.mean(seconds)) / len(histories(part))
                 done = [max(0, _rounds(here / f"seeds-{p.start}-{p.stop - 1}", p)) for p in parts]
-                return sum(per_seed * len(p) * (order.rounds - d) for p, d in zip(parts, done, strict=True))
+                return sum(
+                    per_seed * len(p) * (order.rounds - d) for p, d in zip(parts, done, strict=True)
+                )
     return 0
 
 
@@ -255,13 +275,20 @@ def _about(folder: Path, dataset: Dataset, device: str) -> dict[str, Any]:
             f"it was begun with {about(path)['samples']} samples, and now there are {samples}; "
             "use another results folder (--out)"
         )
-    return {"samples": samples, "data": dataset.note, "device": _device(device), "version": _version()}
+    return {
+        "samples": samples,
+        "data": dataset.note,
+        "device": _device(device),
+        "version": _version(),
+    }
 
 
 def _device(name: str) -> str:
     on_gpu = name != "cpu" and torch.cuda.is_available()
     threads = torch.get_num_threads()
-    return torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads != 1)}"
+    return (
+        torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads != 1)}"
+    )
 
 
 def _version() -> str:
@@ -289,7 +316,9 @@ class Relay:
         self.asked.append(signal.SIGTERM)
 
     def row(self, cell: str, row: Row) -> None:
-        plain = {key: row[key] for key in ("seed", "round", "accuracy", "accuracy_joined", "seconds")}
+        plain = {
+            key: row[key] for key in ("seed", "round", "accuracy", "accuracy_joined", "seconds")
+        }
         print(json.dumps({"cell": cell, "row": plain}), flush=True)
 
     def ended(self, cell: str, how: str, why: str = "") -> None:
@@ -297,7 +326,11 @@ class Relay:
 
 
 def side_by_side(
-    arguments: list[str], jobs: int, watch: Watch, environment: dict[str, str], asked: Sequence[int] = ()
+    arguments: list[str],
+    jobs: int,
+    watch: Watch,
+    environment: dict[str, str],
+    asked: Sequence[int] = (),
 ) -> None:
     """The same command in several processes: each takes the next cell that nobody is running. `asked` as in `Order`."""
     command = [sys.executable, "-m", "fedala.cli", "paper", "run", *arguments, "--relay"]
@@ -342,4 +375,6 @@ def side_by_side(
                 process.wait()
     for process in processes:
         if process.returncode and not asked:
-            raise RunError(f"One of the {jobs} processes ended with exit code {process.returncode}.")
+            raise RunError(
+                f"One of the {jobs} processes ended with exit code {process.returncode}."
+            )

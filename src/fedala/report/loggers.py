@@ -28,7 +28,9 @@ class TensorBoard:
     """Event files in the run folder: `tensorboard --logdir RUN`."""
 
     def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
-        self.package = need("torch.utils.tensorboard", "tensorboard", "tensorboard", "Logging to TensorBoard")
+        self.package = need(
+            "torch.utils.tensorboard", "tensorboard", "tensorboard", "Logging to TensorBoard"
+        )
         self.place = folder / "tensorboard" / method / f"seed-{seed}"
         self.writer: Any = None
 
@@ -78,10 +80,14 @@ class MLflow:
         found = self.client.search_runs([place], f"tags.fedala = '{identity}'")
         if found:
             self.run = found[0].info.run_id
-            self.last = max((m.step for m in self.client.get_metric_history(self.run, "accuracy")), default=-1)
+            self.last = max(
+                (m.step for m in self.client.get_metric_history(self.run, "accuracy")), default=-1
+            )
         else:
             name = f"{folder.resolve().name}, {method}, seed {seed}"
-            self.run = self.client.create_run(place, tags={"fedala": identity}, run_name=name).info.run_id
+            self.run = self.client.create_run(
+                place, tags={"fedala": identity}, run_name=name
+            ).info.run_id
             self.last = -1
             for key, value in {**config, "method": method, "seed": seed}.items():
                 self.client.log_param(self.run, key, value)
@@ -124,7 +130,12 @@ class Loggers:
         complain: Callable[[str], None] = print,
     ) -> None:
         check(names)
-        self.names, self.folder, self.config, self.complain = list(dict.fromkeys(names)), folder, config or {}, complain
+        self.names, self.folder, self.config, self.complain = (
+            list(dict.fromkeys(names)),
+            folder,
+            config or {},
+            complain,
+        )
         self.open: dict[tuple[str, str, int], Logger] = {}
 
     def row(self, method: str, row: Row) -> None:
@@ -141,7 +152,9 @@ class Loggers:
                 self.open[key].log(figures, int(row["round"]))
             except Exception as error:
                 self.names.remove(name)
-                self.complain(f"Logging to {name} has failed, and stops ({first_line(error)}); the run goes on.")
+                self.complain(
+                    f"Logging to {name} has failed, and stops ({first_line(error)}); the run goes on."
+                )
 
     def __enter__(self) -> "Loggers":
         return self

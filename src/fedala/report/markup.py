@@ -73,9 +73,20 @@ def table(
 ) -> Html:
     """A table whose first column names the row; it scrolls by itself where the screen is narrow. `label`: a shorter caption."""
     head = tag("tr", [tag("th", text, scope="col") for text in heads])
-    body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
-    whole = tag("table", tag("caption", tag("span", caption)), tag("thead", head), tag("tbody", body), **attributes)
-    return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=label or caption)
+    body = [
+        tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]])
+        for row in rows
+    ]
+    whole = tag(
+        "table",
+        tag("caption", tag("span", caption)),
+        tag("thead", head),
+        tag("tbody", body),
+        **attributes,
+    )
+    return tag(
+        "div", whole, class_="scroll", tabindex=0, role="region", aria_label=label or caption
+    )
 
 
 def details(summary: object, *children: object) -> Html:
@@ -104,12 +115,21 @@ def _finite(data: Any) -> Any:
     return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def document(title: str, sections: Sequence[tuple[str, str, Html]], *, lead: object = None, data: object = None) -> str:
+def document(
+    title: str,
+    sections: Sequence[tuple[str, str, Html]],
+    *,
+    lead: object = None,
+    data: object = None,
+) -> str:
     """A whole page: `sections` are (id, title, content), which also make the navigation; `data` is for charts.
 
     The page may run the one script that it was made with and nothing else, and may load nothing at all.
     """
-    style, script = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (
+        files(__package__).joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.js")
+    )
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"
     head = tag(
         "head",
@@ -126,13 +146,23 @@ def document(title: str, sections: Sequence[tuple[str, str, Html]], *, lead: obj
         tag("a", "Skip to the results", href="#main", class_="skip"),
         tag(
             "header",
-            tag("div", tag("h1", title), tag("button", "Dark", type="button", id="theme", hidden=True), class_="top"),
+            tag(
+                "div",
+                tag("h1", title),
+                tag("button", "Dark", type="button", id="theme", hidden=True),
+                class_="top",
+            ),
             lead,
             tag("nav", links, aria_label="Sections"),
         ),
-        tag("div", id="methods", role="group", aria_label="Methods shown in the charts", hidden=True),
+        tag(
+            "div", id="methods", role="group", aria_label="Methods shown in the charts", hidden=True
+        ),
         tag("main", [section(*entry) for entry in sections], id="main", tabindex=-1),
-        tag("noscript", tag("p", "Charts need JavaScript; the tables hold the same figures.", class_="note")),
+        tag(
+            "noscript",
+            tag("p", "Charts need JavaScript; the tables hold the same figures.", class_="note"),
+        ),
         tag("div", id="tip", hidden=True, aria_hidden="true"),
         tag("div", id="live", aria_live="polite", class_="unseen"),
         data_block("data", data) if data is not None else None,

@@ -31,7 +31,10 @@ POINTS, LINES, CLIENTS = 400, 25, 200
 
 #: What the figures of a summary are, in words that say how the round was chosen.
 ACCURACIES = {
-    "best": ("Best round", "the highest of all rounds, picked on test data, as in the paper: optimistic"),
+    "best": (
+        "Best round",
+        "the highest of all rounds, picked on test data, as in the paper: optimistic",
+    ),
     "best_joined": (
         "Best round, participants",
         "the same over the clients of the round alone, as in the paper for ρ < 1",
@@ -90,21 +93,28 @@ class Series:
 
 
 def write(
-    paths: Sequence[Path], out: Path | None = None, *, say: Callable[[str], None] = lambda sentence: None
+    paths: Sequence[Path],
+    out: Path | None = None,
+    *,
+    say: Callable[[str], None] = lambda sentence: None,
 ) -> Path:
     """Write the page of these folders; without `out`, as report.html into the only one.
 
     `say` gets a sentence about everything that is unverified.
     """
     if out is None and len(paths) != 1:
-        raise UserError("Several folders make one page: say where it goes, such as --out report.html.")
+        raise UserError(
+            "Several folders make one page: say where it goes, such as --out report.html."
+        )
     runs = find(paths)
     for run in runs:
         for sentence in run.unverified:
             say(sentence)
     target = out or paths[0] / "report.html"
     if not target.absolute().parent.is_dir():
-        raise UserError(f"The page {target} cannot be written: there is no folder {target.absolute().parent}.")
+        raise UserError(
+            f"The page {target} cannot be written: there is no folder {target.absolute().parent}."
+        )
     text = page(runs)
     try:
         replace(target, text.encode())
@@ -141,12 +151,22 @@ def page(runs: Sequence[Run]) -> str:
 def lines(runs: Sequence[Run]) -> list[Series]:
     """Every method of every folder, under names that tell them apart."""
     kinds = [next(kind for kind, other in enumerate(runs) if run.is_like(other)) for run in runs]
-    every = [(run, result, kind) for run, kind in zip(runs, kinds, strict=True) for result in run.results.values()]
+    every = [
+        (run, result, kind)
+        for run, kind in zip(runs, kinds, strict=True)
+        for result in run.results.values()
+    ]
     titles = [result.title for _, result, _ in every]
     # A method's own name will do where it is there once, and all folders are alike.
     clear = {title for title in titles if titles.count(title) == 1 and len(set(kinds)) == 1}
     return [
-        Series(run, result, result.title if result.title in clear else f"{result.title} · {run.name}", place, kind)
+        Series(
+            run,
+            result,
+            result.title if result.title in clear else f"{result.title} · {run.name}",
+            place,
+            kind,
+        )
         for place, (run, result, kind) in enumerate(every)
     ]
 
@@ -175,7 +195,11 @@ def _lead(runs: Sequence[Run], series: Sequence[Series]) -> Html:
     best = max(series, key=lambda one: float(np.nan_to_num(one.result.best.mean(), nan=-1)))
     accuracy = best.figures["accuracy"]
     cards = [
-        tag("div", tag("dt", ACCURACIES[key][0]), tag("dd", _percent(accuracy[key]), tag("small", " %")))
+        tag(
+            "div",
+            tag("dt", ACCURACIES[key][0]),
+            tag("dd", _percent(accuracy[key]), tag("small", " %")),
+        )
         for key in ACCURACIES
         if key in accuracy
     ]
@@ -188,8 +212,17 @@ def _lead(runs: Sequence[Run], series: Sequence[Series]) -> Html:
                 tag("p", f"{', '.join(names)}: {fact}" if len(facts) > 1 else fact, class_="facts")
                 for fact, names in facts.items()
             ],
-            [tag("p", warning, class_="warning", role="note") for run in runs for warning in _warnings(run)],
-            tag("div", tag("p", "Highest test accuracy: ", best.name()), tag("dl", cards), class_="hero")
+            [
+                tag("p", warning, class_="warning", role="note")
+                for run in runs
+                for warning in _warnings(run)
+            ],
+            tag(
+                "div",
+                tag("p", "Highest test accuracy: ", best.name()),
+                tag("dl", cards),
+                class_="hero",
+            )
             if np.isfinite(best.result.best).all() and len(set(map(_task, runs))) == 1
             else None,
         ]
@@ -198,13 +231,20 @@ def _lead(runs: Sequence[Run], series: Sequence[Series]) -> Html:
 
 def _task(run: Run) -> tuple[str, ...]:
     """What the clients learn; accuracies of different tasks have no highest."""
-    return tuple(str(run.config.get(option)) for option in ("dataset", "partition", "partition_seed", "clients"))
+    return tuple(
+        str(run.config.get(option))
+        for option in ("dataset", "partition", "partition_seed", "clients")
+    )
 
 
 def _facts(run: Run) -> str:
     config = run.config
     ratio = config.get("join_ratio", 1)
-    whom = "only the participants of a round" if config.get("eval_clients") == "joined" else "all clients"
+    whom = (
+        "only the participants of a round"
+        if config.get("eval_clients") == "joined"
+        else "all clients"
+    )
     parts = [
         f"{config.get('clients', '?')} clients",
         str(config.get("partition", "")),
@@ -222,7 +262,11 @@ def _counted(number: object, noun: str) -> str:
 
 
 def _warnings(run: Run) -> list[str]:
-    short = [f"{run.results[name].title} {run.reached(name)}" for name in run.results if run.reached(name) < run.rounds]
+    short = [
+        f"{run.results[name].title} {run.reached(name)}"
+        for name in run.results
+        if run.reached(name) < run.rounds
+    ]
     found = []
     if short:
         found.append(f"{run.name} is unfinished: {', '.join(short)} of {run.rounds} rounds.")
@@ -230,7 +274,9 @@ def _warnings(run: Run) -> list[str]:
         found.append(f"The data of {run.name}: {note}.")
     for result in run.results.values():
         if lost := sum(row["diverged"] for row in result.history):
-            found.append(f"{result.title} in {run.name}: {_counted(lost, 'client round')} diverged and did not count.")
+            found.append(
+                f"{result.title} in {run.name}: {_counted(lost, 'client round')} diverged and did not count."
+            )
     if run.missing:
         found.append(f"{run.name} has not begun with {', '.join(run.missing)}.")
     return [*found, *(sentence.replace(str(run.path), run.name) for sentence in run.unverified)]
@@ -244,9 +290,13 @@ def results(series: Sequence[Series]) -> Html:
     figures = [one.figures["accuracy"] for one in series]
     shown = [key for key in ACCURACIES if any(key in found for found in figures)]
     heads = ["Method", *(ACCURACIES[key][0] for key in shown)]
-    references = [None if (other := reference(one, "fedavg", series)) is one else other for one in series]
+    references = [
+        None if (other := reference(one, "fedavg", series)) is one else other for one in series
+    ]
     compared = any(other is not None for other in references)
-    against = [(key, f"{ACCURACIES[key][0]}, against FedAvg") for key in ("best", "final") if compared]
+    against = [
+        (key, f"{ACCURACIES[key][0]}, against FedAvg") for key in ("best", "final") if compared
+    ]
     top: dict[tuple[object, str], float] = {}
     for one in series:
         for key, figure in one.figures["accuracy"].items():
@@ -256,13 +306,21 @@ def results(series: Sequence[Series]) -> Html:
     for one, found, other in zip(series, figures, references, strict=True):
         cells = [_accuracy(found.get(key), top.get((_task(one.run), key), 0.0)) for key in shown]
         for key, _ in against:
-            cells.append(_signed(found[key]["mean"] - other.figures["accuracy"][key]["mean"] if other else None))
+            cells.append(
+                _signed(
+                    found[key]["mean"] - other.figures["accuracy"][key]["mean"] if other else None
+                )
+            )
         rows.append([one.name(), *cells])
     runs = {len(found["best"]["runs"]) for found in figures}
     whose = f"{max(runs)} runs" if len(runs) == 1 else "its runs"
     spread_ = f", mean ± standard deviation of {whose}" if max(runs) > 1 else ""
-    caption = f"Test accuracy in %{spread_}; Σ correct / Σ samples over the clients, before they train."
-    meaning = [join([tag("dt", ACCURACIES[key][0]), tag("dd", ACCURACIES[key][1])]) for key in shown]
+    caption = (
+        f"Test accuracy in %{spread_}; Σ correct / Σ samples over the clients, before they train."
+    )
+    meaning = [
+        join([tag("dt", ACCURACIES[key][0]), tag("dd", ACCURACIES[key][1])]) for key in shown
+    ]
     return join(
         [
             table(caption, [*heads, *(text for _, text in against)], rows, class_="figures"),
@@ -279,7 +337,11 @@ def _accuracy(figure: dict[str, Any] | None, top: float) -> Html:
 
 
 def _percent(figure: dict[str, Any]) -> Html:
-    deviation = tag("span", f" ± {100 * figure['std']:.2f}", class_="std") if len(figure["runs"]) > 1 else None
+    deviation = (
+        tag("span", f" ± {100 * figure['std']:.2f}", class_="std")
+        if len(figure["runs"]) > 1
+        else None
+    )
     return join([f"{100 * figure['mean']:.2f}", deviation])
 
 
@@ -305,7 +367,9 @@ def learning(series: Sequence[Series]) -> Html:
     figures = [
         _curves("accuracy", accuracy, series, f"Accuracy over the rounds.{band}", controls=True),
         _curves("loss", loss, series, f"Loss over the rounds.{band}"),
-        _curves("notes", other, series, "What the methods note about themselves.") if other else None,
+        _curves("notes", other, series, "What the methods note about themselves.")
+        if other
+        else None,
     ]
     return join(figures)
 
@@ -318,10 +382,17 @@ def _equal(result: MethodResult, first: str, second: str) -> bool:
     return all(row[first] == row[second] or row[first] != row[first] for row in result.history)
 
 
-def _curves(kind: str, names: list[str], series: Sequence[Series], caption: str, *, controls: bool = False) -> Html:
+def _curves(
+    kind: str, names: list[str], series: Sequence[Series], caption: str, *, controls: bool = False
+) -> Html:
     """A chart to be drawn, what can be chosen about it, and the same as a table."""
     identifier = f"curves-{kind}"
-    choose = _select(f"{identifier}-column", "Show", [(name, COLUMNS.get(name, name)) for name in names], data="column")
+    choose = _select(
+        f"{identifier}-column",
+        "Show",
+        [(name, COLUMNS.get(name, name)) for name in names],
+        data="column",
+    )
     chosen = [choose if len(names) > 1 else None]
     if controls:
         seeds = sorted({row["seed"] for one in series for row in one.result.history})
@@ -329,18 +400,42 @@ def _curves(kind: str, names: list[str], series: Sequence[Series], caption: str,
             each = [(str(seed), f"seed {seed}") for seed in seeds]
             chosen.append(
                 _select(
-                    f"{identifier}-seeds", "Runs", [("band", "mean ± std"), ("each", "each run"), *each], data="seeds"
+                    f"{identifier}-seeds",
+                    "Runs",
+                    [("band", "mean ± std"), ("each", "each run"), *each],
+                    data="seeds",
                 )
             )
-        chosen.append(_select(f"{identifier}-x", "Over", [("rounds", "rounds"), ("seconds", "seconds")], data="x"))
         chosen.append(
-            _select(f"{identifier}-zoom", "Axis", [("all", "everything"), ("late", "the later half")], data="zoom")
+            _select(
+                f"{identifier}-x", "Over", [("rounds", "rounds"), ("seconds", "seconds")], data="x"
+            )
         )
-    return _figure(identifier, "curves", caption, chosen, _curve_table(names[0], series), columns=" ".join(names))
+        chosen.append(
+            _select(
+                f"{identifier}-zoom",
+                "Axis",
+                [("all", "everything"), ("late", "the later half")],
+                data="zoom",
+            )
+        )
+    return _figure(
+        identifier,
+        "curves",
+        caption,
+        chosen,
+        _curve_table(names[0], series),
+        columns=" ".join(names),
+    )
 
 
 def _figure(
-    identifier: str, kind: str, caption: str, controls: Sequence[Html | None], alternative: object, **data: str
+    identifier: str,
+    kind: str,
+    caption: str,
+    controls: Sequence[Html | None],
+    alternative: object,
+    **data: str,
 ) -> Html:
     """A chart that the script draws, with its controls and its caption, and the same as a table."""
     attributes = {f"data_{key}": value for key, value in data.items()}
@@ -362,7 +457,9 @@ def _select(identifier: str, label: str, choices: Sequence[tuple[str, str]], *, 
 
 def _curve_table(column: str, series: Sequence[Series]) -> Html:
     """Some of the rounds, the first and the last among them."""
-    found = {one.label: curves(one.result, column) for one in series if column in columns(one.result)}
+    found = {
+        one.label: curves(one.result, column) for one in series if column in columns(one.result)
+    }
     every = sorted({round for rounds, _ in found.values() for round in rounds})
     chosen = [every[place] for place in _thin(len(every), LINES)]
     scale = 100 if column.startswith("accuracy") else 1
@@ -375,7 +472,11 @@ def _curve_table(column: str, series: Sequence[Series]) -> Html:
         }
     rows = [[round, *(told[label].get(round, "–") for label in told)] for round in chosen]
     unit = " in %" if scale == 100 else ""
-    part = f"; {len(chosen)} of {len(every)} rounds, all of them in history.csv" if len(chosen) < len(every) else ""
+    part = (
+        f"; {len(chosen)} of {len(every)} rounds, all of them in history.csv"
+        if len(chosen) < len(every)
+        else ""
+    )
     return table(f"{COLUMNS.get(column, column).capitalize()}{unit}{part}", ["Round", *told], rows)
 
 
@@ -392,10 +493,18 @@ def clients(series: Sequence[Series]) -> Html | None:
     references = [
         one
         for one in known
-        if one.result.method in ("fedavg", "local") and sum(other.kind == one.kind for other in known) > 1
+        if one.result.method in ("fedavg", "local")
+        and sum(other.kind == one.kind for other in known) > 1
     ]
-    shown = [("accuracy", "accuracy"), *((str(one.place), f"difference to {one.label}") for one in references)]
-    order = [("client", "by number"), ("samples", "by samples"), ("value", "by the first method's value")]
+    shown = [
+        ("accuracy", "accuracy"),
+        *((str(one.place), f"difference to {one.label}") for one in references),
+    ]
+    order = [
+        ("client", "by number"),
+        ("samples", "by samples"),
+        ("value", "by the first method's value"),
+    ]
     controls = [
         _select("clients-show", "Show", shown, data="show") if references else None,
         _select("clients-order", "Order", order, data="order"),
@@ -417,11 +526,23 @@ def _client_table(known: Sequence[Series]) -> Html:
     samples, values = known[0].run.samples(), [one.of_clients for one in known]
     shown = range(min(CLIENTS, len(samples)))
     rows = [
-        [client, f"{samples[client]:.0f}", *(_cell(own[client]) if client < len(own) else "–" for own in values)]
+        [
+            client,
+            f"{samples[client]:.0f}",
+            *(_cell(own[client]) if client < len(own) else "–" for own in values),
+        ]
         for client in shown
     ]
-    part = f"; the first {CLIENTS} of {len(samples)}, all of them in clients.csv" if len(samples) > CLIENTS else ""
-    return table(f"Accuracy in % by client{part}", ["Client", "Test samples", *(one.label for one in known)], rows)
+    part = (
+        f"; the first {CLIENTS} of {len(samples)}, all of them in clients.csv"
+        if len(samples) > CLIENTS
+        else ""
+    )
+    return table(
+        f"Accuracy in % by client{part}",
+        ["Client", "Test samples", *(one.label for one in known)],
+        rows,
+    )
 
 
 def _cell(value: float) -> str:
@@ -433,7 +554,11 @@ def _gains(known: Sequence[Series], base: Series) -> Html | None:
     rows = []
     for one in known:
         own = one.of_clients
-        if one is base or reference(one, base.result.method, known) is not base or own.shape != base.of_clients.shape:
+        if (
+            one is base
+            or reference(one, base.result.method, known) is not base
+            or own.shape != base.of_clients.shape
+        ):
             continue
         apart = own - base.of_clients
         apart = apart[np.isfinite(apart)]
@@ -448,7 +573,15 @@ def _gains(known: Sequence[Series], base: Series) -> Html | None:
                     _signed(float(apart.min()) if sides[2] else None),
                 ]
             )
-    heads = ["Method", "Clients that gain", "equal", "that lose", "Mean difference", "Gains most", "Loses most"]
+    heads = [
+        "Method",
+        "Clients that gain",
+        "equal",
+        "that lose",
+        "Mean difference",
+        "Gains most",
+        "Loses most",
+    ]
     caption = f"Against {base.label}, in points of accuracy; every client counts the same."
     return table(caption, heads, rows, class_="figures") if rows else None
 
@@ -458,7 +591,10 @@ def split(runs: Sequence[Run]) -> Html | None:
     known = distinct_splits(runs)
     if not known:
         return None
-    choices = [(str(place), f"{run.name}: {run.config.get('partition')}") for place, run in enumerate(known)]
+    choices = [
+        (str(place), f"{run.name}: {run.config.get('partition')}")
+        for place, run in enumerate(known)
+    ]
     controls = [_select("split-run", "Folder", choices, data="run")] if len(known) > 1 else []
     caption = "Who holds what: a circle's area is how many samples of the class the client has."
     return _figure("split-chart", "split", caption, controls, [_split_table(run) for run in known])
@@ -472,7 +608,9 @@ def _split_table(run: Run) -> Html:
         for client, own in zip(numbers, shown, strict=False)
     ]
     part = "" if counts.shape == (len(shown), len(kept)) else "; the rest is in split.csv"
-    return table(f"Samples by client and class, {run.name}{part}", ["Client", *kept, "together"], rows)
+    return table(
+        f"Samples by client and class, {run.name}{part}", ["Client", *kept, "together"], rows
+    )
 
 
 def weights(series: Sequence[Series]) -> Html | None:
@@ -486,11 +624,18 @@ def weights(series: Sequence[Series]) -> Html | None:
     runs = [("mean", "mean"), *(each if len(seeds) > 1 else [])]
     controls = [
         _select("w-method", "Method", methods, data="method"),
-        _select("w-parameter", "Parameter", [(str(k), name) for k, name in enumerate(parameters)], data="parameter"),
+        _select(
+            "w-parameter",
+            "Parameter",
+            [(str(k), name) for k, name in enumerate(parameters)],
+            data="parameter",
+        ),
         _select("w-seed", "Runs", runs, data="seed"),
     ]
     last = len(rounds) - 1
-    slider = tag("input", type="range", id="w-round", min=0, max=last, value=last, data_control="round")
+    slider = tag(
+        "input", type="range", id="w-round", min=0, max=last, value=last, data_control="round"
+    )
     figures = [
         ("w-rounds", "Mean of W, client by client, over the rounds.", None, _weight_table),
         (
@@ -502,13 +647,17 @@ def weights(series: Sequence[Series]) -> Html | None:
         (
             "w-parameters",
             "Mean of W by client and parameter.",
-            tag("label", "Round ", slider, " ", tag("output", rounds[-1], id="w-round-shown", for_="w-round")),
+            tag(
+                "label",
+                "Round ",
+                slider,
+                " ",
+                tag("output", rounds[-1], id="w-round-shown", for_="w-round"),
+            ),
             _parameter_table,
         ),
     ]
-    text = (
-        "With W = 1 an element comes from the received model, with W = 0 it stays the client's own. W starts at ones."
-    )
+    text = "With W = 1 an element comes from the received model, with W = 0 it stays the client's own. W starts at ones."
     return join(
         [
             tag("p", text),
@@ -525,9 +674,14 @@ def _weight_table(one: Series, found: tuple[Array, list[list[Any]]]) -> Html:
     cube, (_, rounds, clients_, parameters) = found
     kept = _thin(len(rounds), 12)
     mean = mean_std(cube[..., 0, 0])[0]
-    rows = [[client, *(f"{mean[place, i]:.3f}" for place in kept)] for i, client in enumerate(clients_[:CLIENTS])]
+    rows = [
+        [client, *(f"{mean[place, i]:.3f}" for place in kept)]
+        for i, client in enumerate(clients_[:CLIENTS])
+    ]
     return table(
-        f"{one.label}, mean of W, {parameters[0]}", ["Client", *(f"round {rounds[place]}" for place in kept)], rows
+        f"{one.label}, mean of W, {parameters[0]}",
+        ["Client", *(f"round {rounds[place]}" for place in kept)],
+        rows,
     )
 
 
@@ -536,7 +690,11 @@ def _bin_table(one: Series, found: tuple[Array, list[list[Any]]]) -> Html:
     kept = _thin(len(rounds), 12)
     shares = _over_clients(cube)[:, :, 0, 1:].mean(0)
     rows = [
-        [f"{k / 10:.1f} to {(k + 1) / 10:.1f}", *(f"{100 * shares[place, k]:.2f}" for place in kept)] for k in range(10)
+        [
+            f"{k / 10:.1f} to {(k + 1) / 10:.1f}",
+            *(f"{100 * shares[place, k]:.2f}" for place in kept),
+        ]
+        for k in range(10)
     ]
     return table(
         f"{one.label}, share of W's elements in %, {parameters[0]}",
@@ -548,7 +706,10 @@ def _bin_table(one: Series, found: tuple[Array, list[list[Any]]]) -> Html:
 def _parameter_table(one: Series, found: tuple[Array, list[list[Any]]]) -> Html:
     cube, (_, rounds, clients_, parameters) = found
     mean = mean_std(cube[..., 0])[0][-1]
-    rows = [[client, *(f"{value:.3f}" for value in mean[i])] for i, client in enumerate(clients_[:CLIENTS])]
+    rows = [
+        [client, *(f"{value:.3f}" for value in mean[i])]
+        for i, client in enumerate(clients_[:CLIENTS])
+    ]
     return table(f"{one.label}, mean of W in round {rounds[-1]}", ["Client", *parameters], rows)
 
 
@@ -572,7 +733,14 @@ def cost(series: Sequence[Series]) -> Html:
                 *(f"{sent[key]:,}" for key in ("sent", "uploaded", "together")),
             ]
         )
-    heads = ["Method", "Seconds per round", "Seconds in all", "Parameters received", "uploaded", "together"]
+    heads = [
+        "Method",
+        "Seconds per round",
+        "Seconds in all",
+        "Parameters received",
+        "uploaded",
+        "together",
+    ]
     together = (
         " All runs of a method go side by side: the seconds are those of all of them."
         if _most_seeds(series) > 1
@@ -585,23 +753,46 @@ def cost(series: Sequence[Series]) -> Html:
 
 def _target(series: Sequence[Series]) -> int:
     """An accuracy in percent that is worth asking for: nine tenths of the best one's."""
-    best = max((float(value) for one in series for value in one.result.best if np.isfinite(value)), default=0.5)
+    best = max(
+        (float(value) for one in series for value in one.result.best if np.isfinite(value)),
+        default=0.5,
+    )
     return max(1, int(90 * best))
 
 
 def _speed(series: Sequence[Series], target: int) -> Html:
-    box = tag("input", type="number", id="speed-target", min=1, max=100, step=1, value=target, inputmode="numeric")
+    box = tag(
+        "input",
+        type="number",
+        id="speed-target",
+        min=1,
+        max=100,
+        step=1,
+        value=target,
+        inputmode="numeric",
+    )
     rows = [[one.name(), *_told(*reach(one.result, target / 100))] for one in series]
     heads = ["Method", "Rounds", "Seconds", "Runs that get there"]
     caption = join(
-        ["Rounds and seconds until the accuracy is first at least ", tag("output", target, id="speed-shown"), " %"]
+        [
+            "Rounds and seconds until the accuracy is first at least ",
+            tag("output", target, id="speed-shown"),
+            " %",
+        ]
     )
     choose = tag("div", tag("label", "Accuracy to reach, in % ", box), class_="controls")
-    return join([choose, table(caption, heads, rows, label="Convergence speed", class_="figures", id="speed")])
+    return join(
+        [
+            choose,
+            table(caption, heads, rows, label="Convergence speed", class_="figures", id="speed"),
+        ]
+    )
 
 
 def _told(rounds: list[int | None], seconds: list[float | None]) -> list[str]:
-    there = [(r, s) for r, s in zip(rounds, seconds, strict=True) if r is not None and s is not None]
+    there = [
+        (r, s) for r, s in zip(rounds, seconds, strict=True) if r is not None and s is not None
+    ]
     if not there:
         return ["–", "–", f"0 of {len(rounds)}"]
     mean_rounds, mean_seconds = np.mean(there, axis=0)
@@ -616,7 +807,10 @@ def setup(runs: Sequence[Run]) -> Html:
 def _run_setup(run: Run, *, alone: bool) -> Html:
     versions = run.summary.get("versions")
     known = {"folder": run.name, "seconds": run.summary.get("seconds")}
-    resumed = "; ".join(f"{row['time']} ({row['changed']})" if row["changed"] else row["time"] for row in run.resumed)
+    resumed = "; ".join(
+        f"{row['time']} ({row['changed']})" if row["changed"] else row["time"]
+        for row in run.resumed
+    )
     facts = {**known, **(versions if isinstance(versions, dict) else {}), "resumed": resumed}
     pairs = [
         join([tag("dt", key), tag("dd", f"{value:,.0f}" if isinstance(value, float) else value)])
@@ -627,7 +821,9 @@ def _run_setup(run: Run, *, alone: bool) -> Html:
     return tag(
         "div",
         None if alone else tag("h3", run.name),
-        [tag("p", "The command that made it:"), tag("pre", tag("code", command), tabindex=0)] if command else None,
+        [tag("p", "The command that made it:"), tag("pre", tag("code", command), tabindex=0)]
+        if command
+        else None,
         tag("dl", pairs, class_="facts-list"),
         tag(
             "details",
@@ -651,7 +847,9 @@ def _curve_data(one: Series) -> dict[str, Any]:
         "seconds": _nested(seconds[kept]),
         "seeds": sorted({row["seed"] for row in one.result.history}),
         "values": {name: _nested(found) for name, found in values.items()},
-        "speed": [_told(*found) for found in reaches(one.result, [target / 100 for target in range(101)])],
+        "speed": [
+            _told(*found) for found in reaches(one.result, [target / 100 for target in range(101)])
+        ],
     }
 
 

@@ -32,7 +32,9 @@ def check(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"The plot {path} cannot be written: it is a folder.")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"The plot {path} cannot be written: there is no folder {path.absolute().parent}.")
+        raise UserError(
+            f"The plot {path} cannot be written: there is no folder {path.absolute().parent}."
+        )
 
 
 def save(figure: "Figure", path: Path) -> None:
@@ -42,7 +44,9 @@ def save(figure: "Figure", path: Path) -> None:
         raise UserError(f"The plot cannot be written to {path} ({error.strerror}).") from None
 
 
-def bubbles(counts: "np.ndarray[Any, Any]", class_names: Sequence[str] = (), title: str = "") -> "Figure":
+def bubbles(
+    counts: "np.ndarray[Any, Any]", class_names: Sequence[str] = (), title: str = ""
+) -> "Figure":
     """Who holds what, as the paper draws it: clients × classes, circles whose area is the number of samples."""
     clients, classes = counts.shape
     # In points. Up to about thirty clients or classes each has room of its own; more of them move closer together.
@@ -58,14 +62,18 @@ def bubbles(counts: "np.ndarray[Any, Any]", class_names: Sequence[str] = (), tit
         return axes.scatter(x, y, s=size, color=_COLOUR, alpha=0.75, linewidths=0, clip_on=False)
 
     circles(client, label, held)
-    axes.set(xlabel="client", ylabel="class", xlim=(-0.8, clients - 0.2), ylim=(-0.8, classes - 0.2))
+    axes.set(
+        xlabel="client", ylabel="class", xlim=(-0.8, clients - 0.2), ylim=(-0.8, classes - 0.2)
+    )
     axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     quiet(axes, "both")
     axes.tick_params(length=0)
     axes.set_xticks(range(0, clients, _step(clients)))
     axes.set_yticks(range(0, classes, _step(classes)))
     if class_names and _step(classes) == 1:
-        axes.set_yticklabels([name if len(name) <= 14 else f"{name[:13]}…" for name in class_names], parse_math=False)
+        axes.set_yticklabels(
+            [name if len(name) <= 14 else f"{name[:13]}…" for name in class_names], parse_math=False
+        )
     legend = sorted({_round_down(share * held.max()) for share in (0.1, 0.4, 1.0)})
     figure.legend(
         [circles([], [], [size]) for size in legend],
@@ -99,7 +107,9 @@ def bench(figures: Sequence[Any]) -> "Figure":
     axes = figure.add_subplot()
     places = np.arange(len(shown))
     axes.barh(places + 0.2, [f.steady for f in shown], 0.38, color=_COLOUR, label="fedala")
-    axes.barh(places - 0.2, [f.plain or 0 for f in shown], 0.38, color="#c9c9c9", label="plain loop")
+    axes.barh(
+        places - 0.2, [f.plain or 0 for f in shown], 0.38, color="#c9c9c9", label="plain loop"
+    )
     for place, f in zip(places, shown, strict=True):
         text = f" {f.steady:.3g} s" + (f", {f.speedup:.0f} × faster" if f.speedup else "")
         axes.text(f.steady, place + 0.2, text, va="center", fontsize=8)
@@ -119,9 +129,23 @@ def learning(found: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) -> "
     for place, (label, (rounds, values)) in enumerate(found.items()):
         mean, deviation = mean_std(values)
         style: dict[str, Any] = {"color": _COLOURS[place % 8], "linestyle": _DASHES[place // 8 % 3]}
-        axes.plot(rounds, mean, label=label, linewidth=1.6, **style, marker="o" if len(rounds) == 1 else None)
+        axes.plot(
+            rounds,
+            mean,
+            label=label,
+            linewidth=1.6,
+            **style,
+            marker="o" if len(rounds) == 1 else None,
+        )
         if len(values) > 1:
-            axes.fill_between(rounds, mean - deviation, mean + deviation, color=style["color"], alpha=0.15, linewidth=0)
+            axes.fill_between(
+                rounds,
+                mean - deviation,
+                mean + deviation,
+                color=style["color"],
+                alpha=0.15,
+                linewidth=0,
+            )
     axes.set(xlabel="round", ylabel=ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     quiet(axes)
@@ -139,7 +163,12 @@ def client_accuracies(values: Mapping[str, Array]) -> "Figure":
         every[place, : len(own)] = 100 * own
     there = np.flatnonzero(np.isfinite(every).any(0))
     axes.vlines(
-        there, np.nanmin(every[:, there], 0), np.nanmax(every[:, there], 0), color="#d5d9de", linewidth=1.5, zorder=1
+        there,
+        np.nanmin(every[:, there], 0),
+        np.nanmax(every[:, there], 0),
+        color="#d5d9de",
+        linewidth=1.5,
+        zorder=1,
     )
     for place, label in enumerate(values):
         aside = (place - (len(values) - 1) / 2) * min(0.16, 0.8 / len(values))
@@ -219,7 +248,9 @@ def of_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
         figures[name] = learning(scaled, COLUMNS[column] + unit)
     accuracies = {one.label: one.of_clients for one in series}
     if any(len(own) for own in accuracies.values()):
-        figures["clients"] = client_accuracies({label: own for label, own in accuracies.items() if len(own)})
+        figures["clients"] = client_accuracies(
+            {label: own for label, own in accuracies.items() if len(own)}
+        )
     splits = distinct_splits(runs)
     for run in splits:
         counts, _, names = run.counts()
@@ -273,7 +304,9 @@ def _floor(values: Array) -> float:
 
 
 def _file(kind: str, label: str, several: bool) -> str:
-    return re.sub(r"[^\w.+-]+", "-", f"{kind}-{label}" if several else kind, flags=re.ASCII).strip("-.")[:80]
+    return re.sub(r"[^\w.+-]+", "-", f"{kind}-{label}" if several else kind, flags=re.ASCII).strip(
+        "-."
+    )[:80]
 
 
 def write_all(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -287,7 +320,9 @@ def check_folder(folder: Path) -> None:
     need("matplotlib", "matplotlib", "plots", "Plotting")
     blocking = folder if os.path.lexists(folder) else standing(folder)
     if not blocking.is_dir():
-        raise UserError(f"The folder {folder} for the plots cannot be made: {blocking} is not a folder.")
+        raise UserError(
+            f"The folder {folder} for the plots cannot be made: {blocking} is not a folder."
+        )
 
 
 def ready(folder: Path) -> None:
@@ -296,7 +331,9 @@ def ready(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"The folder {folder} for the plots cannot be made: {error.strerror}.") from None
+        raise UserError(
+            f"The folder {folder} for the plots cannot be made: {error.strerror}."
+        ) from None
 
 
 def write(figures: Mapping[str, "Figure"], folder: Path) -> list[Path]:

@@ -20,7 +20,10 @@ class Watch(Progress):
         super().__init__(*columns, console=console, disable=self.plain)
         self.rounds = int(plan.config.rounds or 1)
         self.titles = {method.name: method.title for method in plan.methods}
-        self.bars = {name: self.add_task(title, total=self.rounds, text="") for name, title in self.titles.items()}
+        self.bars = {
+            name: self.add_task(title, total=self.rounds, text="")
+            for name, title in self.titles.items()
+        }
         self.last_seed = plan.config.seed + plan.config.seeds - 1
         self.every = every
         self.method = ""
@@ -58,7 +61,9 @@ class Watch(Progress):
         self.console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     def _text(self, round: int) -> str:
-        now, best = (100 * float(np.mean(list(values.values()))) for values in (self.now, self.best))
+        now, best = (
+            100 * float(np.mean(list(values.values()))) for values in (self.now, self.best)
+        )
         # The row of round r comes when r + 1 rounds have been trained, but for the last one.
         trained = min(round + 1, self.rounds)
         pace = (self.seen - self.began) / max(1, trained - self.first)

@@ -21,17 +21,47 @@ Rows = list[dict[str, Any]]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _NEEDED = {
-    "history.csv": ("method", "seed", "round", "accuracy", "accuracy_joined", "loss", "sent", "uploaded", "seconds"),
+    "history.csv": (
+        "method",
+        "seed",
+        "round",
+        "accuracy",
+        "accuracy_joined",
+        "loss",
+        "sent",
+        "uploaded",
+        "seconds",
+    ),
     "clients.csv": ("method", "seed", "round", "client", "samples", "accuracy"),
     "split.csv": ("client", "class", "name", "train", "validation", "test"),
     "resumed.csv": ("time", "changed"),
-    "weights.csv": ("method", "seed", "round", "client", "parameter", "mean", *(f"bin{k}" for k in range(10))),
+    "weights.csv": (
+        "method",
+        "seed",
+        "round",
+        "client",
+        "parameter",
+        "mean",
+        *(f"bin{k}" for k in range(10)),
+    ),
 }
 
 #: What two runs may differ in, and their accuracies can still be compared.
 _APART = {*FREE, "method", "set", "seed", "seeds", "eval_every"}
 
-_WHOLE = {"seed", "round", "client", "samples", "class", "train", "validation", "test", "sent", "uploaded", "diverged"}
+_WHOLE = {
+    "seed",
+    "round",
+    "client",
+    "samples",
+    "class",
+    "train",
+    "validation",
+    "test",
+    "sent",
+    "uploaded",
+    "diverged",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,9 @@ class Run:
     def rounds(self) -> int:
         """How many rounds were asked for."""
         rounds = self.config.get("rounds")
-        return rounds if isinstance(rounds, int) else max(self.reached(name) for name in self.results)
+        return (
+            rounds if isinstance(rounds, int) else max(self.reached(name) for name in self.results)
+        )
 
     def reached(self, method: str) -> int:
         return int(self.results[method].history[-1]["round"])
@@ -66,25 +98,33 @@ class Run:
     def missing(self) -> list[str]:
         """Methods that were asked for and have not begun."""
         asked = str(self.config.get("method", "")).split(",")
-        return [name.strip() for name in asked if name.strip() and name.strip().lower() not in self.results]
+        return [
+            name.strip()
+            for name in asked
+            if name.strip() and name.strip().lower() not in self.results
+        ]
 
     def is_like(self, other: "Run") -> bool:
         """Whether the two differ in their methods, seeds and rounds alone, and their clients hold the same."""
-        here, there = ({k: v for k, v in run.config.items() if k not in _APART} for run in (self, other))
+        here, there = (
+            {k: v for k, v in run.config.items() if k not in _APART} for run in (self, other)
+        )
         return self is other or (here == there and self.split == other.split)
 
     def counts(self) -> tuple[Array, list[int], list[str]]:
         """Clients × classes: samples held; and the clients' numbers and the classes' names."""
         names = {row["class"]: row["name"] for row in self.split}
-        held = [{**row, "held": row["train"] + row["validation"] + row["test"]} for row in self.split]
+        held = [
+            {**row, "held": row["train"] + row["validation"] + row["test"]} for row in self.split
+        ]
         counts, (clients, classes) = _cube(held, ("client", "class"), "held")
         return np.nan_to_num(counts[..., 0]), clients, [names[label] for label in classes]
 
     def accuracies(self, method: str) -> Array:
         """Seeds × clients: each client's accuracy at the method's last evaluation; empty before that."""
-        return _cube([row for row in self.clients if row["method"] == method], ("seed", "client"), "accuracy")[0][
-            ..., 0
-        ]
+        return _cube(
+            [row for row in self.clients if row["method"] == method], ("seed", "client"), "accuracy"
+        )[0][..., 0]
 
     def samples(self) -> Array:
         """Test samples of each client."""
@@ -99,14 +139,22 @@ def find(paths: Sequence[Path]) -> list[Run]:
             raise UserError(f"There is no folder {path}.")
         # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
         signs = ("config.toml", "history.csv", "digests.json")  # one of them may be gone
-        around = {file.parent for level in (1, 2, 3) for sign in signs for file in path.glob("*/" * level + sign)}
+        around = {
+            file.parent
+            for level in (1, 2, 3)
+            for sign in signs
+            for file in path.glob("*/" * level + sign)
+        }
         below = sorted(folder for folder in around if RunFolder(folder).has_begun())
         inner = [path] if (path / "config.toml").is_file() else below
         if not inner:
-            raise UserError(f"{path} is not a run folder, and holds none in which a round has been evaluated.")
+            raise UserError(
+                f"{path} is not a run folder, and holds none in which a round has been evaluated."
+            )
         folders |= {folder.resolve(): folder for folder in inner}
     return [
-        replace(read(folder), name=name) for folder, name in zip(folders.values(), names(list(folders)), strict=True)
+        replace(read(folder), name=name)
+        for folder, name in zip(folders.values(), names(list(folders)), strict=True)
     ]
 
 
@@ -165,7 +213,9 @@ def read(path: Path) -> Run:
     names = ("clients.csv", "split.csv", "weights.csv", "resumed.csv")
     clients, split, weights, resumed = (_table(folder, name) for name in names)
     tables = (clients, split, weights, resumed)
-    return Run(path, path.resolve().name, config, text, results, *tables, summary, folder.unverified())
+    return Run(
+        path, path.resolve().name, config, text, results, *tables, summary, folder.unverified()
+    )
 
 
 def _table(folder: RunFolder, name: str) -> Rows:
@@ -178,10 +228,14 @@ def _table(folder: RunFolder, name: str) -> Rows:
         raise UserError(f"{path / name} cannot be read: {first_line(error)}.") from None
     for row in rows:
         if lacking := [column for column in _NEEDED[name] if row.get(column) is None]:
-            raise UserError(f"{path / name} has a line without {lacking[0]}: it is not a table of a run.")
+            raise UserError(
+                f"{path / name} has a line without {lacking[0]}: it is not a table of a run."
+            )
         for column, value in row.items():
             if problem := _problem(column, value):
-                raise UserError(f"{path / name} has a line with {column} = {printable(str(value), 40)}, {problem}.")
+                raise UserError(
+                    f"{path / name} has a line with {column} = {printable(str(value), 40)}, {problem}."
+                )
     return rows
 
 
@@ -213,13 +267,20 @@ def _cube(rows: Rows, axes: Sequence[str], *values: str) -> tuple[Array, list[li
     """Rows as an array with the given axes and the values along the last, NaN where there is none; and what stands along each
     axis."""
     along: list[list[Any]] = [list(dict.fromkeys(row[axis] for row in rows)) for axis in axes]
-    along = [keys if axis == "parameter" else sorted(keys) for axis, keys in zip(axes, along, strict=True)]
+    along = [
+        keys if axis == "parameter" else sorted(keys)
+        for axis, keys in zip(axes, along, strict=True)
+    ]
     shape = [len(keys) for keys in along]
     if math.prod(shape) > 5_000_000:
-        raise UserError(f"The run has more clients, rounds and parameters than a report can show: {shape}.")
+        raise UserError(
+            f"The run has more clients, rounds and parameters than a report can show: {shape}."
+        )
     cube = np.full([*shape, len(values)], np.nan)
     places = [{key: place for place, key in enumerate(keys)} for keys in along]
-    index = tuple([place[row[axis]] for row in rows] for place, axis in zip(places, axes, strict=True))
+    index = tuple(
+        [place[row[axis]] for row in rows] for place, axis in zip(places, axes, strict=True)
+    )
     told = [[row.get(value) for value in values] for row in rows]
     cube[index] = np.array(told, dtype=float).reshape(len(rows), len(values))  # None becomes NaN
     return cube, along
@@ -236,7 +297,11 @@ def columns(result: MethodResult) -> list[str]:
     aside = {"method", "seed", "round", "sent", "uploaded", "seconds"}
     if not any(row["diverged"] for row in result.history):
         aside.add("diverged")
-    return [name for name in result.history[0] if name not in aside and result.history[0][name] is not None]
+    return [
+        name
+        for name in result.history[0]
+        if name not in aside and result.history[0][name] is not None
+    ]
 
 
 def elapsed(result: MethodResult) -> Array:
@@ -252,7 +317,9 @@ def reach(result: MethodResult, target: float) -> tuple[list[int | None], list[f
     return rounds, seconds
 
 
-def reaches(result: MethodResult, targets: Sequence[float]) -> list[tuple[list[int | None], list[float | None]]]:
+def reaches(
+    result: MethodResult, targets: Sequence[float]
+) -> list[tuple[list[int | None], list[float | None]]]:
     """The same for several targets."""
     rounds, values = curves(result, "accuracy")
     seconds = elapsed(result)
@@ -278,7 +345,9 @@ def mean_std(values: Array, axis: int = 0) -> tuple[Array, Array]:
     kept = np.where(there, values, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = kept.sum(axis) / n
-        deviation = np.sqrt((np.where(there, values - np.expand_dims(mean, axis), 0) ** 2).sum(axis) / n)
+        deviation = np.sqrt(
+            (np.where(there, values - np.expand_dims(mean, axis), 0) ** 2).sum(axis) / n
+        )
     return mean, deviation
 
 
@@ -287,4 +356,6 @@ def spread(run: Run, method: str) -> tuple[Array, list[list[Any]]] | None:
     rows = [row for row in run.weights if row["method"] == method]
     if not rows:
         return None
-    return _cube(rows, ("seed", "round", "client", "parameter"), "mean", *(f"bin{k}" for k in range(10)))
+    return _cube(
+        rows, ("seed", "round", "client", "parameter"), "mean", *(f"bin{k}" for k in range(10))
+    )

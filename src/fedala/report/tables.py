@@ -32,7 +32,9 @@ def console() -> Console:
 
 def results(methods: Mapping[str, Any]) -> Table:
     """The `methods` of a run's summary: accuracies in percent, mean ± standard deviation over the runs."""
-    shown = [key for key in ACCURACIES if any(key in method["accuracy"] for method in methods.values())]
+    shown = [
+        key for key in ACCURACIES if any(key in method["accuracy"] for method in methods.values())
+    ]
     table = _table("accuracy in %")
     for key in shown:
         table.add_column(ACCURACIES[key], justify="right", no_wrap=True)
@@ -45,7 +47,13 @@ def results(methods: Mapping[str, Any]) -> Table:
         accuracies = [percent(method["accuracy"].get(key)) for key in shown]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"
         faults = [f"{method.get('client_rounds_that_diverged', 0):,}"] if diverged else []
-        table.add_row(escape(method["title"]), *accuracies, f"{method['seconds_per_round']:.3g}", parameters, *faults)
+        table.add_row(
+            escape(method["title"]),
+            *accuracies,
+            f"{method['seconds_per_round']:.3g}",
+            parameters,
+            *faults,
+        )
     return table
 
 
@@ -59,16 +67,28 @@ def percent(figure: Mapping[str, Any] | None) -> str:
 
 def clients(federation: Federation) -> Table:
     """Every client: how many samples in which part, of how many classes, and which it has most of."""
-    names = federation.dataset.class_names or [str(label) for label in range(federation.dataset.classes)]
-    parts = {"train": federation.train, "validation": federation.validation, "test": federation.test}
-    parts = {name: rows for name, rows in parts.items() if name != "validation" or any(map(len, rows))}
+    names = federation.dataset.class_names or [
+        str(label) for label in range(federation.dataset.classes)
+    ]
+    parts = {
+        "train": federation.train,
+        "validation": federation.validation,
+        "test": federation.test,
+    }
+    parts = {
+        name: rows for name, rows in parts.items() if name != "validation" or any(map(len, rows))
+    }
     table = _table("client", "samples", *parts, "classes", right=True)
     table.add_column("most of")
     for client, counts in enumerate(federation.counts()):
         sizes = [f"{len(rows[client]):,}" for rows in parts.values()]
         largest = [label for label in np.argsort(-counts, kind="stable")[:3] if counts[label]]
-        most = ", ".join(f"{names[label]} ({counts[label] / counts.sum():.0%})" for label in largest)
-        table.add_row(str(client), f"{counts.sum():,}", *sizes, str(np.count_nonzero(counts)), escape(most))
+        most = ", ".join(
+            f"{names[label]} ({counts[label] / counts.sum():.0%})" for label in largest
+        )
+        table.add_row(
+            str(client), f"{counts.sum():,}", *sizes, str(np.count_nonzero(counts)), escape(most)
+        )
     return table
 
 
@@ -76,7 +96,12 @@ def methods(entries: Iterable[Entry]) -> Table:
     """The methods by name."""
     table = _table("method", "", "with ALA", "what it does")
     for entry in entries:
-        table.add_row(entry.name, escape(entry.title), f"{entry.name}+ala" if entry.takes_ala else "", entry.summary)
+        table.add_row(
+            entry.name,
+            escape(entry.title),
+            f"{entry.name}+ala" if entry.takes_ala else "",
+            entry.summary,
+        )
     return table
 
 
@@ -101,7 +126,9 @@ def datasets(rows: Iterable[Known]) -> Table:
     for row in rows:
         shape = "×".join(map(str, row.shape))
         sizes = (str(row.classes), f"{row.samples:,}", shape)
-        table.add_row(row.name, row.what, *sizes, row.source, row.model, f"{row.lr:g}", str(row.rounds))
+        table.add_row(
+            row.name, row.what, *sizes, row.source, row.model, f"{row.lr:g}", str(row.rounds)
+        )
     return table
 
 

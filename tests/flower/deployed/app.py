@@ -12,7 +12,11 @@ def poisons(message, context, call_next):
     if (how := context.node_config.get("poison")) and message.metadata.message_type == "train":
         poison(reply.content["arrays"], how)
     round = int(message.metadata.group_id or 0)
-    if context.node_config.get("hostile") and message.metadata.message_type == "train" and round <= len(OVER_TLS):
+    if (
+        context.node_config.get("hostile")
+        and message.metadata.message_type == "train"
+        and round <= len(OVER_TLS)
+    ):
         return OVER_TLS[round - 1][0](reply)
     return reply
 
