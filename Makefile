@@ -21,7 +21,7 @@ test-gpu:
 # The long form of the kill tests: a hundred kills in configurations drawn at random (KILLS=…).
 KILLS ?= 100
 test-kill: $(READY)
-	FEDALA_KILLS=$(KILLS) $(BIN)/pytest -q tests/test_kill.py
+	FEDALA_KILLS=$(KILLS) $(BIN)/pytest -q tests/runs/test_kill.py
 
 # The long form of tests/fuzz: damaged input for so many minutes.
 MINUTES ?= 30

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fedala.flower.demo import follow
 from fedala.flower.local import LocalFederation
-from fedala.store import RunFolder
+from fedala.runs.folder import RunFolder
 
 MODEL = """
 import torch

@@ -17,8 +17,8 @@ from torch import nn
 
 from fedala import Config
 from fedala.data import Dataset, federate
-from fedala.running import Watcher, execute, plan
-from fedala.simulation import Row
+from fedala.runs.execute import Watcher, execute, plan
+from fedala.simulation.rounds import Row
 
 
 def tiny() -> nn.Module:

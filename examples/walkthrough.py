@@ -22,7 +22,7 @@ from fedala.data import federate, load
 from fedala.models import cnn
 from fedala.report import page, plots
 from fedala.report.runs import curves, read, spread
-from fedala.store import RunFolder
+from fedala.runs.folder import RunFolder
 
 ROUNDS, CLIENTS = 10, 8
 FOLDER = Path("runs/walkthrough")

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedala.config import Config
 from fedala.data import Dataset, federate
-from fedala.store import RunFolder
+from fedala.runs.config import Config
+from fedala.runs.folder import RunFolder
 
 
 def accuracy(method: str, seed: int, round: int) -> float:

@@ -1,6 +1,7 @@
 """Clients one after another, with whole modules and plain loops: what the methods' references are written with.
 
-Nothing here knows of lanes or stacked parameters. `fedala.randomness.draw` is shared, so that both sides see the same batches.
+Nothing here knows of lanes or stacked parameters. `fedala.lanes.randomness.draw` is shared,
+so that both sides see the same batches.
 """
 
 import copy
@@ -12,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.cohort import Params, Task
-from fedala.randomness import draw
+from fedala.lanes.cohort import Params, Task
+from fedala.lanes.randomness import draw
 
 Loss = Callable[[nn.Module, np.ndarray], Tensor]
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.cohort import Params, Task, state_of
+from fedala.lanes.cohort import Params, Task, state_of
 from fedala.methods import make
-from fedala.simulation import Simulation
+from fedala.simulation.rounds import Simulation
 
 
 class Net(nn.Module):

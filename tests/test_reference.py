@@ -1,7 +1,7 @@
 """FedAvg and FedALA against a plain federated loop: whole modules, `torch.optim.SGD`, one client after another.
 
 The loop below knows nothing of lanes, stacked parameters or cached features. It shares with the package only
-`fedala.randomness.draw`, so that both see the same batches, ALA samples and participants. What `Simulation` gives, in
+`fedala.lanes.randomness.draw`, so that both see the same batches, ALA samples and participants. What `Simulation` gives, in
 one lane at a time or in all of them side by side, must be what this loop gives.
 """
 
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.cohort import Task, state_of
+from fedala.lanes.cohort import Task, state_of
+from fedala.lanes.randomness import draw
 from fedala.methods import make
 from fedala.models import cnn
-from fedala.randomness import draw
-from fedala.simulation import Personal, Simulation
+from fedala.simulation.rounds import Personal, Simulation
 
 BATCH, LR, ROUNDS, SEED = 5, 0.05, 3, 3
 ETA, SHARE, CAP, THRESHOLD = 2.0, 0.6, 14, 0.01

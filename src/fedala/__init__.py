@@ -8,19 +8,19 @@ from fedala.version import __version__
 
 if TYPE_CHECKING:
     from fedala.ala import ALA
-    from fedala.config import Config
     from fedala.errors import UserError
-    from fedala.running import Result, run
+    from fedala.runs.config import Config
+    from fedala.runs.execute import Result, run
 
 __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 
 #: Where each name is. It is imported when it is first used, so that the command line can start before torch is loaded.
 _HOME = {
     "ALA": "ala",
-    "Config": "config",
-    "Result": "running",
+    "Config": "runs.config",
+    "Result": "runs.execute",
     "UserError": "errors",
-    "run": "running",
+    "run": "runs.execute",
 }
 
 

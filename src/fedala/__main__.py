@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line. Loading it takes a second or two, in which Ctrl-C ends it like any other command."""
     try:
-        from fedala.cli import main as run
+        from fedala.cli.app import main as run
 
         run()
     except KeyboardInterrupt:

@@ -26,13 +26,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from fedala.cohort import Cohort, Loss, Params, Samples, Task, few, lanewise, onto, state_of, steps
 from fedala.cuda import has_kernels
 from fedala.errors import UserError, printable
-from fedala.layers import Cut, Layered, upper
+from fedala.lanes.cohort import (
+    Cohort,
+    Loss,
+    Params,
+    Samples,
+    Task,
+    few,
+    lanewise,
+    onto,
+    state_of,
+    steps,
+)
+from fedala.lanes.layers import Cut, Layered, upper
+from fedala.lanes.randomness import draw
+from fedala.lanes.trees import leaves, take, tree_map
 from fedala.options import build, option
-from fedala.randomness import draw
-from fedala.trees import leaves, take, tree_map
 
 #: Into how many parts of [0, 1] a histogram of W sorts its elements.
 BINS = 10

@@ -19,11 +19,11 @@ import numpy as np
 from fuzz.bounded import attempt
 
 import fedala.paper.running
-from fedala import cli
+from fedala.cli.app import app as cli
 from fedala.errors import UserError
 from fedala.paper.report import sheets
 from fedala.paper.results import Results
-from fedala.store import RunFolder
+from fedala.runs.folder import RunFolder
 
 RUN = [
     *(

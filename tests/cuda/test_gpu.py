@@ -7,12 +7,12 @@ from torch import nn
 
 from fedala import ALA, UserError
 from fedala.ala import Settings, fresh, initialize
-from fedala.cohort import Cohort
-from fedala.layers import upper
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.layers import upper
+from fedala.lanes.trees import join
 from fedala.methods import everything, make
 from fedala.models import cnn, resnet18
-from fedala.simulation import Simulation
-from fedala.trees import join
+from fedala.simulation.rounds import Simulation
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 from test_resume import interrupted, planned, same
 
 from fedala.methods import everything
-from fedala.running import execute
+from fedala.runs.execute import execute
 
 pytestmark = pytest.mark.gpu
 

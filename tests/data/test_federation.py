@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedala.data import Dataset, federate, iid, write_partition
 from fedala.errors import UserError
-from fedala.randomness import draw
+from fedala.lanes.randomness import draw
 
 
 def dataset(samples=120, classes=3, name="toy"):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedala import inputs
 from fedala.data import Dataset, arrays, load
 from fedala.errors import UserError
+from fedala.io import untrusted as inputs
 
 Y = np.array([0, 1, 2, 1])
 

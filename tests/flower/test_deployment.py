@@ -28,7 +28,7 @@ from fedala.flower.demo import follow  # noqa: E402
 from fedala.flower.local import LocalFederation, make_certificates, make_key  # noqa: E402
 from fedala.flower.processes import family  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
-from fedala.store import RunFolder  # noqa: E402
+from fedala.runs.folder import RunFolder  # noqa: E402
 
 HERE = Path(__file__).parent
 APP = HERE / "deployed"
@@ -310,7 +310,7 @@ INSTALLING = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "0", "UV_OFFLINE":
 def generated(tmp_path):
     """An app folder by `fedala flower new`."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src")}
-    command = [sys.executable, "-m", "fedala.cli", "flower", "new", str(tmp_path / "my-app")]
+    command = [sys.executable, "-m", "fedala.cli.app", "flower", "new", str(tmp_path / "my-app")]
     subprocess.run([*command, "--clients", "2", "--rounds", "1"], env=environment, check=True)
     return tmp_path / "my-app"
 
@@ -339,7 +339,7 @@ def test_a_superlink_runs_a_generated_app(generated, tmp_path):
 DEMO = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from fedala.cli import main
+from fedala.cli.app import main
 main()
 """
 

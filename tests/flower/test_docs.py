@@ -19,7 +19,7 @@ from flwr.supercore import object_ref  # noqa: E402
 from small import Net  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from fedala.cli import app  # noqa: E402
+from fedala.cli.app import app  # noqa: E402
 from fedala.flower.experiment import read  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 

@@ -15,7 +15,7 @@ import fedala  # noqa: E402
 from fedala import UserError, files  # noqa: E402
 from fedala.errors import RunError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
-from fedala.flower.keeping import Kept  # noqa: E402
+from fedala.flower.client_store import Kept  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 
 

@@ -28,8 +28,8 @@ FAILS = hostile.MESSAGES["an error"]
 
 @pytest.fixture(autouse=True)
 def _disk_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("fedala.files.flush", lambda descriptor: None)
-    monkeypatch.setattr("fedala.files.flush_folder", lambda folder: None)
+    monkeypatch.setattr("fedala.io.files.flush", lambda descriptor: None)
+    monkeypatch.setattr("fedala.io.files.flush_folder", lambda folder: None)
 
 
 def federate(folder, kinds=(), message_type="", **options):

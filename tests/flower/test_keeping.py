@@ -9,7 +9,7 @@ import torch
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from fedala import UserError  # noqa: E402
-from fedala.flower.keeping import Kept  # noqa: E402
+from fedala.flower.client_store import Kept  # noqa: E402
 
 STATE = {"local": {"w": torch.ones(1, 2)}}
 

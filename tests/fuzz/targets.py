@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 import torch
 from fuzz.mutations import misplace, mutate, repaired_png
 
-import fedala.files
-from fedala import cli
-from fedala.config import Config
+import fedala.io.files
+from fedala.cli.app import app as cli
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS
-from fedala.running import Stopped, Watcher, execute, plan
+from fedala.runs.config import Config
+from fedala.runs.execute import Stopped, Watcher, execute, plan
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (12, 28, 28), dtype=np.uint8)
@@ -449,8 +449,8 @@ def _consistent(files: Files, rng: random.Random) -> Files:
             (manifest["server"], manifest["clients"][0][2:], manifest["clients"][1][2:])
         )
         name = f"run/checkpoint/0/{entry[0]}"
-        tree, about = fedala.files.unpack(files[name])
-        files[name] = fedala.files.pack(_another(tree, rng), about)
+        tree, about = fedala.io.files.unpack(files[name])
+        files[name] = fedala.io.files.pack(_another(tree, rng), about)
         new = hashlib.sha256(files[name]).hexdigest()
         manifest = json.loads(json.dumps(manifest).replace(entry[1], new))
     text = json.dumps(manifest)

@@ -23,11 +23,11 @@ from fuzz.targets import GREY, NEWEST, Y, encoded, interrupted, npy, targets, zi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedala import inputs
-from fedala.config import Config
 from fedala.data import Dataset, federate
 from fedala.errors import UserError
-from fedala.store import RunFolder
+from fedala.io import untrusted as inputs
+from fedala.runs.config import Config
+from fedala.runs.folder import RunFolder
 
 
 @pytest.fixture

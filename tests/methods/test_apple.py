@@ -10,12 +10,12 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 from torch.func import functional_call
 
-from fedala.cohort import Cohort, Task
 from fedala.errors import UserError
+from fedala.lanes.cohort import Cohort, Task
+from fedala.lanes.randomness import draw
 from fedala.methods import make
-from fedala.randomness import draw
-from fedala.running import run
-from fedala.simulation import Simulation
+from fedala.runs.execute import run
+from fedala.simulation.rounds import Simulation
 
 SIZES = [5, 22, 13, 0]
 SETTINGS = {"apple.eta": 0.02, "apple.mu": 0.3, "apple.scheduled": 1.0}

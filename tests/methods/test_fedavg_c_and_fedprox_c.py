@@ -5,8 +5,8 @@ import pytest
 import torch
 from small import assert_close, ragged_task, simulate
 
-from fedala.cohort import Cohort
 from fedala.errors import UserError
+from fedala.lanes.cohort import Cohort
 from fedala.methods import make
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]

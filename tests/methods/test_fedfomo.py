@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
-from fedala.cohort import Cohort, Task, state_of
+from fedala.lanes.cohort import Cohort, Task, state_of
+from fedala.lanes.randomness import draw
 from fedala.methods import make
-from fedala.randomness import draw
-from fedala.simulation import Simulation
+from fedala.simulation.rounds import Simulation
 
 SIZES = [5, 22, 13]
 

@@ -11,13 +11,13 @@ from plain import PlainALA, batches, combine, descend, lane, mean, mean_loss, mo
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
-from fedala.cohort import Cohort, state_of
 from fedala.errors import UserError
-from fedala.layers import Cut
+from fedala.lanes.cohort import Cohort, state_of
+from fedala.lanes.layers import Cut
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, Step, mmd
 from fedala.models import cnn
-from fedala.simulation import Simulation
+from fedala.simulation.rounds import Simulation
 
 SIZES = [5, 13, 3, 0, 8]
 
@@ -116,9 +116,10 @@ def test_the_historical_variant_is_the_same_in_any_number_of_lanes(name):
 def test_mmd_is_a_double_loop():
     random = np.random.default_rng(0)
     a, b = random.normal(size=(4, 3)) * 3, random.normal(size=(5, 3)) * 3 + 1
-    kernel = lambda p, q: sum(
-        np.exp(-np.sum((p - q) ** 2) / (2 * width)) for width in (10, 15, 20, 50)
-    )  # noqa: E731
+
+    def kernel(p, q):
+        return sum(np.exp(-np.sum((p - q) ** 2) / (2 * width)) for width in (10, 15, 20, 50))
+
     means = [
         np.mean([kernel(p, q) for p in one for q in other])
         for one, other in ((a, a), (b, b), (a, b))

@@ -8,12 +8,12 @@ import torch
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
-from fedala.cohort import Cohort
 from fedala.errors import UserError
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.trees import join, leaves
 from fedala.methods import make
 from fedala.models import cnn
-from fedala.simulation import Simulation
-from fedala.trees import join, leaves
+from fedala.simulation.rounds import Simulation
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
 HEAD = ("out.weight", "out.bias")

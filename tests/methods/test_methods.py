@@ -7,9 +7,9 @@ from small import assert_close, ragged_task, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
+from fedala.lanes.trees import leaves
 from fedala.methods import catalogue, everything, make
-from fedala.simulation import Simulation
-from fedala.trees import leaves
+from fedala.simulation.rounds import Simulation
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
 EVERY = everything()
@@ -152,8 +152,8 @@ def test_fedprox_without_its_term_is_fedavg_and_with_it_is_not():
 
 def test_a_strong_proximal_term_holds_the_model_at_the_anchor():
     """With lr·μ = 1 a step ends at anchor − lr·∇L, whatever the model was: by hand, one step after another."""
-    from fedala.cohort import Cohort
-    from fedala.trees import join
+    from fedala.lanes.cohort import Cohort
+    from fedala.lanes.trees import join
 
     task = ragged_task([12], lr=0.1)
     start, anchor = (join([start_of(task)(seed)]) for seed in (1, 2))

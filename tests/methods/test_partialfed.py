@@ -11,12 +11,12 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch.func import functional_call
 
 from fedala.ala import Settings
-from fedala.cohort import Cohort
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.randomness import draw
+from fedala.lanes.trees import leaves, tree_map
 from fedala.methods import WithALA, make
 from fedala.methods.partialfed import PartialFed
-from fedala.randomness import draw
-from fedala.simulation import Simulation
-from fedala.trees import leaves, tree_map
+from fedala.simulation.rounds import Simulation
 
 SIZES = [44, 22, 13, 5]
 #: Layers of `Net`, output first.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from small import assert_close, ragged_task, simulate, start_of
 
-from fedala.cohort import Cohort
 from fedala.errors import UserError
+from fedala.lanes.cohort import Cohort
 from fedala.methods import make
 
 #: Batches are of four, so meta-batches of eight: none, one sample, an odd and an even part of one, exactly one, more.

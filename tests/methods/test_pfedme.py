@@ -10,8 +10,8 @@ from plain import PlainALA, batches, changed, combine, cross_entropy, lane, mean
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
-from fedala.cohort import Cohort, Task, state_of
 from fedala.errors import UserError
+from fedala.lanes.cohort import Cohort, Task, state_of
 from fedala.methods import make
 from fedala.methods.pfedme import PFedMe
 

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedala import UserError
-from fedala.cohort import Cohort, Task, state_of
 from fedala.data import Dataset
-from fedala.layers import layers_of, upper
+from fedala.lanes.cohort import Cohort, Task, state_of
+from fedala.lanes.layers import layers_of, upper
 from fedala.methods import make
 from fedala.models import build_model, cnn, fasttext, resnet18
-from fedala.simulation import Simulation
+from fedala.simulation.rounds import Simulation
 
 
 def governed(model: nn.Module) -> list[int]:

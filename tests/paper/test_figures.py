@@ -12,7 +12,7 @@ from fedala.errors import UserError
 from fedala.paper import figures
 from fedala.paper.experiments import drawings, settings
 from fedala.paper.running import Shelf
-from fedala.running import Stopped, prepare
+from fedala.runs.execute import Stopped, prepare
 
 
 def drawn(name, data, out, **changes):

@@ -12,13 +12,13 @@ from fuzz.bounded import attempt
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
-from fedala import cli
+from fedala.cli.app import app as cli
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.paper import report
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS, Results, Run, read_csv
 from fedala.report.markup import escape_markdown
-from fedala.store import RunFolder
+from fedala.runs.folder import RunFolder
 
 PLACE = "mnist-pathological"
 COLUMN = next(column for column in tables()["table2"].columns if column.name == PLACE)

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedala import cli
+from fedala.cli.app import app as cli
 from fedala.errors import UserError
 from fedala.paper import running
 from fedala.paper.board import Board
 from fedala.paper.experiments import tables
 from fedala.paper.results import Results, histories, write_about
-from fedala.store import RunFolder
+from fedala.runs.folder import RunFolder
 
 PLACE = "mnist-pathological"
 COLUMN = next(column for column in tables()["table2"].columns if column.name == PLACE)
@@ -163,7 +163,7 @@ def in_checkpoint(folder):
 @pytest.mark.parametrize(("jobs", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, number, data, tmp_path):
     command = [
-        sys.executable, "-m", "fedala.cli", "paper", "run", "table2", "--columns", PLACE, "--method", "fedavg,fedprox",
+        sys.executable, "-m", "fedala.cli.app", "paper", "run", "table2", "--columns", PLACE, "--method", "fedavg,fedprox",
         "--rounds", "100000", "--seeds", "1", "--data-dir", str(data), "--out", str(tmp_path), "--jobs", str(jobs),
     ]  # fmt: skip
     folders = [tmp_path / PLACE / method / "seeds-0-0" for method in ("fedavg", "fedprox")[:jobs]]
@@ -381,7 +381,7 @@ def test_a_cell_is_not_gone_on_with_on_other_data(finished, data, tmp_path):
 
 
 def test_a_cell_that_another_process_runs_is_left_to_it(data, tmp_path):
-    from fedala import files
+    from fedala.io import files
 
     folder = tmp_path / PLACE / "fedavg"
     folder.mkdir(parents=True)

@@ -6,11 +6,11 @@ import types
 import pytest
 from typer.testing import CliRunner
 
-from fedala import cli
+from fedala.cli.app import app as cli
 from fedala.errors import UserError
 from fedala.report import loggers
 from fedala.report.loggers import Loggers
-from fedala.store import RunFolder
+from fedala.runs.folder import RunFolder
 
 
 def row(seed, round, accuracy):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from folders import accuracy, made_up
 
-from fedala.digests import Digests
 from fedala.errors import UserError
 from fedala.report import markup, page, runs
+from fedala.runs.digests import Digests
 
 
 class Parsed(HTMLParser):

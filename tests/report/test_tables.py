@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from fedala.config import Config
 from fedala.report import tables
 from fedala.report.progress import Watch, clock
+from fedala.runs.config import Config
 
 
 def figure(*runs):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedala.cuda import has_kernels
-from fedala.trees import leaves, take, tree_map
+from fedala.lanes.trees import leaves, take, tree_map
 
 if TYPE_CHECKING:
-    from fedala.cohort import Step, Task
+    from fedala.lanes.cohort import Step, Task
 
 
 class Captured:

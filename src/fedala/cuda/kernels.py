@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fedala.cuda import convolution, entropy, linear, pooling
-from fedala.stacked import call_stacked
+from fedala.lanes.stacked import call_stacked
 
 
 class LaneKernels(TorchFunctionMode):

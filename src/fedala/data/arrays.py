@@ -19,7 +19,7 @@ import torch
 
 from fedala.data.dataset import Raw, first_line
 from fedala.errors import UserError
-from fedala.inputs import check_expansion, check_room, opened, read, regular
+from fedala.io.untrusted import check_expansion, check_room, opened, read, regular
 
 Array = np.ndarray[Any, Any]
 

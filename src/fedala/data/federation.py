@@ -13,8 +13,8 @@ import numpy as np
 from fedala.data.dataset import Dataset, first_line
 from fedala.data.partition import Indices, check_seed, partitioner
 from fedala.errors import UserError
-from fedala.inputs import read_json
-from fedala.randomness import draw
+from fedala.io.untrusted import read_json
+from fedala.lanes.randomness import draw
 
 _FORMAT, _VERSION = "fedala-partition", 1
 PARTS = ("train", "validation", "test")

@@ -12,7 +12,7 @@ import torch
 
 from fedala.data.dataset import Raw, need
 from fedala.errors import UserError
-from fedala.inputs import check_expansion, check_room, read
+from fedala.io.untrusted import check_expansion, check_room, read
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
 _FORMATS = (

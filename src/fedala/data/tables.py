@@ -13,7 +13,7 @@ import numpy as np
 from fedala.data.dataset import Raw, encode, first_line, need
 from fedala.data.images import LARGEST, decode
 from fedala.errors import UserError
-from fedala.inputs import check_expansion, check_room, opened, read
+from fedala.io.untrusted import check_expansion, check_room, opened, read
 
 _INPUTS = ("image", "img", "text", "sentence", "content")
 _LABELS = ("label", "labels", "fine_label", "target", "class")

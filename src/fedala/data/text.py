@@ -14,7 +14,7 @@ import torch
 from fedala.data.catalogue import LENGTH
 from fedala.data.dataset import Raw, encode, first_line
 from fedala.errors import UserError
-from fedala.inputs import check_room, opened
+from fedala.io.untrusted import check_room, opened
 
 # torchtext's `basic_english`, which the paper's vocabulary was made with: punctuation stands alone, or is dropped.
 _BASIC_ENGLISH = str.maketrans(

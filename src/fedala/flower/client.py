@@ -9,14 +9,14 @@ from flwr.app import ArrayRecord, Context, Message, MessageType, MetricRecord, R
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from fedala.cohort import Cohort, Params
+from fedala.flower.client_store import Kept, directory, name_of
 from fedala.flower.experiment import PARTS, Own, at_client, read
-from fedala.flower.keeping import Kept, directory, name_of
 from fedala.flower.records import Reply, to_params, to_record
+from fedala.lanes.cohort import Cohort, Params
+from fedala.lanes.randomness import torch_seed
+from fedala.lanes.trees import take
 from fedala.methods import State
-from fedala.randomness import torch_seed
-from fedala.simulation import Asked, Done, scores, take_part
-from fedala.trees import take
+from fedala.simulation.rounds import Asked, Done, scores, take_part
 
 log = getLogger("flwr")
 

@@ -11,14 +11,14 @@ import torch
 from flwr.app import Context
 from torch import nn
 
-from fedala.cohort import Params, Task
-from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
 from fedala.errors import UserError
-from fedala.flower.keeping import check_name
+from fedala.flower.client_store import check_name
+from fedala.lanes.cohort import Params, Task
 from fedala.methods import Method
 from fedala.options import build, option, suggest
-from fedala.running import Plan, plan, workplace
+from fedala.runs.config import Config
+from fedala.runs.execute import Plan, plan, workplace
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from fedala.config import toml
 from fedala.errors import RunError
 from fedala.flower.processes import FAMILY, Processes
+from fedala.runs.config import toml
 
 #: Flower as it is used offline: it installs nothing, reports nothing and looks for no updates.
 OFFLINE = {

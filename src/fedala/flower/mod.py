@@ -12,9 +12,9 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor, nn
 
 from fedala.ala import ALA, RECEIVED_FAULT, first_not_finite
-from fedala.cohort import Loss
 from fedala.errors import UserError, printable
-from fedala.flower.keeping import Kept, directory, name_of
+from fedala.flower.client_store import Kept, directory, name_of
+from fedala.lanes.cohort import Loss
 
 log = getLogger("flwr")
 

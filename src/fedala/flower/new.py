@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fedala.config import Config, toml
 from fedala.errors import UserError
 from fedala.flower.experiment import LOCAL, Deployment
-from fedala.store import standing
+from fedala.runs.config import Config, toml
+from fedala.runs.folder import standing
 
 APP = '''"""The app that `flwr run` starts. For data and a model of your own, give both functions a fedala.flower.Own."""
 

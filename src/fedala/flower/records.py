@@ -18,8 +18,8 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor
 
-from fedala.cohort import Params
 from fedala.errors import UserError, printable
+from fedala.lanes.cohort import Params
 
 #: Figures beyond this make no sense, and the sums of a hundred million of them are still finite.
 LARGEST = 1e300

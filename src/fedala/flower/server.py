@@ -13,16 +13,16 @@ from flwr.app import ConfigRecord, Context, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
-from fedala.clients import ClientStates, Lane
-from fedala.cohort import Params
 from fedala.errors import RunError, UserError
 from fedala.flower.experiment import PARTS, Deployment, Experiment, Own, at_server, read
 from fedala.flower.nodes import Nodes
 from fedala.flower.records import LARGEST, Reply, check, decode, quote, to_record
+from fedala.lanes.cohort import Params
+from fedala.lanes.trees import take
 from fedala.methods import Method, State
-from fedala.running import Plan, Result, Watcher, execute
-from fedala.simulation import Asked, Done, Fault, Personal, Row, Simulation
-from fedala.trees import take
+from fedala.runs.execute import Plan, Result, Watcher, execute
+from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.rounds import Asked, Done, Fault, Personal, Row, Simulation
 
 log = getLogger("flwr")
 

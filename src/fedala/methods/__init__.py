@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from fedala.ala import Settings
 from fedala.errors import UserError
+from fedala.methods.base import Method, State
 from fedala.methods.fedala import WithALA
 from fedala.methods.fedavg import FedAvg
-from fedala.methods.method import Method, State
 from fedala.options import build, suggest
 
 __all__ = ["Method", "State", "WithALA", "catalogue", "everything", "make", "register"]

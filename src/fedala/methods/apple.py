@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedala.cohort import Cohort, Params, Task, dense, lanewise
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task, dense, lanewise
+from fedala.methods.base import Method, State
 from fedala.options import option
 
 

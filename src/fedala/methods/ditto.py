@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fedala.cohort import Cohort, Params, Task
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task
+from fedala.methods.base import Method, State
 from fedala.options import option
 
 

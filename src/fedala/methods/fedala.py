@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fedala import ala
 from fedala.ala import Outcome
-from fedala.cohort import Cohort, Params, Task
+from fedala.lanes.cohort import Cohort, Params, Task
+from fedala.methods.base import Method, State
 from fedala.methods.fedavg import FedAvg
-from fedala.methods.method import Method, State
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedala.cohort import Cohort, Params, Task
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task
+from fedala.lanes.trees import take
+from fedala.methods.base import Method, State
 from fedala.options import option
-from fedala.trees import take
 
 
 @dataclass(frozen=True)

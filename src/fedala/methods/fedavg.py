@@ -3,7 +3,7 @@ Decentralized Data. AISTATS 2017."""
 
 from dataclasses import dataclass
 
-from fedala.methods.method import Method
+from fedala.methods.base import Method
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@ Aggregation for Personalized Federated Learning. AAAI 2023, where it is what ALA
 
 from dataclasses import dataclass
 
-from fedala.cohort import Cohort, Params, Task
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task
+from fedala.methods.base import Method, State
 from fedala.options import option
 
 

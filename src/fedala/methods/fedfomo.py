@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.cohort import Cohort, Params, Task, lanewise
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task, lanewise
+from fedala.lanes.randomness import draw
+from fedala.methods.base import Method, State
 from fedala.options import option
-from fedala.randomness import draw
 
 
 @dataclass(frozen=True)

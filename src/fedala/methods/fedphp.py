@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedala.cohort import Cohort, Params, Task, descend
 from fedala.errors import UserError
-from fedala.layers import Cut
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task, descend
+from fedala.lanes.layers import Cut
+from fedala.lanes.trees import leaves
+from fedala.methods.base import Method, State
 from fedala.options import option
-from fedala.trees import leaves
 
 #: The widths a of the kernel Σ_a exp(−d²/2a).
 WIDTHS = (10, 15, 20, 50)

@@ -3,7 +3,7 @@ Aggregation for Personalized Federated Learning. AAAI 2023, where it is what ALA
 
 from dataclasses import dataclass
 
-from fedala.cohort import Params
+from fedala.lanes.cohort import Params
 from fedala.methods.fedavg_c import FedAvgC
 from fedala.options import option
 

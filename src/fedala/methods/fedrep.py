@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedala.cohort import Cohort, Params, Task
 from fedala.errors import UserError
-from fedala.layers import layers_of, upper
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task
+from fedala.lanes.layers import layers_of, upper
+from fedala.methods.base import Method, State
 from fedala.options import option
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.cohort import Cohort, Params, Task, dense, descend, lanewise
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task, dense, descend, lanewise
+from fedala.methods.base import Method, State
 from fedala.options import option
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fedala.cohort import SGD, Cohort, Params, Task, descend
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import SGD, Cohort, Params, Task, descend
+from fedala.lanes.trees import leaves, tree_map
+from fedala.methods.base import Method, State
 from fedala.options import option
-from fedala.trees import leaves, tree_map
 
 
 @dataclass(frozen=True)

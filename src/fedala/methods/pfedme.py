@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, lerp
 
-from fedala.cohort import Cohort, Params, Task, average, descend, pull
-from fedala.methods.method import Method, State
+from fedala.lanes.cohort import Cohort, Params, Task, average, descend, pull
+from fedala.methods.base import Method, State
 from fedala.options import option
 
 

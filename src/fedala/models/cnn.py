@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedala.errors import UserError
-from fedala.layers import Layered
+from fedala.lanes.layers import Layered
 
 
 class CNN(Layered):

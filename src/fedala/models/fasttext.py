@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from fedala.layers import Layered
+from fedala.lanes.layers import Layered
 
 
 class FastText(Layered):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.layers import Layered
+from fedala.lanes.layers import Layered
 
 
 class BasicBlock(nn.Module):

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedala.paper.running import BUSY
 from fedala.report.progress import clock
-from fedala.simulation import Row
+from fedala.simulation.rounds import Row
 
 _SHOWN = 12  # ended cells that stay in view
 

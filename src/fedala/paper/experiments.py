@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedala.config import Config
 from fedala.data import Known, known
 from fedala.errors import UserError
 from fedala.methods import Method, catalogue, make
 from fedala.models import cnn, fasttext, resnet18
 from fedala.options import suggest
+from fedala.runs.config import Config
 
 #: The models whose parameters the paper counts, which are not always those that it trains: ten classes, small images.
 COUNTED = {

@@ -9,17 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala import ala, files
-from fedala.cohort import Cohort, Params
+from fedala import ala
 from fedala.errors import UserError, spreadsheet_safe
-from fedala.layers import call
+from fedala.io import files
+from fedala.lanes.cohort import Cohort, Params
+from fedala.lanes.layers import call
 from fedala.methods import Method, WithALA
-from fedala.methods.method import State
+from fedala.methods.base import State
 from fedala.paper.experiments import Cell, Drawing, Setting
 from fedala.paper.running import Shelf
 from fedala.report import plots
-from fedala.running import Plan, Stopped, plan, prepare
-from fedala.store import csv_text
+from fedala.runs.execute import Plan, Stopped, plan, prepare
+from fedala.runs.folder import csv_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

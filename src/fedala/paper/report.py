@@ -9,15 +9,15 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from fedala import files
 from fedala.errors import UserError, spreadsheet_safe
-from fedala.inputs import read
+from fedala.io import files
+from fedala.io.untrusted import read
 from fedala.methods import catalogue
 from fedala.paper.experiments import Column, Printed, Table, drawings, tables
 from fedala.paper.results import Figure, Results
 from fedala.report.markup import Html, escape_markdown, join, tag
 from fedala.report.progress import clock
-from fedala.store import csv_text
+from fedala.runs.folder import csv_text
 
 #: How far apart two accuracies are, in points, up to which we say so.
 AGREEMENT = {"agrees": 1.0, "near": 3.0, "differs": float("inf")}

@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from fedala import files
-from fedala.config import FREE, Config
 from fedala.data.dataset import first_line
-from fedala.digests import NAME as DIGESTS
-from fedala.digests import Digests
 from fedala.errors import UserError, spreadsheet_safe
-from fedala.inputs import read, read_json, regular
+from fedala.io import files
+from fedala.io.untrusted import read, read_json, regular
 from fedala.methods import make
 from fedala.options import build, convert
 from fedala.paper.experiments import Cell, preset, settings, tables, text
-from fedala.simulation import Row
-from fedala.store import RunFolder, csv_text
+from fedala.runs.config import FREE, Config
+from fedala.runs.digests import NAME as DIGESTS
+from fedala.runs.digests import Digests
+from fedala.runs.folder import RunFolder, csv_text
+from fedala.simulation.rounds import Row
 
 #: The file in a results folder into which `fedala paper run` writes a line for each cell and seed.
 CSV = "results.csv"

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fedala import files
-from fedala.config import Config
 from fedala.data import Dataset, Federation, federate, load
 from fedala.errors import RunError, UserError
+from fedala.io import files
 from fedala.paper.experiments import Cell, Setting
 from fedala.paper.results import about, histories, run_folders, write_about
-from fedala.running import Plan, Stopped, Watcher, execute, plan, versions
-from fedala.simulation import Row
-from fedala.store import RunFolder
+from fedala.runs.config import Config
+from fedala.runs.execute import Plan, Stopped, Watcher, execute, plan, versions
+from fedala.runs.folder import RunFolder
+from fedala.simulation.rounds import Row
 
 #: Why a cell is left to somebody else.
 BUSY = "another process is running it"
@@ -333,7 +333,7 @@ def side_by_side(
     asked: Sequence[int] = (),
 ) -> None:
     """The same command in several processes: each takes the next cell that nobody is running. `asked` as in `Order`."""
-    command = [sys.executable, "-m", "fedala.cli", "paper", "run", *arguments, "--relay"]
+    command = [sys.executable, "-m", "fedala.cli.app", "paper", "run", *arguments, "--relay"]
     processes = [
         subprocess.Popen(
             command,

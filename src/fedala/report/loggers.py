@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fedala.data.dataset import first_line, need
 from fedala.errors import UserError
 from fedala.options import suggest
-from fedala.simulation import Row
+from fedala.simulation.rounds import Row
 
 
 class Logger(Protocol):

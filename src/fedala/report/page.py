@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedala.errors import UserError
-from fedala.files import replace
+from fedala.io.files import replace
 from fedala.report.markup import Html, details, document, join, table, tag
 from fedala.report.runs import (
     Array,
@@ -24,7 +24,7 @@ from fedala.report.runs import (
     reaches,
     spread,
 )
-from fedala.running import MethodResult
+from fedala.runs.execute import MethodResult
 
 #: The most points of a curve, rows of a table, and clients that the page shows; the csv files have all of them.
 POINTS, LINES, CLIENTS = 400, 25, 200

@@ -12,7 +12,7 @@ from fedala.data.dataset import need
 from fedala.errors import UserError
 from fedala.report.page import COLUMNS, lines
 from fedala.report.runs import Array, Run, curves, distinct_splits, mean_std
-from fedala.store import standing
+from fedala.runs.folder import standing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

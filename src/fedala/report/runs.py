@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fedala.config import FREE
 from fedala.data.dataset import first_line
 from fedala.errors import UserError, printable
-from fedala.inputs import read_json
+from fedala.io.untrusted import read_json
 from fedala.methods import make
-from fedala.running import MethodResult
-from fedala.store import RunFolder
+from fedala.runs.config import FREE
+from fedala.runs.execute import MethodResult
+from fedala.runs.folder import RunFolder
 
 Rows = list[dict[str, Any]]
 Array = np.ndarray[Any, np.dtype[np.float64]]

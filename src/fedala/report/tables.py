@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedala.bench import Figures
+from fedala.bench.measure import Figures
 from fedala.data import Federation, Known
 from fedala.methods import Entry
 

@@ -1,0 +1,237 @@
+"""Layers counted from the output, and the computational cut below the upper p of them.
+
+ALA, FedRep, FedPHP and evaluation ask two things of a model: which parameters form its upper layers, and to compute
+in two halves — the features under the upper p layers, and the output from such features. Our own models answer
+exactly (`Layered`). Any other module gets its layers from its module tree, in order of registration; of its
+computation only the last layer can be cut off, and only where it is seen to change nothing.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedala.errors import UserError
+from fedala.lanes.trees import take
+
+State = Mapping[str, Tensor]
+
+
+class Layered(nn.Module):
+    """A model whose forward pass is a chain of stages, one per layer or block.
+
+    It promises to take weights and activations in any memory layout, and to run under `vmap`: it
+    uses `flatten` or `reshape`, not `view`.
+    """
+
+    #: Names of the sub-modules that form each layer, output first.
+    layers: ClassVar[tuple[tuple[str, ...], ...]]
+
+    def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        """The computation of each layer, input first."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """Stages `start` to `stop`; all of them by default."""
+        for stage in self.stages()[start:stop]:
+            x = stage(x)
+        return x
+
+
+def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters and buffers of each layer, output first. A linear layer's weight and bias are one layer."""
+    names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    if isinstance(model, Layered):
+        layers = [
+            tuple(
+                name
+                for name in names
+                if any(not prefix or name.startswith(prefix + ".") for prefix in group)
+            )
+            for group in model.layers
+        ]
+    else:  # every module that holds parameters of its own is a layer; its children are layers themselves
+        owners = {name: _owner(name) for name in names}
+        holders = [
+            _owner(f"{name}.") if name else ""
+            for name, module in reversed(list(model.named_modules()))
+            if any(True for _ in module.parameters(False))
+        ]
+        layers = [
+            tuple(n for n in names if owners[n] == holder) for holder in dict.fromkeys(holders)
+        ]
+    layers = [layer for layer in layers if layer]
+    rest = tuple(name for name in names if not any(name in layer for layer in layers))
+    if rest:  # buffers of modules without parameters: below every cut
+        layers[-1:] = [(*(layers[-1] if layers else ()), *rest)]
+    return tuple(layers)
+
+
+def _owner(name: str) -> str:
+    """Name the module that a parameter or buffer belongs to.
+
+    A parametrised weight (`fc.parametrizations.weight.original0`) belongs to the layer, `fc`.
+    """
+    before, found, _ = f".{name}".partition(".parametrizations.")
+    return before[1:] if found else name.rpartition(".")[0]
+
+
+def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
+    """Parameters of the upper `layers` layers, or those whose names match one of the given patterns, in the model's order.
+
+    A pattern is a regular expression that must match from the start of the name: `"fc"` takes `fc.weight` and `fc.bias`.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    if isinstance(layers, int):
+        every = layers_of(model)
+        if not 0 <= layers <= len(every):
+            raise UserError(
+                f"layers must be between 0 and {len(every)}, the number of this model's layers, not {layers}."
+            )
+        chosen = {name for layer in every[:layers] for name in layer}
+    else:
+        chosen = set()
+        for pattern in layers:
+            try:
+                matches = {name for name in parameters if re.match(pattern, name)}
+            except (re.error, TypeError) as error:
+                raise UserError(
+                    f"{pattern!r} is not a pattern for the names of parameters: {error}."
+                ) from error
+            if not matches:
+                raise UserError(
+                    f"No parameter matches the pattern {pattern!r}; the model has {', '.join(parameters)}."
+                )
+            chosen |= matches
+    return tuple(name for name in parameters if name in chosen)
+
+
+def call(model: nn.Module, state: State, x: Any, **kwargs: Any) -> Any:
+    """The model's output with the given parameters and buffers. A tuple is passed as arguments, a dict as keywords."""
+    if isinstance(x, tuple | list):
+        return functional_call(model, dict(state), tuple(x), kwargs)
+    if isinstance(x, Mapping):
+        return functional_call(model, dict(state), (), {**x, **kwargs})
+    return functional_call(model, dict(state), (x,), kwargs)
+
+
+class Cut:
+    """A model in two halves, `upper` the last p layers and `lower` all below. Where it cannot be cut, `lower` does nothing."""
+
+    def __init__(self, model: nn.Module, p: int, probe: tuple[State, Any] | None = None) -> None:
+        """`probe`, a state and two samples, lets a module that is not `Layered` show whether its last layer can be cut off."""
+        layers = layers_of(model)
+        self.model = model
+        self.p = p
+        self.depth = len(layers)
+        self._last = _owner(layers[0][0]) if layers else ""
+        if not isinstance(model, Layered) and 0 < p < self.depth:
+            possible = (
+                p == 1
+                and probe is not None
+                and self._owns(layers[0])
+                and self._comes_last(layers[0], *probe)
+            )
+            self.p = 1 if possible else self.depth
+
+    def __eq__(self, other: object) -> bool:
+        """Two cuts through the same model at the same place are one: what was captured for one serves for the other."""
+        return isinstance(other, Cut) and self.model is other.model and self.p == other.p
+
+    def __hash__(self) -> int:
+        return hash((self.model, self.p))
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there is anything to compute below the cut."""
+        return self.p < self.depth
+
+    def lower(self, state: State, x: Any) -> Any:
+        if self.p == self.depth:
+            return x
+        if isinstance(self.model, Layered):
+            return call(self.model, state, x, stop=self.depth - self.p)
+        if self.p == 0:
+            return call(self.model, state, x)
+        return self._features(state, x)
+
+    def upper(self, state: State, features: Any) -> Any:
+        if self.p == 0:
+            return features
+        if isinstance(self.model, Layered):
+            return call(self.model, state, features, start=self.depth - self.p)
+        if self.p == self.depth:
+            return call(self.model, state, features)
+        prefix = f"{self._last}."
+        part = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
+        return functional_call(self.model.get_submodule(self._last), part, (features,))
+
+    # --- the last layer of a module that is not ours -------------------------------------------------------------------
+
+    def _features(self, state: State, x: Any) -> Tensor | None:
+        """What enters the last layer, provided that what leaves it is the model's output, as it is."""
+        calls: list[list[tuple[Any, int | None]]] = []
+
+        def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            calls.append(
+                [
+                    (value, getattr(value, "_version", None))
+                    for value in (*args, *kwargs.items(), output)
+                ]
+            )
+
+        handle = self.model.get_submodule(self._last).register_forward_hook(catch, with_kwargs=True)
+        try:
+            result = call(self.model, state, x)
+        finally:
+            handle.remove()
+        match calls:
+            case [[(Tensor() as features, before), (Tensor() as output, after)]] if (
+                output is result
+            ):
+                # A tensor changed in place is still the same object; its version tells.
+                return features if (features._version, output._version) == (before, after) else None
+        return None
+
+    def _owns(self, names: tuple[str, ...]) -> bool:
+        """Whether the last layer's module holds just these parameters and buffers, and shares none with another."""
+        model, prefix = self.model, f"{self._last}."
+        held = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        own = {name: id(value) for name, value in held if name.startswith(prefix)}
+        others = {id(value) for name, value in held if name not in own}
+        return set(own) == set(names) and others.isdisjoint(own.values())
+
+    def _comes_last(self, names: tuple[str, ...], state: State, x: Any) -> bool:
+        """Tell whether the features are rows, one per sample, that do not depend on the last layer.
+
+        Only its parameters are followed: its buffers do not change while weights are learned.
+        """
+        parameters = {name for name, _ in self.model.named_parameters()}
+        free = {name: value.detach() for name, value in state.items()}
+        for name in parameters.intersection(names):
+            free[name].requires_grad_(free[name].is_floating_point())
+        try:
+            with torch.enable_grad():
+                two, three = (self._features(free, take(x, rows)) for rows in ([0, 1], [0, 1, 0]))
+        except Exception:  # it may want batches of another size: then it runs whole
+            return False
+        if two is None or three is None or two.requires_grad:
+            return False
+        if len({two.shape[1:], three.shape[1:]}) > 1 or (two.shape[:1], three.shape[:1]) != (
+            (2,),
+            (3,),
+        ):
+            return False
+        return bool(
+            torch.dist(two.float(), three[:2].float()) <= 0.01 * two.float().norm()
+        )  # equal but for rounding

@@ -1,0 +1,124 @@
+"""Gradients of large embeddings as the rows that a batch used.
+
+A batch of ten texts touches two thousand rows of a table of a hundred thousand. Torch's dense gradient writes the
+whole table, and so does the step that follows; in lanes, for every client. Here the gradient of an embedding is what
+arrived at its output, beside the indices that it was looked up with, and a step adds it to those rows alone.
+"""
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fedala.lanes.stacked import call_stacked
+
+#: Tables with fewer rows than this take the usual way.
+LEAST_ROWS = 2048
+
+
+@dataclass
+class RowGradient:
+    """The gradient of a stack of tables [lane, row, …], given as values [lane, n, …] at indices [lane, n]."""
+
+    indices: Tensor
+    values: Tensor
+    shape: torch.Size
+
+    def dense(self) -> Tensor:
+        whole = self.values.new_zeros(self.shape)
+        self.add_to(whole, 1.0)
+        return whole
+
+    def add_to(self, table: Tensor, factor: float) -> None:
+        """Adds `factor` times the gradient, in place. (The order of addition is fixed: the result is the same every time.)"""
+        lanes = torch.arange(len(table), device=table.device)[:, None].expand_as(self.indices)
+        table.index_put_((lanes, self.indices), self.values * factor, accumulate=True)
+
+
+class _Found(list[tuple[Tensor, Tensor]]):
+    """Indices and gradients of look-ups. (A class of its own, because vmap takes a plain list apart.)"""
+
+
+class _Lookup(torch.autograd.Function):
+    """Tables [lane, row, …] looked up at indices [lane, …]; the gradient goes to `found` instead of the tables."""
+
+    @staticmethod
+    def forward(ctx: Any, tables: Tensor, indices: Tensor, found: _Found) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.found = found
+        lanes = torch.arange(len(tables), device=tables.device).view(-1, *[1] * (indices.dim() - 1))
+        return tables[lanes, indices]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (indices,) = ctx.saved_tensors
+        ctx.found.append((indices.flatten(1), grad.flatten(1, indices.dim() - 1)))
+        return None, None, None
+
+
+class RowGradients(TorchFunctionMode):
+    """While it is active, look-ups in the model's large embeddings leave their gradients in `found`, by parameter name."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.found = {name: _Found() for name in names}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding and _current.name is not None:
+            indices, table = args[:2]
+            found = self.found.get(_current.name)
+            if found is not None:
+                return call_stacked(_Lookup.apply, (table, indices.long()), (found,))
+        return func(*args, **(kwargs or {}))
+
+    def gradient(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:
+        """What was left of a parameter: the rows of all its look-ups."""
+        indices, values = (torch.cat(parts, 1) for parts in zip(*self.found[name], strict=True))
+        if padding is not None:
+            nothing = indices == padding
+            values = values.masked_fill(nothing.unsqueeze(-1), 0)
+            # These zeros may go anywhere. A GPU adds what goes to one row one after the other, so they get a row each.
+            indices = torch.where(
+                nothing, torch.arange(indices.shape[1], device=indices.device) % shape[1], indices
+            )
+        return RowGradient(indices, values, shape)
+
+
+class _Current(threading.local):
+    """The embedding whose forward pass is running in this thread."""
+
+    name: str | None = None
+
+
+_current = _Current()
+
+
+def large_embeddings(model: nn.Module) -> dict[str, int | None]:
+    """The weights that have row gradients, and their padding rows. From now on these modules say when they are running."""
+    found = {}
+    for name, module in model.named_modules():
+        plain = (
+            isinstance(module, nn.Embedding)
+            and module.max_norm is None
+            and not module.scale_grad_by_freq
+        )
+        if plain and module.num_embeddings >= LEAST_ROWS and module.weight.requires_grad:
+            weight = f"{name}.weight" if name else "weight"
+            found[weight] = module.padding_idx
+            module.register_forward_pre_hook(
+                lambda _, __, weight=weight: setattr(_current, "name", weight)
+            )
+            module.register_forward_hook(
+                lambda *_: setattr(_current, "name", None), always_call=True
+            )
+    # A table that is also used elsewhere (tied weights) has gradients from there, too: it takes the usual way.
+    uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: padding for name, padding in found.items() if uses.count(id(parameters[name])) == 1
+    }

@@ -1,0 +1,227 @@
+"""What a run is asked to do. A field is an option of `fedala run`, a key of the config file, an argument of `run`."""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fedala.errors import UserError
+from fedala.io.untrusted import read
+from fedala.options import build, option, suggest
+
+PRECISIONS = ("float32", "tf32", "bf16", "float64")
+
+#: What may be changed when a run is resumed. Device and lanes change results by rounding only; the rest decides what a run is.
+FREE = (
+    "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
+    "record_weights", "save_models", "checkpoint_every", "keep_checkpoint",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run, or a comparison of several methods. `None` stands for the paper's value for that dataset and model."""
+
+    method: str = option(
+        "fedala,fedavg",
+        "methods, separated by commas; x+ala adds ALA to x; all: every method, with and without",
+    )
+    set: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "a hyperparameter, such as fedala.eta=0.5 or ala.layers=2"},
+    )
+    dataset: str = option(
+        "digits", "a dataset's name, an .npz or .csv file, an image folder, or hub:owner/name"
+    )
+    data_dir: str | None = option(
+        None, "folder with a local copy of the dataset; without it, the hub"
+    )
+    model: str | None = option(
+        None, "cnn, resnet18 or fasttext; without it, the one for the dataset"
+    )
+    partition: str = option(
+        "dir:0.1", "dir:β, pathological:classes, iid, or a partition file (.json)"
+    )
+    partition_seed: int = option(
+        1, "seed of the partition, the same for all runs", least=0, most=2**32 - 1
+    )
+    clients: int | None = option(
+        None, "number of clients: 20, or as many as a partition file has", least=1
+    )
+    join_ratio: float = option(
+        1.0, "ρ: share of the clients that take part in a round", above=0, most=1
+    )
+    rounds: int | None = option(
+        None, "T: number of rounds; without it, 30 for digits and the paper's 2000", least=1
+    )
+    batch_size: int = option(10, "B: samples per local step", least=1)
+    lr: float | None = option(
+        None,
+        "local learning rate; without it, the paper's for the dataset and model",
+        above=0,
+        most=1e9,
+    )
+    local_epochs: int = option(1, "local epochs per round", least=1)
+    shuffle: bool = option(
+        True, "reshuffle the batches every epoch; the paper's presets keep the fixed order"
+    )
+    seeds: int = option(1, "how many runs", least=1, most=10_000)
+    seed: int = option(0, "seed of the first run; the next runs count on", least=0, most=2**32 - 1)
+    eval_every: int = option(1, "evaluate every so many rounds, and after the last", least=1)
+    eval_clients: str = option(
+        "all",
+        "whom to evaluate where not everybody joins: all clients, or joined",
+        choices=("all", "joined"),
+    )
+    validation: float = option(
+        0.0, "share of the training data held out to pick a round by", least=0, most=0.9
+    )
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    lanes: str = option(
+        "auto", "clients side by side: auto, all, or a number (1 = one after another)"
+    )
+    precision: str = option(
+        "float32",
+        "arithmetic; tf32 and bf16 are faster on a GPU, and less exact",
+        choices=PRECISIONS,
+    )
+    client_memory: float | None = option(
+        None,
+        "GiB of memory for the state of clients that are not taking part; the rest goes to files",
+        least=0,
+    )
+    feature_memory: float | None = option(
+        None,
+        "GiB for features under the upper layers, which ALA and evaluation keep where they fit and compute again where they do "
+        "not; without it, 1, or an eighth of a GPU's memory",
+        least=0,
+    )
+    on_divergence: str = option(
+        "skip",
+        "a client whose loss or model is no longer finite is left out of the round and keeps its last good model (skip), "
+        "or starts anew (reset); or the run ends (stop)",
+        choices=("skip", "reset", "stop"),
+    )
+    record_weights: int | None = option(
+        None,
+        "record how ALA's W is spread every so many rounds, 0 for never; without it, about 20 times a run",
+        least=0,
+    )
+    save_models: bool = option(True, "keep the global and every client's personal model at the end")
+    checkpoint_every: int | None = option(
+        None,
+        "rounds between checkpoints; without it, as often as takes less than 1 % of the time; 0: none",
+        least=0,
+    )
+    keep_checkpoint: bool = option(
+        True, "keep the last checkpoint at the end, to resume with more rounds"
+    )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Config":
+        """A checked config from names and values, wherever they come from."""
+        plain = {name: value for name, value in values.items() if name != "set"}
+        if plain.get("method") == "all":
+            from fedala.methods import everything
+
+            plain["method"] = ",".join(everything())
+        config = replace(build(cls, plain), set=_flat(values.get("set", {})))
+        if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
+            raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
+        if not config.methods or len(set(config.methods)) < len(config.methods):
+            raise UserError(
+                f"method must name different methods, separated by commas, not {config.method!r}."
+            )
+        return config
+
+    @classmethod
+    def read(cls, path: Path) -> dict[str, Any]:
+        """The values that stand in a config file, not yet checked. Hyperparameters are flat: `fedala.eta`."""
+        try:
+            values = tomllib.loads(read(path, 2**20).decode())
+        except UserError:
+            raise
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"The config file {path} cannot be read: {error}.") from error
+        except (ValueError, RecursionError) as error:  # not only TOMLDecodeError
+            raise UserError(f"The config file {path} is not TOML: {error}.") from error
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UserError(
+                    f"The config file {path} has an unknown option {name}{suggest(name, known)}."
+                )
+        return {**values, "set": _flat(values.get("set", {}))}
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(name.strip().lower() for name in self.method.split(",") if name.strip())
+
+    def changed(self, changes: Mapping[str, Any]) -> "Config":
+        """The config of a run that is resumed; what a run is cannot change on the way."""
+        table = {**self.set, **_flat(changes.get("set", {}))}
+        asked = Config.of(
+            {**{f.name: getattr(self, f.name) for f in fields(self)}, **changes, "set": table}
+        )
+        differences = [
+            f"{name} ({change})"
+            for name, change in self.differences(asked).items()
+            if name not in FREE
+        ]
+        if differences:
+            raise UserError(
+                f"A run that is resumed must stay what it is, and this would change {', '.join(differences)}. "
+                f"What may change is {', '.join(FREE)}."
+            )
+        return asked
+
+    def differences(self, other: "Config") -> dict[str, str]:
+        """What the other says otherwise, by option: `0.1 → 0.2`."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return {name: f"{_plainly(a)} → {_plainly(b)}" for name, (a, b) in pairs.items() if a != b}
+
+    def identity(self) -> dict[str, Any]:
+        """What a run is: the options that may not change when it is resumed."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
+
+    def text(self) -> str:
+        """The config as TOML, to be read again by `--config`."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "set"}
+        lines = [f"{name} = {toml(value)}" for name, value in plain.items() if value is not None]
+        lines += ["", "[set]", *(f"{toml(key)} = {toml(value)}" for key, value in self.set.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
+    """Hyperparameters by their full names: `[set.fedala] eta = 0.5` and `"fedala.eta" = 0.5` are the same."""
+    if not isinstance(table, Mapping):
+        raise UserError("set must be a table of hyperparameters, such as {'fedala.eta' = 0.5}.")
+    flat: dict[str, str | float] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and not prefix:
+            flat |= _flat(value, f"{name}.")
+        elif isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
+            flat[name] = value
+        else:
+            raise UserError(
+                f"set {name} must be a number, text, true or false, and is none of them."
+            )
+    return flat
+
+
+def _plainly(value: Any) -> str:
+    return (
+        ", ".join(f"{key} = {item}" for key, item in value.items())
+        if isinstance(value, Mapping)
+        else str(value)
+    )
+
+
+def toml(value: str | float) -> str:
+    """A JSON scalar is a TOML scalar, but for one character that JSON leaves as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,410 @@
+"""A refused command changes nothing: every refusal that the command line knows, and the folder byte for byte.
+
+To add one, add a line to `REFUSALS`: what is typed, a part of the sentence, and what is done to the place before.
+"""
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corrupt.judge import changed, snapshot
+from corrupt.worlds import link_or_copy, mnist, must, stopping_after
+from fuzz.bounded import Outcome, attempt
+from small import Net
+
+from fedala import run
+from fedala.data import Dataset
+from fedala.io import files
+from fedala.runs.config import FREE, Config
+
+#: What stands for more in the commands below.
+SHORT = {
+    "RUN": "run --dataset d.npz --clients 3 --partition iid --rounds 4 --method fedala --set fedala.max_epochs=2 "
+    "--checkpoint-every 1 --device cpu",
+    "PAPER": "paper run table2 --columns mnist-pathological --method fedavg --rounds 1 --seeds 1 --data-dir data --out out",
+}
+
+Prepare = Callable[[Path], None]
+
+
+def images(path: Path, pixel: int | None = None) -> None:
+    """240 images of 16×16 in four classes; with `pixel`, one pixel of the first is another."""
+    random = np.random.default_rng(0)
+    y = np.arange(240) % 4
+    x = (random.integers(0, 120, (240, 16, 16)) + y[:, None, None] * 30).astype(np.uint8)
+    if pixel is not None:
+        x[0, 0, 0] = pixel
+    np.savez(path, x=x, y=y)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A folder with run folders of every kind, to be copied.
+
+    Every command is a fork of this process: what is imported here is imported once.
+
+    f1 is finished, f2 has not kept its checkpoint, f3 never had one, stopped was stopped with two of them.
+    """
+    for name in ("matplotlib.figure", "torch._dynamo", "fedala.flower.demo", "fedala.flower.new"):
+        importlib.import_module(name)
+    here = tmp_path_factory.mktemp("places") / "here"
+    here.mkdir()
+    images(here / "d.npz")
+    images(here / "other.npz", pixel=255)
+    must(here, words("RUN --out f1"))
+    must(here, words("RUN --out f2 --no-keep-checkpoint"))
+    must(here, words("RUN --out f3 --checkpoint-every 0"))
+    must(here, words("RUN --out stopped"), stop_after=3, code=143)
+    must(
+        here,
+        words(
+            "run --dataset d.npz --clients 3 --partition iid --rounds 1 --method fedphp --out ahead"
+        ),
+    )
+    mnist(here)
+    must(here, words("PAPER"))
+    random = np.random.default_rng(0)
+    own = Dataset(
+        "own", torch.from_numpy(random.normal(size=(40, 1, 6, 6))).float(), torch.arange(40) % 3, 3
+    )
+    run(
+        dataset=own,
+        model=Net,
+        method="fedavg",
+        rounds=1,
+        clients=2,
+        partition="iid",
+        out=here / "own",
+        device="cpu",
+    )
+    (here / "notes").mkdir()
+    (here / "notes" / "diary.txt").write_text("mine\n")
+    (here / "empty").mkdir()
+    (here / "my.toml").write_text('lr = 0.1\nmethod = "fedavg"\n')
+    (here / "marks.md").write_text("no marks here\n")
+    return here
+
+
+@pytest.fixture
+def here(places, tmp_path):
+    """A copy of these folders, to be spoiled."""
+    target = tmp_path / "here"
+    shutil.copytree(places, target, copy_function=link_or_copy)
+    return target
+
+
+def words(text: str) -> list[str]:
+    """Split a command as a shell does, with `RUN` and `PAPER` written out."""
+    first, _, rest = text.partition(" ")
+    return f"{SHORT.get(first, first)} {rest}".split()
+
+
+def refused(here: Path, command: str, match: str = "") -> Outcome:
+    """The command ends with 2 and one sentence, and everything in the place is as it was."""
+    before = snapshot(here)
+    found = attempt(words(command), here)
+    assert found.code == 2, found.says
+    assert found.fault == ""
+    assert match.lower() in found.says.lower()
+    assert changed(before, snapshot(here)) == ""
+    return found
+
+
+# --- one line for each refusal -------------------------------------------------------------------------------------
+
+
+def put(name: str, text: str) -> Prepare:
+    """Write a file."""
+
+    def prepare(here: Path) -> None:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).unlink(missing_ok=True)
+        (here / name).write_text(text)
+
+    prepare.__name__ = f"with {name}"
+    return prepare
+
+
+def other_data(here: Path) -> None:
+    os.replace(here / "other.npz", here / "d.npz")
+
+
+def restore_data(here: Path, sound: bytes) -> None:
+    """Put the data back in a new file: the one that is there may be a link to what other tests use."""
+    (here / "d.npz").unlink()
+    (here / "d.npz").write_bytes(sound)
+
+
+def fewer_samples(here: Path) -> None:
+    with np.load(here / "data" / "mnist.npz") as found:
+        x, y = found["x"][:200], found["y"][:200]
+    (here / "data" / "mnist.npz").unlink()
+    np.savez(here / "data" / "mnist.npz", x=x, y=y)
+
+
+def no_data(here: Path) -> None:
+    (here / "d.npz").unlink()
+
+
+def link_to_f1(here: Path) -> None:
+    (here / "link").symlink_to("f1")
+
+
+def link_inside(here: Path) -> None:
+    (here / "f1" / "history.csv").unlink()
+    (here / "f1" / "history.csv").symlink_to("../f2/history.csv")
+
+
+def short_manifests(here: Path) -> None:
+    """Truncate both checkpoints of the stopped run."""
+    manifests = sorted((here / "stopped" / "checkpoint" / "0").glob("*.json"))
+    assert len(manifests) == 2
+    for manifest in manifests:
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+
+
+def their_folder(name: str) -> Prepare:
+    """A folder that no run has made, with a single file in it."""
+    return put(name, "theirs\n")
+
+
+def no_history(here: Path) -> None:
+    (here / "f1" / "history.csv").unlink()
+
+
+#: What cannot change when a run is resumed: each option with another value.
+OTHERS = {
+    "method": "fedavg", "set": "fedala.eta=0.5", "dataset": "other.npz", "model": "resnet18", "partition": "dir:0.5",
+    "partition_seed": "2", "clients": "4", "join_ratio": "0.5", "batch_size": "5", "lr": "0.1", "local_epochs": "2",
+    "shuffle": None, "seeds": "2", "seed": "1", "eval_every": "2", "eval_clients": "joined", "validation": "0.1",
+    "precision": "float64",
+}  # fmt: skip
+#: What can change, with a value that cannot be.
+WRONG = {
+    "rounds": "0", "device": "tpu", "lanes": "0", "client_memory": "-1", "feature_memory": "much",
+    "on_divergence": "hope", "record_weights": "-1", "checkpoint_every": "-1",
+}  # fmt: skip
+
+
+def _flag(name: str, value: str | None) -> str:
+    flag = name.replace("_", "-")
+    return f"--no-{flag}" if value is None else f"--{flag} {value}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    command: str
+    match: str
+    """A part of the sentence."""
+    prepare: Prepare = lambda here: None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.command} ({self.prepare.__name__})"
+            if self.prepare.__name__ != "<lambda>"
+            else self.command
+        )
+
+
+REFUSALS = [
+    # run --resume
+    *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in OTHERS.items()),
+    *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in WRONG.items()),
+    Refusal("run --resume f1 --rounds 2", "rounds"),
+    Refusal("run --resume f2 --rounds 2", "rounds"),
+    Refusal("run --resume stopped --rounds 1", "rounds"),
+    Refusal("run --resume f2 --rounds 9", "checkpoint"),
+    Refusal("run --resume f3 --rounds 9", "checkpoint"),
+    Refusal("run --resume f3 --rounds 2", ""),
+    Refusal("run --resume ahead --rounds 2", "rounds"),
+    Refusal("run --resume own", "own"),
+    Refusal("run --resume f1", "", other_data),
+    Refusal("run --resume f2", "", other_data),
+    Refusal("run --resume stopped", "", other_data),
+    Refusal("run --resume f1 --rounds 9", "", other_data),
+    Refusal("run --resume f1 --out copy", "", other_data),
+    Refusal("run --resume f1", "d.npz", no_data),
+    Refusal("run --resume stopped", "", short_manifests),
+    Refusal("run --resume stopped --rounds 9", "", short_manifests),
+    Refusal("run --resume stopped --out copy", "", short_manifests),
+    Refusal("run --resume f1", "link", link_inside),
+    Refusal("run --resume stopped", "config.toml", put("stopped/config.toml", "rounds = many\n")),
+    Refusal("run --resume nowhere", "nowhere"),
+    Refusal("run --resume d.npz", "d.npz"),
+    Refusal("run --resume notes", "notes"),
+    Refusal("run --resume f1 --config my.toml", "--config"),
+    Refusal("run --resume f1 --force", "--force"),
+    Refusal("run --resume f1 --out f2", "exists"),
+    Refusal("run --resume f1 --out d.npz/x", "d.npz"),
+    Refusal("run --resume f1 --out copy --rounds 2", "rounds"),
+    Refusal("run --resume f2 --out copy --rounds 9", "checkpoint"),
+    Refusal("run --resume f1 --log nonsense", "nonsense"),
+    # run into a folder that is there
+    Refusal("RUN --out f1", "exists"),
+    Refusal("RUN --out notes", "exists"),
+    Refusal("RUN --out notes --force", "diary.txt"),
+    Refusal("RUN --out f1 --force", "mine.txt", put("f1/mine.txt", "x")),
+    Refusal("RUN --out f1 --force", "mine.txt", put("f1/models/mine.txt", "x")),
+    Refusal("RUN --out tool --force", "tool", their_folder("tool/config.toml")),
+    Refusal("RUN --out tool --force", "tool", their_folder("tool/summary.json")),
+    Refusal("RUN --out tool --force", "tool", their_folder("tool/wandb/config.yaml")),
+    Refusal("RUN --out link --force", "link", link_to_f1),
+    Refusal("RUN --out d.npz --force", "d.npz"),
+    Refusal("RUN --out d.npz/new", "d.npz"),
+    Refusal("RUN --out f1 --force --method nonsense", "nonsense"),
+    Refusal("RUN --out f1 --force --dataset nowhere.npz", "nowhere.npz"),
+    Refusal("RUN --out f1 --force --clients 9999", "clients"),
+    Refusal("RUN --out f1 --force --set fedala.nonsense=1", "nonsense"),
+    Refusal("RUN --out f1 --force --set ditto.mu=1", "ditto"),
+    Refusal("RUN --out f1 --force --log nonsense", "nonsense"),
+    Refusal("RUN --out f1 --force --config nowhere.toml", "nowhere.toml"),
+    Refusal("run --dataset d.npz --method apple --join-ratio 0.5 --out f1 --force", "join_ratio"),
+    Refusal("RUN --out new --dataset nowhere.npz", "nowhere.npz"),
+    Refusal("RUN --out new --model nonsense", "nonsense"),
+    # paper
+    Refusal("PAPER --rounds 2", "nothing was run", fewer_samples),
+    Refusal("PAPER", "results.csv", put("out/results.csv", "not,a,table\n")),
+    Refusal("PAPER", "mine.csv", put("out/mine.csv", "not,a,table\n")),
+    Refusal("paper run table9 --data-dir data --out out", "table9"),
+    Refusal("PAPER --columns nonsense", "nonsense"),
+    Refusal("PAPER --method nonsense", "nonsense"),
+    Refusal("PAPER --data-dir nowhere", "nowhere"),
+    Refusal("PAPER --out d.npz", "d.npz"),
+    Refusal("paper report nowhere", "nowhere"),
+    Refusal("paper report empty", ""),
+    Refusal("paper report out --out out", "out"),
+    Refusal("paper report out --out d.npz", "d.npz"),
+    Refusal("paper report out --insert nowhere.md", "nowhere.md"),
+    Refusal("paper report out --insert marks.md", "marks.md"),
+    Refusal("paper report out", "mine.csv", put("out/mine.csv", "not,a,table\n")),
+    # report
+    Refusal("report nowhere", "nowhere"),
+    Refusal("report empty", "empty"),
+    Refusal("report f1 f2", "--out"),
+    Refusal("report f1 --out nowhere/page.html", "nowhere"),
+    Refusal("report f1 --out notes", "notes"),
+    Refusal("report f1 --out d.npz/page.html", "d.npz"),
+    Refusal("report stopped --plots d.npz", "d.npz"),
+    Refusal("report stopped --plots d.npz/plots", "d.npz"),
+    Refusal("report f1", "f1", no_history),
+    Refusal("report f1", "clients.csv", put("f1/clients.csv", "not,a,table\n1,2,3\n")),
+    # partition
+    Refusal("partition --dataset d.npz --clients 3 --save nowhere/split.json", "nowhere"),
+    Refusal("partition --dataset d.npz --clients 3 --save f1/split.csv", "split.csv"),
+    Refusal("partition --dataset d.npz --clients 3 --save notes", "notes"),
+    Refusal("partition --dataset d.npz --clients 3 --plot f1/split.txt", "split.txt"),
+    Refusal("partition --dataset d.npz --clients 3 --save split.json --plot nowhere/split.png", "nowhere"),
+    Refusal("partition --dataset d.npz --clients 3 --save split.json --plot folder.png", "folder.png",
+            put("folder.png/x", "")),
+    Refusal("partition --dataset d.npz --clients 9999 --save split.json", "clients"),
+    # flower and bench
+    Refusal("flower new f1 --dataset d.npz --partition iid --clients 3", "f1"),
+    Refusal("flower new d.npz --dataset d.npz --partition iid --clients 3", "d.npz"),
+    Refusal("flower new d.npz/app --dataset d.npz --partition iid --clients 3", "d.npz"),
+    Refusal("flower new app --lanes 2", "lanes"),
+    Refusal("flower new app --method fedala,fedavg", "one method at a time"),
+    Refusal("flower new app --dataset nowhere.npz", "nowhere.npz"),
+    Refusal("flower demo --dataset d.npz --out f1", "f1"),
+    Refusal("flower demo --dataset d.npz --method fedala,fedavg --out new", "fedala,fedavg"),
+    Refusal("bench --quick --out nowhere/table.md", "nowhere"),
+    Refusal("bench --quick --plot nowhere/plot.png", "nowhere"),
+    Refusal("bench --quick --case nonsense --out table.md", "nonsense"),
+]  # fmt: skip
+
+
+def test_every_option_is_in_one_of_the_tables():
+    names = {field.name for field in fields(Config)}
+    assert set(OTHERS) == names - set(FREE)
+    assert set(WRONG) == set(FREE) - {"data_dir", "save_models", "keep_checkpoint"}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=str)
+def test_a_refused_command_changes_nothing(refusal, here):
+    refusal.prepare(here)
+    refused(here, refusal.command, refusal.match)
+
+
+def test_a_folder_that_is_in_use(here):
+    with files.lock(here / "f1" / ".lock", "held by this test"):
+        refused(here, "run --resume f1 --rounds 9", "in use")
+        refused(here, "RUN --out f1 --force", "in use")
+
+
+# --- and what came of it -------------------------------------------------------------------------------------------
+
+
+def results(folder: Path) -> list[object]:
+    """What a run has found out, to the byte."""
+    methods = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["methods"]
+    models = [path.read_bytes() for path in sorted((folder / "models").rglob("*.safetensors"))]
+    tables = [
+        (folder / name).read_bytes()
+        for name in ("history.csv", "clients.csv", "weights.csv", "split.csv")
+    ]
+    return [{name: about["accuracy"] for name, about in methods.items()}, tables, models]
+
+
+def test_a_changed_pixel_and_back(here):
+    """Refused twice, and nothing is lost: with the data restored, the run is still finished."""
+    sound, before = (here / "d.npz").read_bytes(), results(here / "f1")
+    other_data(here)
+    refused(here, "run --resume f1")
+    refused(here, "run --resume f1")
+    restore_data(here, sound)
+    must(here, words("run --resume f1"))
+    assert results(here / "f1") == before
+
+
+def test_another_pixel_in_the_middle_of_a_run_and_back(here, tmp_path):
+    sound = (here / "d.npz").read_bytes()
+    before = results(here / "f1")[0]
+    other_data(here)
+    refused(here, "run --resume stopped")
+    restore_data(here, sound)
+    found = attempt(["run", "--resume", "stopped"], here)
+    assert found.code == 0, found.says
+    assert "damaged" not in found.says
+    assert results(here / "stopped")[0] == before
+
+
+def test_two_truncated_manifests_stay_refused(here):
+    short_manifests(here)
+    refused(here, "run --resume stopped")
+    refused(here, "run --resume stopped")
+
+
+def test_more_rounds_are_refused_without_a_checkpoint_and_the_results_stay(here):
+    before = results(here / "f2")
+    refused(here, "run --resume f2 --rounds 9")
+    must(here, words("run --resume f2 --rounds 4"))
+    assert results(here / "f2") == before
+
+
+def test_fewer_rounds_are_refused_and_not_noted(here):
+    config = (here / "f1" / "config.toml").read_bytes()
+    refused(here, "run --resume f1 --rounds 2")
+    assert (here / "f1" / "config.toml").read_bytes() == config
+    assert b"rounds = 4\n" in config
+
+
+def test_a_finished_run_that_kept_no_checkpoint_is_not_trained_again(here):
+    """Whether it is refused or has nothing to do: the seconds in its history show that nothing ran."""
+    before = results(here / "f3")
+    assert attempt(["run", "--resume", "f3"], here).code in (0, 2)
+    assert results(here / "f3") == before
+
+
+def test_no_way_to_go_on_is_promised_when_nothing_was_kept(here):
+    found = attempt(words("RUN --checkpoint-every 0 --out new"), here, before=stopping_after(2))
+    assert found.code == 143, found.says
+    assert "--resume" not in found.says
+    kept = attempt(words("RUN --out newer"), here, before=stopping_after(2))
+    assert kept.code == 143, kept.says
+    assert "--resume newer" in kept.says

@@ -1,0 +1,144 @@
+"""Files from elsewhere come in through one door, `fedala.io.untrusted`, and the door does what it says."""
+
+import ast
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from fedala.errors import UserError
+from fedala.io import untrusted as inputs
+
+SOURCE = Path(__file__).parents[2] / "src" / "fedala"
+
+#: Calls that open a file by its name, or that give the name to a library which does.
+OPENS = {
+    "open", "read_text", "read_bytes", "fromfile", "memmap", "loadtxt", "genfromtxt", "load_file", "safe_open",
+    "ZipFile", "GzipFile", "ParquetFile", "read_table", "scandir",
+}  # fmt: skip
+#: What may stand there all the same, and why.
+ALLOWED = {
+    "io/untrusted.py": "it is the door",
+    "io/files.py": "it writes files, and reads back what this program wrote, by its checksum",
+    "runs/folder.py": "the run folder: it appends to its own tables; what it reads is `regular`",
+    "report/loggers.py": "writes and reads a logger's id in the run folder",
+    "flower/": "logs of processes that it has started itself",
+}
+#: Objects that are open already, and files of this package.
+HARMLESS = {
+    "archive.open(info)", "archive.open(member.info)", "zipfile.ZipFile(file)", "gzip.GzipFile(fileobj=file)",
+    "ParquetFile(data)", "pillow.open(data(), formats=_FORMATS)",
+    "files(__package__).joinpath(name).read_text(encoding='utf-8')",
+}  # fmt: skip
+
+
+def opening(path):
+    """Calls in a source file that open something by name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
+            if called in OPENS and ast.unparse(node) not in HARMLESS:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE))
+)
+def test_files_are_opened_through_inputs_alone(path):
+    name = path.relative_to(SOURCE).as_posix()
+    found = list(opening(path))
+    assert not found or name.startswith(tuple(ALLOWED)), found
+
+
+def test_the_test_above_finds_what_it_looks_for():
+    assert list(opening(SOURCE / "io/untrusted.py"))
+    assert list(opening(SOURCE / "io/files.py"))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [inputs.opened, lambda path: inputs.read(path, 9), lambda path: inputs.read_json(path, 9)],
+)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to a device"])
+def test_only_a_file_is_opened(tmp_path, kind, read):
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="is not a file"):
+        read(path)
+
+
+def test_a_pipe_that_comes_after_the_look_is_not_waited_for(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "x")
+    monkeypatch.setattr(inputs, "regular", lambda path: path)
+    said = []
+
+    def attempt():
+        with pytest.raises(UserError, match="is not a file"):
+            inputs.opened(tmp_path / "x")
+        said.append(True)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert said
+
+
+def test_a_file_is_read_up_to_its_bound(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    assert inputs.read(tmp_path / "x", 5) == b"12345"
+    with pytest.raises(UserError, match="larger than 4 bytes"):
+        inputs.read(tmp_path / "x", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ('{"a": [1.5, null, "é\\u00e9"]}', {"a": [1.5, None, "éé"]}), (str(2**63 - 1), 2**63 - 1),
+     (str(-(2**63)), -(2**63)), ('"\\ud83d\\ude00"', "😀")],
+)  # fmt: skip
+def test_json_is_read(tmp_path, text, value):
+    (tmp_path / "x").write_text(text, encoding="utf-8")
+    assert inputs.read_json(tmp_path / "x", 100) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"{", "not readable JSON"), (b"\xff", "not readable JSON"), (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": 1, "a": 1}', "the key 'a' is there twice"), (str(2**63).encode(), "more than 64 bits"),
+        (b"9" * 5000, "more than 64 bits"), (b'"\\ud800"', "not Unicode"), (b'{"\\udfff": 1}', "not Unicode"),
+        (b"", "not readable JSON"),
+    ],
+)  # fmt: skip
+def test_what_could_be_read_in_two_ways_is_no_json(tmp_path, text, says):
+    (tmp_path / "x").write_bytes(text)
+    with pytest.raises(UserError, match=says):
+        inputs.read_json(tmp_path / "x", 2**20)
+
+
+@pytest.mark.parametrize(
+    ("size", "stored", "is_refused"),
+    [
+        (2**28, 1, False),
+        (2**28 + 1, 1, True),
+        (2**30, 2**30 // 100 + 1, False),
+        (2**30, 2**30 // 100 - 1, True),
+    ],
+)
+def test_what_compressed_data_may_unpack_to(size, stored, is_refused):
+    if is_refused:
+        with pytest.raises(UserError, match=r"x has .* MiB that unpack to .* GiB\. .*: do y\."):
+            inputs.check_expansion(size, stored, "x", "do y")
+    else:
+        inputs.check_expansion(size, stored, "x", "do y")

@@ -1,0 +1,692 @@
+"""A run that was interrupted and resumed is the run that never was: its history and its models, to the bit."""
+
+import os
+import shutil
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from small import QUICK, Net
+
+from fedala import run
+from fedala.io import files
+from fedala.runs.config import Config
+from fedala.data import Dataset, Federation
+from fedala.errors import RunError, UserError
+from fedala.methods import everything
+from fedala.runs.execute import Stopped, Watcher, execute, plan
+from fedala.runs.folder import RunFolder
+
+SIZES = [9, 5, 7, 12, 3]
+
+
+def federation() -> Federation:
+    random = np.random.default_rng(0)
+    tests = [max(1, size // 3) for size in SIZES]
+    y = torch.from_numpy(random.integers(0, 3, sum(SIZES) + sum(tests)))
+    y[:3] = torch.arange(3)
+    x = torch.from_numpy(random.normal(size=(len(y), 1, 6, 6))).float() + y.view(-1, 1, 1, 1) * 0.5
+    parts = np.split(np.arange(len(y)), np.cumsum([*SIZES, *tests]))
+    none = tuple(np.arange(0) for _ in SIZES)
+    return Federation(
+        Dataset("own", x, y, 3), tuple(parts[: len(SIZES)]), tuple(parts[len(SIZES) : -1]), none
+    )
+
+
+def planned(method="fedala", **options):
+    settings = {
+        "rounds": 4,
+        "batch_size": 4,
+        "lr": 0.1,
+        "set": QUICK.get(method, {}),
+        "device": "cpu",
+        **options,
+    }
+    return plan(Config.of({"method": method, **settings}), federation(), Net)
+
+
+def stop_after(rounds):
+    """Asked after every round of every method, says so the given number of times later."""
+    asked = 0
+
+    def stop():
+        nonlocal asked
+        asked += 1
+        return asked == rounds
+
+    return Watcher(stop=stop)
+
+
+def rows_of(path):
+    """Everything that the history says but for the seconds, which differ from run to run."""
+    return [
+        {k: repr(v) for k, v in row.items() if k != "seconds"} for row in RunFolder(path).history()
+    ]
+
+
+def models_of(path):
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted((path / "models").rglob("*.safetensors"))
+    }
+
+
+def same(a, b):
+    assert rows_of(a) == rows_of(b)
+    assert models_of(a) == models_of(b)
+    assert models_of(a)
+    for name in ("clients.csv", "faults.csv", "weights.csv", "split.csv"):
+        assert (a / name).exists() == (b / name).exists()
+        if (a / name).exists():
+            assert (a / name).read_text() == (b / name).read_text()
+
+
+def interrupted(path, rounds, method="fedala", watcher=None, **options):
+    """A run that stops after some rounds, and goes on."""
+    with pytest.raises(Stopped, match="after"):
+        execute(planned(method, **options), path, watcher=watcher or stop_after(rounds))
+    return execute(planned(method, **options), path, resume=True)
+
+
+SETTINGS = [
+    {"lanes": "1"},
+    {"lanes": "all", "seeds": 2},
+    {"lanes": "2", "join_ratio": 0.5, "eval_every": 2, "seeds": 2},
+    {"lanes": "auto", "join_ratio": 0.5, "client_memory": 0.0},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["one lane", "all lanes", "two lanes", "files"])
+@pytest.mark.parametrize("method", everything())
+def test_resumed_is_uninterrupted(method, settings, tmp_path):
+    if planned(method).methods[0].everyone and "join_ratio" in settings:
+        settings = {**settings, "join_ratio": 1.0}
+    whole = execute(planned(method, **settings), tmp_path / "whole")
+    parts = interrupted(tmp_path / "parts", 1 + len(method) % 3, method, **settings)
+    same(tmp_path / "whole", tmp_path / "parts")
+    assert parts.methods[method].best.tolist() == whole.methods[method].best.tolist()
+    assert parts.methods[method].final.tolist() == whole.methods[method].final.tolist()
+
+
+def test_a_comparison_goes_on_in_the_method_where_it_stopped(tmp_path):
+    methods = "fedala,fedavg,ditto"
+    execute(planned(methods), tmp_path / "whole")
+    result = interrupted(tmp_path / "parts", 6, methods)
+    same(tmp_path / "whole", tmp_path / "parts")
+    assert list(result.methods) == ["fedala", "fedavg", "ditto"]
+    assert [len(method.history) for method in result.methods.values()] == [5, 5, 5]
+    again = execute(planned(methods), tmp_path / "parts", resume=True)  # nothing is left to do
+    same(tmp_path / "whole", tmp_path / "parts")
+    assert [m.best.tolist() for m in again.methods.values()] == [
+        m.best.tolist() for m in result.methods.values()
+    ]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_more_rounds(keep, tmp_path):
+    execute(planned(rounds=6), tmp_path / "whole")
+    execute(planned(rounds=3, keep_checkpoint=keep), tmp_path / "parts")
+    if keep:
+        execute(planned(rounds=6), tmp_path / "parts", resume=True)
+        same(tmp_path / "whole", tmp_path / "parts")
+        assert "rounds: 3 → 6" in (tmp_path / "parts" / "resumed.csv").read_text(encoding="utf-8")
+        assert RunFolder(tmp_path / "parts").config().rounds == 6
+    else:
+        before = rows_of(tmp_path / "parts")
+        with pytest.raises(UserError, match="checkpoint was not kept"):
+            execute(planned(rounds=6), tmp_path / "parts", resume=True)
+        assert not list((tmp_path / "parts").rglob("checkpoint/0/*.safetensors"))
+        assert rows_of(tmp_path / "parts") == before
+
+
+@pytest.mark.parametrize("method", ["fedphp", "apple", "fedphp+ala"])
+def test_no_more_rounds_for_a_schedule_that_depends_on_them(method, tmp_path):
+    execute(planned(method, rounds=2), tmp_path / "run")
+    with pytest.raises(
+        UserError, match="plans its rounds ahead, so a run of 2 cannot be resumed with 3"
+    ):
+        execute(planned(method, rounds=3), tmp_path / "run", resume=True)
+
+
+def test_fewer_rounds_than_there_are(tmp_path):
+    execute(planned(rounds=3), tmp_path / "run")
+    with pytest.raises(UserError, match="trained for 3 rounds already"):
+        execute(planned(rounds=2), tmp_path / "run", resume=True)
+
+
+def test_what_a_run_is_cannot_change(tmp_path):
+    execute(planned(rounds=2), tmp_path / "run")
+    before = rows_of(tmp_path / "run")
+    with pytest.raises(UserError, match=r"would change batch_size \(4 → 5\), lr \(0\.1 → 0\.2\)"):
+        execute(planned(rounds=2, batch_size=5, lr=0.2), tmp_path / "run", resume=True)
+    with pytest.raises(UserError, match=r"would change seed \(0 → 3\)"):
+        run(resume=tmp_path / "run", seed=3)
+    other = federation()
+    other.dataset.x[0, 0, 0, 0] += 1
+    with pytest.raises(UserError, match="another configuration"):
+        run(resume=tmp_path / "run", dataset=other, model=Net)
+    assert rows_of(tmp_path / "run") == before
+
+
+def test_another_folder(tmp_path):
+    execute(planned(), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        execute(planned(), tmp_path / "first", watcher=stop_after(2))
+    before = {p: p.read_bytes() for p in (tmp_path / "first").rglob("[!.]*") if p.is_file()}
+    result = run(
+        resume=tmp_path / "first", out=tmp_path / "second", dataset=federation(), model=Net
+    )
+    assert result.folder == tmp_path / "second"
+    same(tmp_path / "whole", tmp_path / "second")
+    assert before == {p: p.read_bytes() for p in (tmp_path / "first").rglob("[!.]*") if p.is_file()}
+    with pytest.raises(UserError, match="exists already"):
+        run(resume=tmp_path / "first", out=tmp_path / "second", dataset=federation(), model=Net)
+
+
+def test_no_run_folder(tmp_path):
+    with pytest.raises(UserError, match="is no run folder"):
+        run(resume=tmp_path)
+
+
+def test_one_at_a_time(tmp_path):
+    execute(planned(rounds=1), tmp_path / "run")
+    with RunFolder(tmp_path / "run").held(), pytest.raises(UserError, match="is in use"):
+        execute(planned(rounds=2), tmp_path / "run", resume=True)
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch, at):
+    """The disk fails at the so-manieth write, flush or rename, and from then on. Returns what counts them."""
+    calls = 0
+
+    def guard(function):
+        def guarded(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls >= at:
+                raise OSError(28, "No space left on device")
+            return function(*arguments, **options)
+
+        return guarded
+
+    monkeypatch.setattr(files, "flush", guard(files.flush))
+    monkeypatch.setattr(os, "replace", guard(os.replace))
+    monkeypatch.setattr(RunFolder, "_append", guard(RunFolder._append))
+    return lambda: calls
+
+
+@pytest.mark.parametrize("method", ["fedala", "fedavg"])
+def test_a_disk_that_fails_anywhere_loses_nothing(method, tmp_path, monkeypatch):
+    """One run for every write, flush and rename there is, each failing at another; each goes on to the same end."""
+    options = {"rounds": 2, "checkpoint_every": 1, "join_ratio": 0.5}
+    execute(planned(method, **options), tmp_path / "whole")
+    at, faults = 1, 0
+    while True:
+        path = tmp_path / str(at)
+        with monkeypatch.context() as patch:
+            count = failing(patch, at)
+            said = ""
+            try:
+                execute(planned(method, **options), path)
+            except (RunError, UserError) as error:
+                said = str(error)
+            if count() < at:
+                break
+        faults += 1
+        assert "No space left on device" in said
+        if (path / "config.toml").exists():
+            execute(planned(method, **options), path, resume=True)
+            same(tmp_path / "whole", path)
+            assert not list(path.rglob(".*.new"))
+        at += 1
+    assert faults > 20
+
+
+def damaged(path, how):
+    data = path.read_bytes()
+    path.write_bytes(
+        {
+            "shorter": data[:-1],
+            "flipped": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+            "empty": b"",
+        }[how]
+    )
+
+
+@pytest.mark.parametrize("how", ["shorter", "flipped", "empty", "gone"])
+@pytest.mark.parametrize("which", ["manifest", "server", "client"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, tmp_path):
+    options = {"checkpoint_every": 1}
+    execute(planned(**options), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        execute(planned(**options), tmp_path / "run", watcher=stop_after(3))
+    folder = tmp_path / "run" / "checkpoint" / "0"
+    newest, _ = sorted(folder.glob("*.json"), reverse=True)
+    client = max(folder.glob("0-*"), key=lambda path: int(path.stem.split("-")[2]))
+    victim = {"manifest": newest, "server": folder / "server-3.safetensors", "client": client}[
+        which
+    ]
+    victim.unlink() if how == "gone" else damaged(victim, how)
+    said = []
+    execute(planned(**options), tmp_path / "run", resume=True, watcher=Watcher(say=said.append))
+    same(tmp_path / "whole", tmp_path / "run")
+    if not (which == "manifest" and how == "gone"):
+        assert "Looking for an earlier checkpoint" in said[0]
+
+
+def test_a_damaged_manifest_before_the_last_harms_nothing(tmp_path):
+    options = {"checkpoint_every": 1}
+    execute(planned(**options), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        execute(planned(**options), tmp_path / "run", watcher=stop_after(3))
+    _, older = sorted((tmp_path / "run" / "checkpoint" / "0").glob("*.json"), reverse=True)
+    damaged(older, "shorter")
+    said = []
+    execute(planned(**options), tmp_path / "run", resume=True, watcher=Watcher(say=said.append))
+    same(tmp_path / "whole", tmp_path / "run")
+    assert said == []
+
+
+def test_no_checkpoint_left(tmp_path):
+    options = {"checkpoint_every": 1}
+    with pytest.raises(Stopped):
+        execute(planned(**options), tmp_path / "run", watcher=stop_after(2))
+    for manifest in (tmp_path / "run" / "checkpoint" / "0").glob("*.json"):
+        manifest.write_text("{}")
+    with pytest.raises(UserError, match="is whole, so nothing can be resumed"):
+        execute(planned(**options), tmp_path / "run", resume=True)
+
+
+def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
+    from dataclasses import replace
+
+    from fedala.runs.checkpoint import Checkpoint
+    from fedala.simulation.client_states import File
+
+    with pytest.raises(Stopped):
+        execute(planned(checkpoint_every=2), tmp_path / "run", watcher=stop_after(2))
+    [manifest] = (tmp_path / "run" / "checkpoint" / "0").glob("*.json")
+    found = Checkpoint.unpack(manifest)
+    for name in (
+        "../../../secret.safetensors",
+        "/etc/passwd",
+        "0-0-1.safetensors\n",
+        "server-1.safetensors/../x",
+    ):
+        manifest.write_bytes(replace(found, server=File(name, found.server.digest)).pack())
+        with pytest.raises(files.Damaged, match="it refers to"):
+            Checkpoint.unpack(manifest)
+
+
+def test_the_last_two_are_kept_and_nothing_else(tmp_path):
+    seen = []
+
+    def look(method, row):
+        folder = tmp_path / "run" / "checkpoint" / "0"
+        seen.append(sorted(path.name for path in folder.glob("*")) if folder.exists() else [])
+
+    execute(planned(rounds=5, checkpoint_every=1), tmp_path / "run", watcher=Watcher(row=look))
+    assert max(map(len, seen)) == 2 * (2 + len(SIZES))
+    final = list((tmp_path / "run" / "checkpoint" / "0").iterdir())
+    assert len(final) == 2 + len(SIZES)
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path):
+    with pytest.raises(Stopped):
+        execute(planned(checkpoint_every=0), tmp_path / "run", watcher=stop_after(2))
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    before = content(tmp_path / "run")
+    with pytest.raises(UserError, match="has no checkpoint of FedALA, so it cannot be resumed"):
+        execute(planned(checkpoint_every=0), tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == before
+
+
+def test_a_finished_run_without_checkpoints_stays_as_it_is(tmp_path):
+    whole = execute(planned(checkpoint_every=0), tmp_path / "run")
+    rows, models = rows_of(tmp_path / "run"), models_of(tmp_path / "run")
+    again = execute(planned(checkpoint_every=0), tmp_path / "run", resume=True)
+    assert again.history[-1]["accuracy"] == whole.history[-1]["accuracy"]
+    assert (rows_of(tmp_path / "run"), models_of(tmp_path / "run")) == (rows, models)
+    before = content(tmp_path / "run")
+    with pytest.raises(UserError, match="kept no checkpoint, so it cannot get more rounds"):
+        execute(planned(checkpoint_every=0, rounds=9), tmp_path / "run", resume=True)
+    assert content(tmp_path / "run") == before
+
+
+# --- what is read is verified --------------------------------------------------------------------------------------
+
+
+def content(path):
+    """Every file of a folder, but for the lock, which says nothing."""
+    return {
+        p.relative_to(path): p.read_bytes()
+        for p in path.rglob("*")
+        if p.is_file() and p.name != ".lock"
+    }
+
+
+def drop_line(text, number):
+    lines = text.splitlines(keepends=True)
+    del lines[number]
+    return "".join(lines)
+
+
+EDITS = {
+    "last row dropped": lambda text: drop_line(text, -1),
+    "middle row dropped": lambda text: drop_line(text, 2),
+    "row twice": lambda text: text + text.splitlines(keepends=True)[-1],
+    "cut in half": lambda text: text[: len(text) // 2],
+    "a digit": lambda text: text.replace("0.", "0.9", 1),
+    "empty": lambda text: "",
+}
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """A comparison of two methods, finished; and one that stopped in the second method."""
+    path = tmp_path_factory.mktemp("comparison")
+    execute(planned("fedala,ditto"), path / "finished")
+    with pytest.raises(Stopped):
+        execute(
+            planned("fedala,ditto", checkpoint_every=1), path / "stopped", watcher=stop_after(6)
+        )
+    return path
+
+
+@pytest.mark.parametrize("edit", [*EDITS, "gone"])
+@pytest.mark.parametrize("name", ["history.csv", "weights.csv", "clients.csv"])
+@pytest.mark.parametrize("kind", ["finished", "stopped"])
+def test_a_damaged_table_is_refused_and_nothing_is_changed(kind, name, edit, comparison, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(comparison / kind, path)
+    if edit == "gone":
+        (path / name).unlink()
+    else:
+        (path / name).write_text(EDITS[edit]((path / name).read_text()))
+    before = content(path)
+    with pytest.raises(files.Damaged, match=rf"{name}.* is damaged"):
+        execute(planned("fedala,ditto"), path, resume=True)
+    assert content(path) == before
+
+
+def test_a_changed_config_is_refused(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    (path / "config.toml").write_text(
+        (path / "config.toml").read_text().replace("rounds = 2", "rounds = 9")
+    )
+    with pytest.raises(
+        files.Damaged, match=r"config\.toml is damaged: it is not what the run wrote"
+    ):
+        run(resume=path, dataset=federation(), model=Net)
+
+
+@pytest.mark.parametrize("how", ["gone", "flipped", "another client's"])
+def test_a_damaged_model_is_noticed_and_written_again(how, tmp_path):
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    for folder in (whole, path):
+        execute(planned(), folder)
+    model = path / "models" / "fedala" / "seed-0" / "client-00001.safetensors"
+    if how == "gone":
+        model.unlink()
+    elif how == "flipped":
+        damaged(model, how)
+    else:
+        model.write_bytes(model.with_name("client-00002.safetensors").read_bytes())
+    with pytest.raises(files.Damaged, match=r"client-00001\.safetensors"):
+        RunFolder(path).model("fedala", 0, 1)
+    said = []
+    execute(planned(), path, resume=True, watcher=Watcher(say=said.append))
+    assert "client-00001.safetensors is gone or damaged" in said[0]
+    same(whole, path)
+
+
+def test_a_damaged_model_without_a_checkpoint_is_told(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(keep_checkpoint=False), path)
+    (path / "models" / "fedala" / "seed-0" / "client-00001.safetensors").unlink()
+    before = content(path)
+    with pytest.raises(
+        files.Damaged, match="no checkpoint was kept from which it could be written again"
+    ):
+        execute(planned(keep_checkpoint=False), path, resume=True)
+    assert content(path) == before
+
+
+@pytest.mark.parametrize("name", ["split.csv", "summary.json", "resumed.csv"])
+@pytest.mark.parametrize("how", ["shorter", "empty", "gone"])
+def test_what_can_be_written_again_is(name, how, tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    execute(planned(rounds=3), path, resume=True)
+    split = (path / "split.csv").read_text()
+    (path / name).unlink() if how == "gone" else damaged(path / name, how)
+    execute(planned(rounds=4), path, resume=True)
+    assert (path / "split.csv").read_text() == split
+    assert RunFolder(path).verified("summary.json")
+    notes = [row["changed"] for row in RunFolder(path).rows("resumed.csv")]
+    lost = (
+        "missing: if it said anything before, it"
+        if how == "gone"
+        else "damaged: what it said before"
+    )
+    first = f"resumed.csv was {lost} is lost" if name == "resumed.csv" else "rounds: 2 → 3"
+    assert notes == [first, "rounds: 3 → 4"]
+
+
+def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path):
+    """As those of versions that wrote none."""
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    execute(planned(), whole)
+    with pytest.raises(Stopped):
+        execute(planned(), path, watcher=stop_after(2))
+    (path / "digests.json").unlink()
+    said = []
+    execute(planned(), path, resume=True, watcher=Watcher(say=said.append))
+    assert said == [f"{path} has no digests.json, so nothing in it can be verified."]
+    same(whole, path)
+    assert RunFolder(path).unverified() == []
+
+
+def test_a_run_in_which_clients_diverged_is_resumed(tmp_path):
+    options = {"lr": 1e9, "checkpoint_every": 1}
+    execute(planned("fedavg", **options), tmp_path / "whole")
+    interrupted(tmp_path / "parts", 2, "fedavg", **options)
+    assert (tmp_path / "parts" / "faults.csv").is_file()
+    same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_that_is_resumed_without_checkpoints_is_finished_all_the_same(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    execute(planned(rounds=4, checkpoint_every=0), path, resume=True)
+    rows, seconds = rows_of(path), [row["seconds"] for row in RunFolder(path).history()]
+    execute(planned(rounds=4, checkpoint_every=0), path, resume=True)
+    assert rows_of(path) == rows
+    assert [
+        row["seconds"] for row in RunFolder(path).history()
+    ] == seconds  # nothing was trained again
+    with pytest.raises(UserError, match="trained for 4 rounds already, which is more than 3"):
+        execute(planned(rounds=3), path, resume=True)
+    execute(planned(rounds=6), path, resume=True)
+    assert len(rows_of(path)) == 7
+
+
+def test_a_kill_between_the_results_and_the_last_word_of_the_checkpoint(tmp_path, monkeypatch):
+    options = {"rounds": 2, "checkpoint_every": 1, "keep_checkpoint": False}
+    path = tmp_path / "run"
+
+    def killed(self, **_):
+        (self.folder / ".0000002.json.new").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedala.runs.checkpoint.Checkpoints.finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            execute(planned(**options), path)
+    rows = rows_of(path)
+    execute(planned(**options), path, resume=True)
+    assert rows_of(path) == rows
+    assert sorted(file.name for file in (path / "checkpoint" / "0").iterdir()) == ["0000002.json"]
+
+
+def test_two_kills_in_the_same_place_are_no_damage(tmp_path, monkeypatch):
+    """Each is killed after the record of a new config is written, and before the config is."""
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    replace = files.replace
+    for rounds in (3, 4):
+
+        def killed(target, *arguments, **options):
+            if target.name == "config.toml":
+                raise KeyboardInterrupt
+            replace(target, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "replace", killed)
+            with pytest.raises(KeyboardInterrupt):
+                execute(planned(rounds=rounds), path, resume=True)
+    assert RunFolder(path).config().rounds == 2
+    execute(planned(rounds=5), path, resume=True)
+    assert len(rows_of(path)) == 6
+
+
+def test_who_looks_on_sees_a_resumed_run_as_it_is_now(tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    onlooker = RunFolder(path)
+    assert len(onlooker.history()) == 3
+    execute(
+        planned(rounds=4), path, resume=True
+    )  # which writes the last row of before once more, with other seconds
+    assert len(onlooker.history()) == 5
+    assert b"rounds = 4" in onlooker.verified("config.toml")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_finished_run_without_digests_stays_finished(keep, tmp_path):
+    path = tmp_path / "run"
+    execute(planned("fedala,fedavg", rounds=2, keep_checkpoint=keep), path)
+    (path / "digests.json").unlink()
+    rows, models = rows_of(path), models_of(path)
+    for _ in range(2):
+        execute(planned("fedala,fedavg", rounds=2, keep_checkpoint=keep), path, resume=True)
+        assert (rows_of(path), models_of(path)) == (rows, models)
+
+
+@pytest.mark.parametrize("how", ["shorter", "flipped", "empty"])
+def test_damaged_digests_are_refused(how, tmp_path):
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    damaged(path / "digests.json", how)
+    before = content(path)
+    with pytest.raises(files.Damaged, match=r"digests\.json is damaged"):
+        execute(planned(rounds=2), path, resume=True)
+    assert content(path) == before
+
+
+def test_checkpoints_that_are_gone_are_not_taken_for_a_new_run(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(Stopped):
+        execute(planned(), path, watcher=stop_after(2))
+    shutil.rmtree(path / "checkpoint")
+    before = content(path)
+    with pytest.raises(files.Damaged, match="The checkpoints of FedALA are gone"):
+        execute(planned(), path, resume=True)
+    assert content(path) == before
+
+
+def test_another_model_or_version_is_noted(tmp_path, monkeypatch):
+    class Other(Net):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    path = tmp_path / "run"
+    execute(planned(rounds=2), path)
+    other = plan(
+        Config.of({"method": "fedala", "rounds": 3, "batch_size": 4, "lr": 0.1, "device": "cpu"}),
+        federation(),
+        Other,
+    )
+    monkeypatch.setattr("fedala.runs.execute.__version__", "99")
+    said = []
+    execute(other, path, resume=True, watcher=Watcher(say=said.append))
+    assert any("fedala: " in sentence and "→ 99" in sentence for sentence in said)
+    assert any("it computes something else" in sentence for sentence in said)
+    [row] = RunFolder(path).rows("resumed.csv")
+    assert "→ 99" in row["changed"]
+    assert "it computes something else" in row["changed"]
+
+
+def test_a_resume_asks_for_the_room_that_is_missing_only(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with pytest.raises(Stopped):
+        execute(planned(checkpoint_every=1), path, watcher=stop_after(3))
+    free = type("Usage", (), {"free": 2**30})
+    monkeypatch.setattr("fedala.runs.execute.shutil.disk_usage", lambda _: free)
+    execute(planned(checkpoint_every=1), tmp_path / "copy")
+    free.free = 10_000
+    with pytest.raises(
+        UserError, match=r"takes \d+\.\d kB of disk, and there is room for 10\.0 kB"
+    ):
+        execute(planned(checkpoint_every=1), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    execute(planned(checkpoint_every=1), path, resume=True)
+    same(tmp_path / "copy", path)
+
+
+def test_clients_that_never_joined_share_one_file(tmp_path):
+    execute(planned(join_ratio=0.2, rounds=1), tmp_path / "run")
+    saved = sorted((tmp_path / "run" / "models").rglob("client-*.safetensors"))
+    assert len(saved) == len(SIZES)
+    assert len({path.stat().st_ino for path in saved}) < len(SIZES) - 1
+    for client in range(len(SIZES)):
+        RunFolder(tmp_path / "run").model("fedala", 0, client)
+
+
+def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = {"checkpoint_every": 0, "client_memory": 0.0, "join_ratio": 0.5}
+    seen = set()
+
+    def look(method, row):
+        """Where a kill at this moment would leave them: in the run folder, which is the user's to delete."""
+        seen.update(
+            path.parent
+            for path in tmp_path.rglob("*-*-*.safetensors")
+            if "models" not in path.parts
+        )
+
+    execute(planned(**options), tmp_path / "run", watcher=Watcher(row=look))
+    assert seen == {tmp_path / "run" / "checkpoint" / "0"}
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    with pytest.raises(Stopped):
+        execute(planned(**options), tmp_path / "stopped", watcher=stop_after(2))
+    assert not (tmp_path / "stopped" / "checkpoint").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "stopped"]
+
+
+def test_by_default_checkpoints_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    """A clock that a round moves by 3 s and writing a checkpoint by 1: due after 10 s, then after 100 times what one took."""
+    from fedala.runs import checkpoint
+
+    now = 0.0
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    kept = checkpoint.Checkpoints(tmp_path, "x")
+    written = []
+    for round in range(1, 200):
+        now += 3
+        if kept.due(round):
+            written.append(now)
+            kept._ended, kept._took = now + 1, 1.0
+            now += 1
+    assert written[0] == 12
+    assert [b - a for a, b in pairwise(written[1:])] == [103.0] * (len(written) - 2)
+    large = checkpoint.Checkpoints(tmp_path, "x", size=2**30)  # eight seconds, by a guess
+    now += 799
+    assert not large.due(1)
+    now += 2
+    assert large.due(1)

@@ -1,0 +1,106 @@
+"""What a simulation records on the way: how W is spread, without changing anything."""
+
+import numpy as np
+import pytest
+import torch
+from small import ragged_task, simulate
+
+from fedala.ala import BINS, spread
+from fedala.lanes.trees import take
+
+SIZES = [12, 7, 9, 4]
+
+
+def test_spread_is_the_mean_and_the_share_of_every_tenth():
+    """By hand: 0 and 0.05 are in the first tenth, 0.1 and 0.15 in the second, 0.95 and 1 in the last."""
+    weights = {"w": torch.tensor([[[0.0, 0.05], [0.1, 1.0]], [[1.0, 1.0], [0.95, 0.15]]])}
+    [[first], [second]] = spread(weights).tolist()
+    assert first == pytest.approx([1.15 / 4, 0.5, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.25])
+    assert second == pytest.approx([3.1 / 4, 0, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.75])
+
+
+def test_spread_is_numpys_histogram_in_every_lane():
+    random = torch.Generator().manual_seed(0)
+    weights = {"a": torch.rand(3, 5, 7, generator=random), "b": torch.rand(3, 4, generator=random)}
+    found = spread(weights).numpy()
+    assert found.shape == (3, 2, 1 + BINS)
+    for lane in range(3):
+        for place, value in enumerate(weights.values()):
+            own = value[lane].numpy().ravel()
+            counts, _ = np.histogram(own, BINS, (0, 1))
+            np.testing.assert_allclose(
+                found[lane, place], [own.mean(), *counts / own.size], atol=1e-6
+            )
+    np.testing.assert_array_equal(spread(take(weights, [1])).numpy()[0], found[1])
+
+
+def test_what_is_lost_in_a_division_by_zero_is_in_no_tenth():
+    assert spread({"w": torch.tensor([[np.nan, 0.5]])})[0, 0, 1:].sum() == 0.5
+
+
+@pytest.mark.parametrize("lanes", [1, 3, None])
+def test_the_record_is_the_w_of_every_client(lanes):
+    task = ragged_task(SIZES)
+    simulation, rows, _ = simulate(
+        "fedala", task, rounds=3, seeds=(4, 5), lanes=lanes, record_weights=1
+    )
+    assert [row["round"] for row in rows if "weights" in row] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for row in rows:
+        assert [line[:2] for line in row["weights"]] == [
+            (client, name) for client in range(4) for name in ("out.weight", "out.bias")
+        ]
+    # The clients' states are those that the last training round left: its record is that of evaluation 2.
+    for run, row in enumerate(row for row in rows if row["round"] == 2):
+        for client, name, figures in row["weights"]:
+            own = simulation.clients[run, client]["ala"]["weights"][name].numpy().ravel()
+            counts, _ = np.histogram(own, BINS, (0, 1))
+            np.testing.assert_allclose(figures, [own.mean(), *counts / own.size], atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["fedala", "ditto+ala", "fedavg", "fedfomo"])
+def test_recording_changes_nothing(method):
+    def go(every):
+        _, rows, models = simulate(method, ragged_task(SIZES), rounds=3, record_weights=every)
+        plain = [
+            {k: repr(v) for k, v in row.items() if k not in ("weights", "seconds", "clients")}
+            for row in rows
+        ]
+        return plain, models, ["weights" in row for row in rows]
+
+    rows, models, recorded = go(2)
+    without, reference, nothing = go(0)
+    assert rows == without
+    assert all(
+        torch.equal(models[key][name], reference[key][name])
+        for key in models
+        for name in models[key]
+    )
+    assert recorded == ([True, False, True, True] if "ala" in method else [False] * 4)
+    assert not any(nothing)
+
+
+@pytest.mark.parametrize(
+    ("every", "eval_every", "recorded"),
+    [
+        (1, 1, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (3, 1, [0, 3, 6, 7]),
+        (3, 2, [0, 4, 6, 7]),
+        (1, 3, [0, 3, 6, 7]),
+        (9, 2, [0, 7]),
+    ],
+)
+def test_records_are_made_at_the_first_evaluation_from_a_multiple_on(every, eval_every, recorded):
+    _, rows, _ = simulate(
+        "fedala", ragged_task(SIZES[:2]), rounds=7, eval_every=eval_every, record_weights=every
+    )
+    assert [row["round"] for row in rows if "weights" in row] == recorded
+
+
+def test_only_participants_are_recorded():
+    simulation, rows, _ = simulate(
+        "fedala", ragged_task(SIZES), rounds=4, join_ratio=0.5, record_weights=1
+    )
+    for row in rows:
+        assert sorted({line[0] for line in row["weights"]}) == simulation.participants(
+            0, row["round"] + 1
+        )
