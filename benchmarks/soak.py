@@ -17,8 +17,8 @@ from torch import nn
 
 from fedala import Config
 from fedala.data import Dataset, federate
-from fedala.runs.execute import Watcher, execute, plan
-from fedala.simulation.rounds import Row
+from fedala.records import Row
+from fedala.runs.execute import RunObserver, execute, plan
 
 
 def tiny() -> nn.Module:
@@ -58,7 +58,7 @@ def main(rounds: int, folder: Path) -> None:
                 f"round {row['round']:5}: {seen[-1][0]:7.1f} MiB, {files} open files, {1000 * seen[-1][2]:.2f} ms"
             )
 
-    execute(work, folder, watcher=Watcher(row=look))
+    execute(work, folder, watcher=RunObserver(row=look))
     first, last = seen[0], seen[-1]
     print(
         f"last to first: memory {last[0] / first[0]:.4f}, open files {last[1] - first[1]:+}, time {last[2] / first[2]:.2f}"

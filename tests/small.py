@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.lanes.cohort import Params, Task, state_of
+from fedala.lanes.cohort import Params, Task, model_state
 from fedala.methods import make
 from fedala.simulation.rounds import Simulation
 
@@ -51,7 +51,7 @@ def start_of(task: Task, make_model: type[nn.Module] = Net):
     def start(seed: int) -> Params:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            state = state_of(make_model())
+            state = model_state(make_model())
         return {
             n: v.to(task.device, task.dtype if v.is_floating_point() else v.dtype, copy=True)
             for n, v in state.items()

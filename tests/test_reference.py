@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes.cohort import Task, state_of
+from fedala.lanes.cohort import Task, model_state
 from fedala.lanes.randomness import draw
 from fedala.methods import make
 from fedala.models import cnn
-from fedala.simulation.rounds import Personal, Simulation
+from fedala.records import PersonalModel
+from fedala.simulation.rounds import Simulation
 
 BATCH, LR, ROUNDS, SEED = 5, 0.05, 3, 3
 ETA, SHARE, CAP, THRESHOLD = 2.0, 0.6, 14, 0.01
@@ -291,7 +292,7 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
     by_seed = {case.seed: case for case in cases}
     models: dict[tuple[int, int | None], dict[str, Tensor]] = {}
 
-    def keep(personal: Personal) -> None:
+    def keep(personal: PersonalModel) -> None:
         models[personal.seed, personal.client] = {
             name: value[0].clone() for name, value in personal.model.items()
         }
@@ -299,7 +300,7 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
     simulation = Simulation(
         make(case.method, settings),
         task(case),
-        lambda seed: state_of(first_model(by_seed[seed])),
+        lambda seed: model_state(first_model(by_seed[seed])),
         seeds=list(by_seed),
         rounds=ROUNDS,
         join_ratio=case.join_ratio,

@@ -34,11 +34,11 @@ from fedala.lanes.cohort import (
     Params,
     Samples,
     Task,
+    broadcast_lanes,
     few,
-    lanewise,
-    onto,
-    state_of,
+    model_state,
     steps,
+    to_device,
 )
 from fedala.lanes.layers import Cut, Layered, upper
 from fedala.lanes.randomness import draw
@@ -192,7 +192,7 @@ def initialize(
         name: received[name] - local[name] for name in governed
     }  # the paper's "update", g − w
     differs = torch.stack([(update[name] != 0).flatten(1).any(1) for name in governed]).any(0)
-    blending = differs & onto(differs.device, [size > 0 for size in cohort.sizes()])
+    blending = differs & to_device(differs.device, [size > 0 for size in cohort.sizes()])
     finite = _finite_lanes(update)
     learning = blending & finite & ~trained if settings.freeze else blending & finite
     weights: Params = {name: value.clone() for name, value in state["weights"].items()}
@@ -205,12 +205,12 @@ def initialize(
     failed = learning & ~sound
     learned = learning & sound
     for name, before in state["weights"].items():
-        weights[name] = torch.where(lanewise(sound, before), weights[name], before)
+        weights[name] = torch.where(broadcast_lanes(sound, before), weights[name], before)
     blendable = blending & finite & (trained | learned)
 
     def blend(name: str) -> Tensor:
         blended = local[name] + update[name] * weights[name]
-        return torch.where(lanewise(blendable, blended), blended, received[name])
+        return torch.where(broadcast_lanes(blendable, blended), blended, received[name])
 
     initialized = {name: blend(name) if name in update else value for name, value in start.items()}
     faults = (blending & ~finite).long() + 2 * failed.long()
@@ -313,7 +313,7 @@ def _learn(
             active = goes_on
     epochs = [len(own) for own in losses]
     padded = [own + [float("nan")] * (max(epochs) - len(own)) for own in losses]
-    sound = onto(trained.device, [bool(np.isfinite(own).all()) for own in losses])
+    sound = to_device(trained.device, [bool(np.isfinite(own).all()) for own in losses])
     return (
         torch.tensor(padded, dtype=torch.float64),
         torch.tensor(epochs, device=trained.device),
@@ -674,7 +674,7 @@ def _state_to_blend(model: nn.Module) -> Params:
     """Give a model's state as one lane, provided that there is one: real numbers on one device."""
     if not isinstance(model, nn.Module):
         raise UserError(f"ALA blends two models of type nn.Module, not {type(model).__name__}.")
-    state = state_of(model)
+    state = model_state(model)
     if not any(True for _ in model.parameters()):
         raise UserError("The model has no parameters: there is nothing to blend.")
     devices = {str(value.device) for value in state.values()}

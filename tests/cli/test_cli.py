@@ -18,7 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import fedala
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 from fedala.data import Dataset, federate, known, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue

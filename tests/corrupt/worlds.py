@@ -19,7 +19,7 @@ import numpy as np
 from fuzz.bounded import attempt
 
 import fedala.paper.running
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 from fedala.errors import UserError
 from fedala.paper.report import sheets
 from fedala.paper.results import Results

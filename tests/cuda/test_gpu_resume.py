@@ -1,7 +1,7 @@
 """On a GPU, too, a resumed run is the run that was never interrupted, to the bit."""
 
 import pytest
-from test_resume import interrupted, planned, same
+from runs.test_resume import interrupted, planned, same
 
 from fedala.methods import everything
 from fedala.runs.execute import execute

@@ -22,12 +22,12 @@ from flower.test_processes import marked  # noqa: E402
 from small import Net, assert_close  # noqa: E402
 
 import fedala  # noqa: E402
-from fedala import files  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.demo import follow  # noqa: E402
 from fedala.flower.local import LocalFederation, make_certificates, make_key  # noqa: E402
 from fedala.flower.processes import family  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
+from fedala.io import files  # noqa: E402
 from fedala.runs.folder import RunFolder  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def test_a_deployment_is_the_simulation(method, federation, tmp_path):
     assert_same_models(federation, tmp_path, result)
 
 
-def state_of(folder, client, round):
+def model_state(folder, client, round):
     tree, _ = files.load(
         folder / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors"
     )
@@ -173,8 +173,8 @@ def test_a_node_that_was_killed_has_what_it_had(federation, tmp_path):
     result = undisturbed(tmp_path, absent={(2, 1)}, method="fedala", rounds=4)
     assert_same_rows(history, result.history)
     for client in range(2):
-        there = state_of(federation.folder / f"node-{client}", client, 4)
-        assert_same_states(there, state_of(tmp_path / "here" / "state", client, 4))
+        there = model_state(federation.folder / f"node-{client}", client, 4)
+        assert_same_states(there, model_state(tmp_path / "here" / "state", client, 4))
 
 
 @pytest.mark.deployment

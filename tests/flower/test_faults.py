@@ -12,11 +12,12 @@ from flower.poison import poison  # noqa: E402
 from small import Net  # noqa: E402
 
 import fedala  # noqa: E402
-from fedala import UserError, files  # noqa: E402
+from fedala import UserError  # noqa: E402
 from fedala.errors import RunError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.client_store import Kept  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
+from fedala.io import files  # noqa: E402
 
 
 def federate(tmp_path, meddle=None, asks=None, **options):
@@ -60,7 +61,7 @@ def lose(round, client, sent, reply):
     return None if (round, client) == (2, 1) else reply
 
 
-def state_of(tmp_path, client, round):
+def model_state(tmp_path, client, round):
     tree, _ = files.load(
         tmp_path / "state" / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors"
     )
@@ -97,7 +98,7 @@ def test_a_reply_that_is_lost_is_a_round_that_the_client_was_not_part_of(method,
     assert figures(lost) == figures(absent)
     for client in range(3):
         assert_same_state(
-            state_of(tmp_path / "lost", client, 3), state_of(tmp_path / "absent", client, 3)
+            model_state(tmp_path / "lost", client, 3), model_state(tmp_path / "absent", client, 3)
         )
 
 
@@ -241,7 +242,7 @@ def test_a_damaged_state_is_set_aside_and_survived_loudly(damage, tmp_path, capl
 def assert_weights_are_ones_where_nothing_was_learned(tmp_path):
     """Received and local model were one and the same in round 3, so ALA had nothing to learn; in the others it had."""
     means = [
-        state_of(tmp_path, client, 3)["ala"]["weights"]["out.weight"].mean().item()
+        model_state(tmp_path, client, 3)["ala"]["weights"]["out.weight"].mean().item()
         for client in range(3)
     ]
     assert means[1] == 1
@@ -304,7 +305,7 @@ def test_a_server_that_died_goes_on_at_the_right_round(method, where, tmp_path, 
     folder, undisturbed = known(method, method=method)
     assert figures(resumed) == figures(undisturbed)
     for client in range(3):
-        assert_same_state(state_of(tmp_path / "cut", client, 3), state_of(folder, client, 3))
+        assert_same_state(model_state(tmp_path / "cut", client, 3), model_state(folder, client, 3))
 
 
 def test_an_experiment_that_is_finished_stays_so_and_another_one_needs_another_name(tmp_path):

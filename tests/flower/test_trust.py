@@ -13,12 +13,13 @@ flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 
 
 from flower.inprocess import OWN, RUN, Here  # noqa: E402
 
-from fedala import UserError, files  # noqa: E402
+from fedala import UserError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.experiment import data_at_nodes, read_own, with_absolute_paths  # noqa: E402
 from fedala.flower.nodes import Nodes  # noqa: E402
 from fedala.flower.records import decode, to_record  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
+from fedala.io import files  # noqa: E402
 from fedala.runs.config import Config  # noqa: E402
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 
 SECONDS = 15
 ROOM = (

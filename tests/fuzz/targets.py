@@ -23,11 +23,11 @@ import torch
 from fuzz.mutations import misplace, mutate, repaired_png
 
 import fedala.io.files
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS
 from fedala.runs.config import Config
-from fedala.runs.execute import Stopped, Watcher, execute, plan
+from fedala.runs.execute import RunObserver, Stopped, execute, plan
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (12, 28, 28), dtype=np.uint8)
@@ -385,7 +385,7 @@ def interrupted(path: Path, rounds: int, total: int = 4) -> None:
                 {**config, "rounds": total, "method": "fedala", "set": {"fedala.max_epochs": 1}}
             )
         )
-        execute(planned, Path("run"), watcher=Watcher(stop=lambda: next(asked) == rounds))
+        execute(planned, Path("run"), watcher=RunObserver(stop=lambda: next(asked) == rounds))
 
 
 def _resumed() -> Files:

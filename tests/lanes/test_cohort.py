@@ -12,7 +12,7 @@ from torch import nn
 from fedala import UserError, run
 from fedala.ala import Settings, fresh, initialize
 from fedala.data import Dataset as Data
-from fedala.lanes.cohort import Cohort, average, state_of, steps
+from fedala.lanes.cohort import Cohort, average, model_state, steps
 from fedala.lanes.layers import upper
 from fedala.lanes.trees import join, take
 from fedala.methods import make
@@ -491,7 +491,7 @@ def test_a_frozen_model_stays_as_it_is():
 
 def test_a_lazy_model_is_refused():
     with pytest.raises(UserError, match=r"1\.weight.*lazy"):
-        state_of(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
+        model_state(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
 
 
 # --- numbers that are not finite -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
-from fedala.lanes.cohort import Cohort, Task, state_of
+from fedala.lanes.cohort import Cohort, Task, model_state
 from fedala.lanes.randomness import draw
 from fedala.methods import make
 from fedala.simulation.rounds import Simulation
@@ -93,7 +93,7 @@ def test_three_rounds_are_those_of_plain_modules():
     )
     _, _, models = simulate("fedfomo", task, rounds=3)
     for client in range(len(SIZES)):
-        assert_close(models[0, client], state_of(expected[client]), 1e-9)
+        assert_close(models[0, client], model_state(expected[client]), 1e-9)
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.errors import UserError
-from fedala.lanes.cohort import Cohort, state_of
+from fedala.lanes.cohort import Cohort, model_state
 from fedala.lanes.layers import Cut
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, Step, mmd
@@ -263,7 +263,9 @@ def test_our_own_models_are_cut_where_they_say():
     seen = []
     for one in (model, teacher):
         one.fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    start, received = ({n: v.clone() for n, v in state_of(one).items()} for one in (model, teacher))
+    start, received = (
+        {n: v.clone() for n, v in model_state(one).items()} for one in (model, teacher)
+    )
     method = FedPHP(lam=0.7)
     trained, _ = method.train(Cohort(task, [0], [0]), start, received, method.fresh(task, start))
     rows = task.parts["train"][0]
@@ -271,4 +273,4 @@ def test_our_own_models_are_cut_where_they_say():
     teacher(task.x[rows])
     (0.3 * loss + 0.7 * plain_mmd(seen[0], seen[1].detach())).backward()
     torch.optim.SGD(model.parameters(), lr=task.lr).step()
-    assert_close(trained, state_of(model), 1e-12)
+    assert_close(trained, model_state(model), 1e-12)

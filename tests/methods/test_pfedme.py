@@ -11,7 +11,7 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.errors import UserError
-from fedala.lanes.cohort import Cohort, Task, state_of
+from fedala.lanes.cohort import Cohort, Task, model_state
 from fedala.methods import make
 from fedala.methods.pfedme import PFedMe
 
@@ -79,7 +79,7 @@ def trained_by_hand(**settings):
         precision="float64",
     )
     start = {"weight": torch.tensor([[[1.0]]]).double(), "bias": torch.tensor([[0.0]]).double()}
-    assert start.keys() == state_of(model).keys()
+    assert start.keys() == model_state(model).keys()
     method = PFedMe(**settings)
     upload, kept = method.train(Cohort(task, [0], [0]), start, start, method.fresh(task, start))
     return [[value.item() for value in params.values()] for params in (upload, kept["personal"])]

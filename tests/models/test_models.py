@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedala import UserError
 from fedala.data import Dataset
-from fedala.lanes.cohort import Cohort, Task, state_of
+from fedala.lanes.cohort import Cohort, Task, model_state
 from fedala.lanes.layers import layers_of, upper
 from fedala.methods import make
 from fedala.models import build_model, cnn, fasttext, resnet18
@@ -201,7 +201,7 @@ def test_row_0_starts_at_zero():
 def test_row_0_never_learns_in_any_lane_and_the_others_do():
     start = {
         name: value.repeat(4, *[1] * (value.ndim - 1))
-        for name, value in state_of(fasttext(7, 3)).items()
+        for name, value in model_state(fasttext(7, 3)).items()
     }
     trained = Cohort(text_task(), [0, 1, 2, 3], [0] * 4).sgd(start)
     assert (trained["embedding.weight"][:, 0] == 0).all()
@@ -214,7 +214,7 @@ def test_row_0_stays_zero_where_ala_governs_the_embedding(lanes):
     models = []
     method = make("fedala", {"fedala.layers": 3, "fedala.max_epochs": 3})
     simulation = Simulation(
-        method, text_task(), lambda seed: state_of(fasttext(7, 3)), rounds=3, lanes=lanes
+        method, text_task(), lambda seed: model_state(fasttext(7, 3)), rounds=3, lanes=lanes
     )
     list(simulation.run(lambda personal: models.append(personal.model["embedding.weight"][0])))
     assert len(models) == 5

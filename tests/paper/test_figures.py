@@ -12,7 +12,7 @@ from fedala.errors import UserError
 from fedala.paper import figures
 from fedala.paper.experiments import drawings, settings
 from fedala.paper.running import Shelf
-from fedala.runs.execute import Stopped, prepare
+from fedala.runs.execute import Stopped, build_simulation
 
 
 def drawn(name, data, out, **changes):
@@ -50,7 +50,7 @@ def test_the_losses_of_convergence_are_those_of_the_models(data, tmp_path):
     checked = figures._plan(
         "fedala", drawings()["figure-con"], setting, Shelf(data), {"rounds": 1, "device": "cpu"}
     )
-    simulation = prepare(checked, checked.methods[0])
+    simulation = build_simulation(checked, checked.methods[0])
     model = checked.model()
     model.load_state_dict({name: value[0] for name, value in simulation.start[0].items()})
     samples = torch.from_numpy(np.concatenate(simulation.task.parts["train"]))

@@ -12,7 +12,7 @@ from fuzz.bounded import attempt
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.paper import report
 from fedala.paper.experiments import tables

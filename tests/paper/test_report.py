@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 from fedala.errors import UserError
 from fedala.paper import report
 from fedala.paper.experiments import drawings, tables

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 from fedala.errors import UserError
 from fedala.paper import running
 from fedala.paper.board import Board

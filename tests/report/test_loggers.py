@@ -6,7 +6,7 @@ import types
 import pytest
 from typer.testing import CliRunner
 
-from fedala.cli.app import app as cli
+from fedala.cli import app as cli
 from fedala.errors import UserError
 from fedala.report import loggers
 from fedala.report.loggers import Loggers

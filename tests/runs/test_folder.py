@@ -12,7 +12,7 @@ import torch
 from fedala.runs.config import Config
 from fedala.data import Dataset, federate
 from fedala.errors import UserError
-from fedala.simulation.rounds import Personal
+from fedala.records import PersonalModel
 from fedala.runs.folder import RunFolder
 
 
@@ -67,8 +67,8 @@ def test_clients_are_shares_of_their_samples(folder):
 
 def test_models_come_back_by_name(folder):
     model = {"weight": torch.randn(1, 2, 3), "steps": torch.tensor([7])}
-    folder.save_model("ditto+ala", Personal(5, 12, model))
-    folder.save_model("ditto+ala", Personal(5, None, {"weight": model["weight"] + 1}))
+    folder.save_model("ditto+ala", PersonalModel(5, 12, model))
+    folder.save_model("ditto+ala", PersonalModel(5, None, {"weight": model["weight"] + 1}))
     own = folder.model("ditto+ala", 5, 12)
     assert torch.equal(own["weight"], model["weight"][0])
     assert own["steps"] == 7
@@ -89,7 +89,7 @@ def test_the_summary_is_replaced_in_one_step(folder):
 
 def test_nothing_is_pickled(folder):
     folder.add_history("fedavg", [row()])
-    folder.save_model("fedavg", Personal(0, None, {"weight": torch.ones(1, 2)}))
+    folder.save_model("fedavg", PersonalModel(0, None, {"weight": torch.ones(1, 2)}))
     for file in folder.path.rglob("*"):
         assert not file.is_file() or (
             not zipfile.is_zipfile(file) and not file.read_bytes().startswith(b"\x80")
@@ -175,7 +175,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_one_that_can_be_replaced(tmp_p
         path = tmp_path / str(at)
         with RunFolder.create(path, Config(rounds=3, method="fedavg"), force=False) as folder:
             folder.add_history("fedavg", [row()])
-            folder.save_model("fedavg", Personal(0, None, {"weight": torch.ones(1, 2)}))
+            folder.save_model("fedavg", PersonalModel(0, None, {"weight": torch.ones(1, 2)}))
             folder.seal("fedavg", finished=True)
             folder.write_summary({"a": 1})
         calls = []
@@ -207,7 +207,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_one_that_can_be_replaced(tmp_p
 
 
 def test_a_saved_model_that_nothing_vouches_for_is_said_to_be_unverified(folder):
-    folder.save_model("fedavg", Personal(0, None, {"weight": torch.ones(1, 2)}))
+    folder.save_model("fedavg", PersonalModel(0, None, {"weight": torch.ones(1, 2)}))
     with pytest.warns(UserWarning, match="cannot be verified"):
         RunFolder(folder.path).model("fedavg", 0)
     folder.seal("fedavg", finished=True)

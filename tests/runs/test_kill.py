@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from corrupt.worlds import accuracies
 from small import QUICK
-from test_resume import planned, same
+from runs.test_resume import planned, same
 
 from fedala.methods import everything, make
 from fedala.runs.execute import execute
@@ -36,7 +36,7 @@ import torch
 torch.set_num_threads(1)
 from fedala.errors import RunError
 from fedala.runs.execute import Watcher, execute
-from test_resume import planned
+from runs.test_resume import planned
 
 path = Path(sys.argv[1])
 work = planned("fedala,ditto", rounds=int(sys.argv[2]), checkpoint_every=1, join_ratio=0.5, seeds=2)

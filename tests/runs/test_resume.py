@@ -15,7 +15,7 @@ from fedala.runs.config import Config
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.methods import everything
-from fedala.runs.execute import Stopped, Watcher, execute, plan
+from fedala.runs.execute import Stopped, RunObserver, execute, plan
 from fedala.runs.folder import RunFolder
 
 SIZES = [9, 5, 7, 12, 3]
@@ -55,7 +55,7 @@ def stop_after(rounds):
         asked += 1
         return asked == rounds
 
-    return Watcher(stop=stop)
+    return RunObserver(stop=stop)
 
 
 def rows_of(path):
@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, tmp_path):
     ]
     victim.unlink() if how == "gone" else damaged(victim, how)
     said = []
-    execute(planned(**options), tmp_path / "run", resume=True, watcher=Watcher(say=said.append))
+    execute(planned(**options), tmp_path / "run", resume=True, watcher=RunObserver(say=said.append))
     same(tmp_path / "whole", tmp_path / "run")
     if not (which == "manifest" and how == "gone"):
         assert "Looking for an earlier checkpoint" in said[0]
@@ -285,7 +285,7 @@ def test_a_damaged_manifest_before_the_last_harms_nothing(tmp_path):
     _, older = sorted((tmp_path / "run" / "checkpoint" / "0").glob("*.json"), reverse=True)
     damaged(older, "shorter")
     said = []
-    execute(planned(**options), tmp_path / "run", resume=True, watcher=Watcher(say=said.append))
+    execute(planned(**options), tmp_path / "run", resume=True, watcher=RunObserver(say=said.append))
     same(tmp_path / "whole", tmp_path / "run")
     assert said == []
 
@@ -328,7 +328,7 @@ def test_the_last_two_are_kept_and_nothing_else(tmp_path):
         folder = tmp_path / "run" / "checkpoint" / "0"
         seen.append(sorted(path.name for path in folder.glob("*")) if folder.exists() else [])
 
-    execute(planned(rounds=5, checkpoint_every=1), tmp_path / "run", watcher=Watcher(row=look))
+    execute(planned(rounds=5, checkpoint_every=1), tmp_path / "run", watcher=RunObserver(row=look))
     assert max(map(len, seen)) == 2 * (2 + len(SIZES))
     final = list((tmp_path / "run" / "checkpoint" / "0").iterdir())
     assert len(final) == 2 + len(SIZES)
@@ -439,7 +439,7 @@ def test_a_damaged_model_is_noticed_and_written_again(how, tmp_path):
     with pytest.raises(files.Damaged, match=r"client-00001\.safetensors"):
         RunFolder(path).model("fedala", 0, 1)
     said = []
-    execute(planned(), path, resume=True, watcher=Watcher(say=said.append))
+    execute(planned(), path, resume=True, watcher=RunObserver(say=said.append))
     assert "client-00001.safetensors is gone or damaged" in said[0]
     same(whole, path)
 
@@ -485,7 +485,7 @@ def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path)
         execute(planned(), path, watcher=stop_after(2))
     (path / "digests.json").unlink()
     said = []
-    execute(planned(), path, resume=True, watcher=Watcher(say=said.append))
+    execute(planned(), path, resume=True, watcher=RunObserver(say=said.append))
     assert said == [f"{path} has no digests.json, so nothing in it can be verified."]
     same(whole, path)
     assert RunFolder(path).unverified() == []
@@ -613,7 +613,7 @@ def test_another_model_or_version_is_noted(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("fedala.runs.execute.__version__", "99")
     said = []
-    execute(other, path, resume=True, watcher=Watcher(say=said.append))
+    execute(other, path, resume=True, watcher=RunObserver(say=said.append))
     assert any("fedala: " in sentence and "→ 99" in sentence for sentence in said)
     assert any("it computes something else" in sentence for sentence in said)
     [row] = RunFolder(path).rows("resumed.csv")
@@ -660,7 +660,7 @@ def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeyp
             if "models" not in path.parts
         )
 
-    execute(planned(**options), tmp_path / "run", watcher=Watcher(row=look))
+    execute(planned(**options), tmp_path / "run", watcher=RunObserver(row=look))
     assert seen == {tmp_path / "run" / "checkpoint" / "0"}
     assert not (tmp_path / "run" / "checkpoint").exists()
     with pytest.raises(Stopped):

@@ -14,7 +14,7 @@ from fedala.data import Dataset, Federation, federate, load
 from fedala.errors import UserError
 from fedala.models import build_model
 from fedala.runs.config import Config
-from fedala.runs.execute import plan, prepare
+from fedala.runs.execute import build_simulation, plan
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def measure(
     options["eval_clients"] = "joined" if case.join_ratio < 1 else "all"
     began = time.perf_counter()
     checked = plan(Config.of(options), federation)
-    simulation = prepare(checked, checked.methods[0])
+    simulation = build_simulation(checked, checked.methods[0])
     seconds = []
     accuracy = 0.0
     for round in range(1, rounds + 1):

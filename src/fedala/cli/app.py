@@ -29,22 +29,22 @@ from fedala.data import federate, known, load, write_partition
 from fedala.errors import RunError, UserError, printable
 from fedala.methods import catalogue
 from fedala.options import suggest
+from fedala.records import Row
 from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
 from fedala.report.runs import find
 from fedala.runs.config import Config
 from fedala.runs.execute import (
     Result,
+    RunObserver,
     Stopped,
-    Watcher,
-    asked_to_stop,
+    catch_stop_signals,
     execute,
     plan,
     resume_advice,
     versions,
 )
 from fedala.runs.folder import RunFolder
-from fedala.simulation.rounds import Row
 
 #: The panels of `fedala run --help`, each with the field of `Config` that it begins with.
 PANELS = {
@@ -288,14 +288,14 @@ def run(
         with (
             Watch(Console(stderr=True), checked) as watch,
             loggers.Loggers(log, folder, vars(resolved), watch.say) as live,
-            asked_to_stop() as asked_by,
+            catch_stop_signals() as asked_by,
         ):
 
             def follow(method: str, row: Row) -> None:
                 watch.row(method, row)
                 live.row(method, row)
 
-            watcher = Watcher(follow, watch.fault, watch.say, lambda: bool(asked_by))
+            watcher = RunObserver(follow, watch.fault, watch.say, lambda: bool(asked_by))
             result = execute(checked, folder, force=force, resume=resume, watcher=watcher)
     except Stopped as stopped:
         _say(f"{stopped}; {resume_advice(resolved, folder)}.")

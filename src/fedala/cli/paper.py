@@ -23,7 +23,7 @@ from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, ta
 from fedala.paper.results import CSV, Results
 from fedala.report.tables import console
 from fedala.runs.config import Config
-from fedala.runs.execute import Stopped, asked_to_stop
+from fedala.runs.execute import Stopped, catch_stop_signals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -170,7 +170,7 @@ def run(
         deadline,
     )
     try:
-        with board, asked_to_stop() as asked:
+        with board, catch_stop_signals() as asked:
             if jobs == 1:
                 running.carry_out(cells, replace(order, asked=asked), board)
             else:

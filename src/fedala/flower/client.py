@@ -16,7 +16,7 @@ from fedala.lanes.cohort import Cohort, Params
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.trees import take
 from fedala.methods import State
-from fedala.simulation.rounds import Asked, Done, scores, take_part
+from fedala.simulation.rounds import CohortResult, RoundRequest, scores, take_part
 
 log = getLogger("flwr")
 
@@ -102,7 +102,9 @@ class Client:
         asked, words = _asked(message)
         received = to_params(_arrays(message), self.experiment.task.device)
         cohort = self._cohort(asked, received if asked.round else self._start())
-        done = Done([(0, self.number)], {}, scores=scores(cohort, cohort.received, _parts(words)))
+        done = CohortResult(
+            [(0, self.number)], {}, scores=scores(cohort, cohort.received, _parts(words))
+        )
         return self._reply(message, done)
 
     def _start(self) -> Params:
@@ -119,7 +121,7 @@ class Client:
             start |= {n: v for n, v in received.items() if n in start and v.shape == start[n].shape}
         return method.fresh(task, start), bool(since)
 
-    def _cohort(self, asked: Asked, received: Params) -> Cohort:
+    def _cohort(self, asked: RoundRequest, received: Params) -> Cohort:
         config = self.experiment.plan.config
         # Layers that draw random numbers themselves (dropout) draw what they would draw in a simulation of single lanes.
         torch.manual_seed(torch_seed(config.seed, "torch", client=self.number, round=asked.round))
@@ -128,7 +130,7 @@ class Client:
             self.experiment.task, [self.number], [config.seed], asked.round, rounds, received, [0]
         )
 
-    def _reply(self, message: Message, done: Done, lost: bool = False) -> Message:
+    def _reply(self, message: Message, done: CohortResult, lost: bool = False) -> Message:
         reply = Reply(
             client=self.number,
             examples=self.experiment.task.size(self.number),
@@ -144,13 +146,13 @@ class Client:
         return Message(reply.pack(), reply_to=message)
 
 
-def _asked(message: Message) -> tuple[Asked, dict[str, Any]]:
+def _asked(message: Message) -> tuple[RoundRequest, dict[str, Any]]:
     [record] = message.content.config_records.values()
     words: dict[str, Any] = dict(record)
     trains = (
         message.metadata.message_type == MessageType.TRAIN
     )  # whatever the words say, nothing else does
-    return Asked(
+    return RoundRequest(
         int(words["round"]), trains, bool(words["evaluates"]), bool(words["looks-back"])
     ), words
 

@@ -11,9 +11,9 @@ from fedala.errors import RunError
 from fedala.flower.experiment import Deployment, data_at_nodes, with_absolute_paths
 from fedala.flower.local import LocalFederation
 from fedala.flower.new import write
+from fedala.records import Row
 from fedala.runs.execute import Plan
 from fedala.runs.folder import RunFolder
-from fedala.simulation.rounds import Row
 
 
 def demo(

@@ -18,7 +18,7 @@ from fedala.lanes.cohort import Params, Task
 from fedala.methods import Method
 from fedala.options import build, option, suggest
 from fedala.runs.config import Config
-from fedala.runs.execute import Plan, plan, workplace
+from fedala.runs.execute import Plan, build_task, plan
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Experiment:
                 planned.config, partition=config.partition, validation=config.validation
             ),
         )
-        task, start = workplace(planned)
+        task, start = build_task(planned)
         return cls(planned, planned.methods[0], task, start)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fedala.errors import UserError
 from fedala.flower.experiment import LOCAL, Deployment
 from fedala.runs.config import Config, toml
-from fedala.runs.folder import standing
+from fedala.runs.folder import nearest_existing_parent
 
 APP = '''"""The app that `flwr run` starts. For data and a model of your own, give both functions a fedala.flower.Own."""
 
@@ -50,7 +50,7 @@ def check(folder: Path) -> None:
     try:
         if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is not empty, or not a folder: choose another.")
-        parent = standing(folder)
+        parent = nearest_existing_parent(folder)
         if not parent.is_dir():
             raise UserError(f"The app cannot be written to {folder}: {parent} is not a folder.")
     except OSError as error:

@@ -20,9 +20,10 @@ from fedala.flower.records import LARGEST, Reply, check, decode, quote, to_recor
 from fedala.lanes.cohort import Params
 from fedala.lanes.trees import take
 from fedala.methods import Method, State
-from fedala.runs.execute import Plan, Result, Watcher, execute
+from fedala.records import Fault, PersonalModel, Row
+from fedala.runs.execute import Plan, Result, RunObserver, execute
 from fedala.simulation.client_states import ClientStates, Lane
-from fedala.simulation.rounds import Asked, Done, Fault, Personal, Row, Simulation
+from fedala.simulation.rounds import CohortResult, RoundRequest, Simulation
 
 log = getLogger("flwr")
 
@@ -114,7 +115,7 @@ class Federated(Simulation):
 
     def run(
         self,
-        on_model: Callable[[Personal], None] | None = None,
+        on_model: Callable[[PersonalModel], None] | None = None,
         after: Callable[[int], None] = lambda round: None,
     ) -> Iterator[Row]:
         """All rounds. Of their models, the clients' own stay with them."""
@@ -122,10 +123,14 @@ class Federated(Simulation):
             on_model and (lambda model: on_model(model) if model.client is None else None), after
         )
 
-    def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
+    def _last_models(
+        self, joined: list[list[int]], on_model: Callable[[PersonalModel], None]
+    ) -> None:
         super()._last_models([list(range(self.population))], on_model)  # the global one alone
 
-    def _work(self, asked: Asked, sent: list[Params], joined: list[list[int]]) -> Iterator[Done]:
+    def _work(
+        self, asked: RoundRequest, sent: list[Params], joined: list[list[int]]
+    ) -> Iterator[CohortResult]:
         """What has come back from the round's participants, as far as it is good."""
         self._round = asked.round
         self.nodes.wait(self.deployment.start_timeout)
@@ -137,11 +142,13 @@ class Federated(Simulation):
     def _score_sent(
         self, round: int, sent: list[Params], whom: list[list[int]], table: np.ndarray
     ) -> None:
-        asked = Asked(round, train=False, evaluates=True)
+        asked = RoundRequest(round, train=False, evaluates=True)
         for done in self._ask("evaluate.received", asked, sent[0] if round else {}, whom[0]):
             self._note(done.lanes, done.scores, table)
 
-    def _ask(self, kind: str, asked: Asked, sent: Params, clients: Sequence[int]) -> Iterator[Done]:
+    def _ask(
+        self, kind: str, asked: RoundRequest, sent: Params, clients: Sequence[int]
+    ) -> Iterator[CohortResult]:
         shared = (
             None if _width(sent) > 1 else to_record(sent)
         )  # one and the same for everybody is packed once
@@ -180,12 +187,12 @@ class Federated(Simulation):
                 )  # fmt: skip
             yield done
 
-    def _done(self, client: int, reply: Reply, asked: Asked, sent: Params) -> Done:
+    def _done(self, client: int, reply: Reply, asked: RoundRequest, sent: Params) -> CohortResult:
         """Check a reply and make it what a cohort of this one client has done."""
         if reply.client != client:
             raise UserError(f"it says that it is client {reply.client}")
         sizes = self.nodes.sizes[client]
-        done = Done(
+        done = CohortResult(
             [(0, client)],
             {
                 name: torch.tensor([value], dtype=torch.float64)
@@ -230,7 +237,7 @@ class Federated(Simulation):
         return list(table)
 
     def _heed(
-        self, done: Done, round: int, sent: list[Params], joined: list[list[int]]
+        self, done: CohortResult, round: int, sent: list[Params], joined: list[list[int]]
     ) -> set[Lane]:
         """A client that has diverged: its node has kept nothing of the round."""
         if done.finite is None or done.finite:
@@ -307,7 +314,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
         replace(experiment.plan, here=False),
         out,
         resume=resume,
-        watcher=Watcher(
+        watcher=RunObserver(
             row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning
         ),
         simulate=simulate,

@@ -39,7 +39,7 @@ Objective = Callable[..., Tensor]
 """Of one lane: (state, x, y, …) to a number."""
 
 
-def state_of(model: nn.Module) -> Params:
+def model_state(model: nn.Module) -> Params:
     """A model's parameters and buffers as one lane."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if lazy := [name for name, value in state.items() if is_lazy(value)]:
@@ -479,7 +479,7 @@ class Samples:
     @cached_property
     def counts(self) -> Tensor:
         """Each lane's number of samples."""
-        return onto(self.device, self.lengths)
+        return to_device(self.device, self.lengths)
 
     def grouped(self, groups: Groups) -> tuple[list[Tensor], Tensor]:
         """The samples of each group, one lane after the other; and if these stand in one table, each lane's places in it."""
@@ -488,7 +488,7 @@ class Samples:
             for lane in (lane for group in groups for lane in group):
                 places[lane] = np.arange(filled, filled := filled + self.lengths[lane])
             joined = [np.concatenate([self.rows[lane] for lane in group]) for group in groups]
-            on_device = [onto(self.device, torch.from_numpy(rows)) for rows in joined]
+            on_device = [to_device(self.device, torch.from_numpy(rows)) for rows in joined]
             self._grouped[groups] = on_device, pad(places, self.device)
         return self._grouped[groups]
 
@@ -676,7 +676,7 @@ class Cohort:
                 state, total = tree_map(torch.clone, (state, total))
         if note:
             taken = [epochs * max(n // size, int(n > 0)) for n in lengths]
-            self.notes["train_loss"] = total / onto(task.device, taken)
+            self.notes["train_loss"] = total / to_device(task.device, taken)
         return state
 
     def _captured(
@@ -760,7 +760,7 @@ class Cohort:
         score = Score(correct, loss, samples.counts)
         if sorted_already:
             return score
-        back = onto(task.device, sorted(range(len(self)), key=order.__getitem__))
+        back = to_device(task.device, sorted(range(len(self)), key=order.__getitem__))
         return Score(*(figures[back] for figures in score))
 
     def _tested(self, part: str | Sequence[np.ndarray]) -> tuple[list[int], Samples]:
@@ -871,10 +871,10 @@ def pad(rows: Sequence[Any], device: torch.device) -> Tensor:
     matrix = np.zeros((len(rows), max((len(row) for row in rows), default=0)), dtype=np.int64)
     for line, row in zip(matrix, rows, strict=True):
         line[: len(row)] = row
-    return onto(device, torch.from_numpy(matrix))
+    return to_device(device, torch.from_numpy(matrix))
 
 
-def onto(device: torch.device, values: Any) -> Tensor:
+def to_device(device: torch.device, values: Any) -> Tensor:
     """Numbers of the host on the device. From pinned memory, so that the host need not wait until the device gets to it."""
     tensor: Tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     return (
@@ -884,7 +884,7 @@ def onto(device: torch.device, values: Any) -> Tensor:
     )
 
 
-def lanewise(numbers: Tensor, like: Tensor) -> Tensor:
+def broadcast_lanes(numbers: Tensor, like: Tensor) -> Tensor:
     """One number for each lane, shaped so as to go with `like`."""
     return numbers.view(-1, *[1] * (like.ndim - 1))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedala.lanes.cohort import Cohort, Params, Task, dense, lanewise
+from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes, dense
 from fedala.methods.base import Method, State
 from fedala.options import option
 
@@ -107,7 +107,7 @@ class APPLE(Method):
                 flat = gradient.flatten(1)
                 others += flat @ fixed["cores"][name][0].flatten(1).T
                 own += (flat * core[name].flatten(1)).sum(1)
-                core[name].sub_(lanewise(rate, gradient) * gradient)
+                core[name].sub_(broadcast_lanes(rate, gradient) * gradient)
             slope = torch.where(mine > 0, own[:, None], others) + fixed["pull"][:, None] * (p - p_0)
             p.sub_(torch.where(p_0 > 0, slope, 0), alpha=self.eta)
         return losses
@@ -125,6 +125,7 @@ def personal(task: Task, core: Params, p: Tensor, cores: Params, mine: Tensor) -
     """
     others, own = p * (1 - mine), (p * mine).sum(1)
     return core | {
-        name: torch.tensordot(others, cores[name][0], 1) + lanewise(own, core[name]) * core[name]
+        name: torch.tensordot(others, cores[name][0], 1)
+        + broadcast_lanes(own, core[name]) * core[name]
         for name in task.trainable
     }

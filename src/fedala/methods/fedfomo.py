@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.lanes.cohort import Cohort, Params, Task, lanewise
+from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes
 from fedala.lanes.randomness import draw
 from fedala.methods.base import Method, State
 from fedala.options import option
@@ -78,12 +78,12 @@ class FedFomo(Method):
             """previous + Σ weight_n(θ_n − previous), or the client's own, last trained model where no model helps."""
             mixed = previous[name].clone()
             for n, weight in enumerate(weights.to(mixed.dtype).unbind(1)):
-                weight = lanewise(weight, mixed)
+                weight = broadcast_lanes(weight, mixed)
                 # A model that has diverged has weight 0, and 0·∞ is not a number.
                 mixed += torch.where(
                     weight > 0, weight * (received[name][:, n] - previous[name]), 0
                 )
-            return torch.where(lanewise(helped, mixed), mixed, own[name])
+            return torch.where(broadcast_lanes(helped, mixed), mixed, own[name])
 
         return {
             name: mix(name) if value.is_floating_point() else value for name, value in own.items()

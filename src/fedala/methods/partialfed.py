@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.lanes.cohort import Cohort, Params, Task, dense, descend, lanewise
+from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes, dense, descend
 from fedala.methods.base import Method, State
 from fedala.options import option
 
@@ -101,7 +101,7 @@ class PartialFed(Method):
         model = {}
         for name, layer in layer_of(task, load).items():
             floating = load[name].is_floating_point()
-            weight = lanewise(share[:, layer], load[name])
+            weight = broadcast_lanes(share[:, layer], load[name])
             model[name] = (
                 torch.lerp(keep[name], load[name], weight) if floating else load[name].clone()
             )
@@ -138,6 +138,6 @@ def layer_of(task: Task, params: Params) -> dict[str, int]:
 def choose(task: Task, load: Tensor, loaded: Params, kept: Params) -> Params:
     """Layer by layer and lane by lane, one of two models."""
     return {
-        name: torch.where(lanewise(load[:, layer], loaded[name]), loaded[name], kept[name])
+        name: torch.where(broadcast_lanes(load[:, layer], loaded[name]), loaded[name], kept[name])
         for name, layer in layer_of(task, loaded).items()
     }

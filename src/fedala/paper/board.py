@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedala.paper.running import BUSY
+from fedala.records import Row
 from fedala.report.progress import clock
-from fedala.simulation.rounds import Row
 
 _SHOWN = 12  # ended cells that stay in view
 

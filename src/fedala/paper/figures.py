@@ -19,7 +19,7 @@ from fedala.methods.base import State
 from fedala.paper.experiments import Cell, Drawing, Setting
 from fedala.paper.running import Shelf
 from fedala.report import plots
-from fedala.runs.execute import Plan, Stopped, plan, prepare
+from fedala.runs.execute import Plan, Stopped, build_simulation, plan
 from fedala.runs.folder import csv_text
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _run(checked: Plan, method: Any, stop: Callable[[], bool]) -> None:
 
     after(0)
     with torch.random.fork_rng(devices=[checked.device] if checked.device.type == "cuda" else []):
-        for _ in prepare(checked, cast(Method, method)).run(after=after):
+        for _ in build_simulation(checked, cast(Method, method)).run(after=after):
             pass
 
 
@@ -251,7 +251,7 @@ def _surface(
     places: Tensor,
 ) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """The client's training loss over the plane of the components."""
-    task = prepare(checked, checked.methods[0]).task
+    task = build_simulation(checked, checked.methods[0]).task
     rows = torch.from_numpy(task.parts["train"][client][:_SAMPLES]).to(task.device)
     x, y = task.inputs(rows), task.targets(rows)
     low, high = places.amin(0), places.amax(0)

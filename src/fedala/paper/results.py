@@ -23,11 +23,11 @@ from fedala.io.untrusted import read, read_json, regular
 from fedala.methods import make
 from fedala.options import build, convert
 from fedala.paper.experiments import Cell, preset, settings, tables, text
+from fedala.records import Row
 from fedala.runs.config import FREE, Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder, csv_text
-from fedala.simulation.rounds import Row
 
 #: The file in a results folder into which `fedala paper run` writes a line for each cell and seed.
 CSV = "results.csv"

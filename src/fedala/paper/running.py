@@ -21,10 +21,10 @@ from fedala.errors import RunError, UserError
 from fedala.io import files
 from fedala.paper.experiments import Cell, Setting
 from fedala.paper.results import about, histories, run_folders, write_about
+from fedala.records import Row
 from fedala.runs.config import Config
-from fedala.runs.execute import Plan, Stopped, Watcher, execute, plan, versions
+from fedala.runs.execute import Plan, RunObserver, Stopped, execute, plan, versions
 from fedala.runs.folder import RunFolder
-from fedala.simulation.rounds import Row
 
 #: Why a cell is left to somebody else.
 BUSY = "another process is running it"
@@ -172,7 +172,7 @@ def _run(
         watch.row(str(cell), row)
 
     write_about(folder.parent / "cell.json", words)
-    watcher = Watcher(row=follow, stop=lambda: reached >= order.rounds or order.left <= 0)
+    watcher = RunObserver(row=follow, stop=lambda: reached >= order.rounds or order.left <= 0)
     # A run that has ended and kept no checkpoint is made again: it gives the same, and more.
     ended = begun and not begun.keep_checkpoint and _rounds(folder, seeds) >= int(begun.rounds or 0)
     try:

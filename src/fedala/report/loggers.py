@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fedala.data.dataset import first_line, need
 from fedala.errors import UserError
 from fedala.options import suggest
-from fedala.simulation.rounds import Row
+from fedala.records import Row
 
 
 class Logger(Protocol):

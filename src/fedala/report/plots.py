@@ -12,7 +12,7 @@ from fedala.data.dataset import need
 from fedala.errors import UserError
 from fedala.report.page import COLUMNS, lines
 from fedala.report.runs import Array, Run, curves, distinct_splits, mean_std
-from fedala.runs.folder import standing
+from fedala.runs.folder import nearest_existing_parent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -318,7 +318,7 @@ def write_all(runs: Sequence[Run], folder: Path) -> list[Path]:
 def check_folder(folder: Path) -> None:
     """Refuse a place where no folder of plots can be, before anything is written."""
     need("matplotlib", "matplotlib", "plots", "Plotting")
-    blocking = folder if os.path.lexists(folder) else standing(folder)
+    blocking = folder if os.path.lexists(folder) else nearest_existing_parent(folder)
     if not blocking.is_dir():
         raise UserError(
             f"The folder {folder} for the plots cannot be made: {blocking} is not a folder."

@@ -6,8 +6,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fedala.records import Fault, Row
 from fedala.runs.execute import Plan
-from fedala.simulation.rounds import Fault, Row
 
 
 class Watch(Progress):

@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoints:
     """The checkpoints of a method that are on the disk."""
 
     whole: list[Checkpoint] = field(default_factory=list)
@@ -191,9 +191,9 @@ class Checkpoints:
         """The files that a checkpoint refers to."""
         return set[str]().union(*(checkpoint.names for checkpoint in self._kept))
 
-    def find(self) -> Found:
+    def find(self) -> FoundCheckpoints:
         """Look for checkpoints and change nothing. Damaged ones are named; if there is no other, that is an error."""
-        found = Found()
+        found = FoundCheckpoints()
         damage = ""
         for path in self._manifests():
             try:
@@ -227,7 +227,7 @@ class Checkpoints:
             if file != NOTHING:
                 files.read(self.folder / file.name, file.digest)
 
-    def take_up(self, found: Found) -> None:
+    def take_up(self, found: FoundCheckpoints) -> None:
         """Set damaged manifests aside, and go on from the others."""
         for name in found.damaged:
             path = self.folder / name

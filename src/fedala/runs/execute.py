@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fedala.io import files
-from fedala.runs.checkpoint import Checkpoints, Found
+from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
 from fedala.simulation.client_states import NOTHING, size
-from fedala.lanes.cohort import Params, Task, state_of
+from fedala.lanes.cohort import Params, Task, model_state
 from fedala.runs.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
 from fedala.data.dataset import first_line
@@ -34,8 +34,9 @@ from fedala.methods import Method, WithALA, catalogue, make
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.lanes.randomness import torch_seed
-from fedala.simulation.rounds import Fault, Personal, Row, Simulation
-from fedala.runs.folder import TABLES, RunFolder, standing
+from fedala.simulation.rounds import Simulation
+from fedala.records import Fault, PersonalModel, Row
+from fedala.runs.folder import TABLES, RunFolder, nearest_existing_parent
 from fedala.version import __version__
 
 
@@ -236,7 +237,7 @@ class Stopped(RunError):
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[list[int]]:
+def catch_stop_signals() -> Iterator[list[int]]:
     """Signals that ask to stop are noted, so that the round can be finished and kept; a second one is obeyed at once."""
     asked: list[int] = []
 
@@ -256,7 +257,7 @@ def asked_to_stop() -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True)
-class Watcher:
+class RunObserver:
     """Who follows a run: each function is called as things happen."""
 
     row: Callable[[str, Row], None] = lambda method, row: None
@@ -308,7 +309,7 @@ def run(
     if resume:
         config = RunFolder.existing(Path(resume)).config().changed(options)
     checked = plan(config or Config.of(options), own_data, own_model)
-    watcher = Watcher(row=on_row) if on_row else Watcher()
+    watcher = RunObserver(row=on_row) if on_row else RunObserver()
     where = Path(out) if out else Path(resume) if resume else None
     return execute(
         checked, where, force=force, resume=Path(resume) if resume else None, watcher=watcher
@@ -321,14 +322,14 @@ def execute(
     *,
     force: bool = False,
     resume: bool | Path | None = None,
-    watcher: Watcher | None = None,
+    watcher: RunObserver | None = None,
     simulate: Callable[..., Simulation] | None = None,
 ) -> Result:
     """Carries out a plan. With `resume`, it goes on where the run in `out` stopped, or in a copy of the folder that it names.
 
     `simulate` makes a method's simulation where `prepare` does not.
     """
-    watcher = watcher or Watcher()
+    watcher = watcher or RunObserver()
     config = plan.config
     result = Result(config, {}, out)
     began = time.time()
@@ -365,7 +366,7 @@ def execute(
                     folder,
                     progress.get(method.name),
                     watcher,
-                    simulate or prepare,
+                    simulate or build_simulation,
                 )
                 if folder:
                     folder.write_summary(_summary(plan, result, time.time() - began))
@@ -392,7 +393,7 @@ def _carry_out(
     outcome: MethodResult,
     folder: RunFolder | None,
     progress: "Progress | None",
-    watcher: Watcher,
+    watcher: RunObserver,
     simulate: Callable[..., Simulation],
 ) -> None:
     """One method, from its start or from its last checkpoint."""
@@ -429,7 +430,7 @@ def _carry_out(
     if found and checkpoints:
         checkpoints.restore(found, simulation, anew=config.lanes != "auto")
 
-    def keep(personal: Personal) -> None:
+    def keep(personal: PersonalModel) -> None:
         if folder:
             folder.save_model(outcome.method, personal)
         else:
@@ -473,14 +474,14 @@ def _carry_out(
 class Progress:
     """How far one method of an interrupted or finished run has got."""
 
-    found: Found
+    found: FoundCheckpoints
     history: list[Row]
     is_finished: bool
     """Whether there is nothing left to do for it."""
 
 
 def _reopen(
-    stack: ExitStack, plan: Plan, out: Path, source: bool | Path, about: Digests, watcher: Watcher
+    stack: ExitStack, plan: Plan, out: Path, source: bool | Path, about: Digests, watcher: RunObserver
 ) -> tuple[RunFolder, dict[str, Progress]]:
     """Open the folder of a run to go on with it, or a copy of it. Everything is checked before anything is written."""
     folder = RunFolder.existing(source if isinstance(source, Path) else out)
@@ -521,7 +522,7 @@ def _reopen(
 
 
 def _inspect(
-    plan: Plan, folder: RunFolder, before: Config, about: Digests, watcher: Watcher
+    plan: Plan, folder: RunFolder, before: Config, about: Digests, watcher: RunObserver
 ) -> dict[str, Progress]:
     """Find out how far each method has got. Refuse what cannot be resumed, and change nothing."""
     for sentence in folder.unverified() if folder.record is None else ():
@@ -551,8 +552,8 @@ def _locate(
     folder: RunFolder,
     before: Config,
     rows: list[Row],
-    found: Found,
-    watcher: Watcher,
+    found: FoundCheckpoints,
+    watcher: RunObserver,
 ) -> Progress:
     """Decide where a method continues: at its newest checkpoint, at its start, or nowhere because it is finished."""
     rounds, newest = int(plan.config.rounds or 1), found.newest
@@ -670,7 +671,7 @@ def _identity(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
+def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
     """The task, and the initial model Θ⁰ of every seed."""
     config, federation = plan.config, plan.federation
     task = Task(
@@ -694,7 +695,7 @@ def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
     def start(seed: int) -> Params:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(torch_seed(seed, "initial model"))
-            state = state_of(plan.model())
+            state = model_state(plan.model())
         return {
             name: value.to(plan.device, task.dtype if value.is_floating_point() else value.dtype)
             for name, value in state.items()
@@ -703,10 +704,10 @@ def workplace(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
     return task, start
 
 
-def prepare(plan: Plan, method: Method, **options: Any) -> Simulation:
+def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
     """One method's simulation, ready for its first round."""
     config = plan.config
-    task, start = workplace(plan)
+    task, start = build_task(plan)
     return Simulation(
         method,
         task,
@@ -735,7 +736,7 @@ def _rehearse(
     Returns the bytes of a client's state, by method.
     """
     data, rows = federation.dataset, [np.arange(2)]
-    start = state_of(model)
+    start = model_state(model)
     task = Task(model, data.x[:2], data.y[:2], rows, rows)
     found = {}
     for method in methods:
@@ -779,7 +780,7 @@ def _try_model(model: nn.Module, data: Dataset) -> None:
 
 
 def _model_bytes(plan: Plan) -> int:
-    return size(state_of(_skeleton(plan.model, is_own=plan.config.model == "own")))
+    return size(model_state(_skeleton(plan.model, is_own=plan.config.model == "own")))
 
 
 def _check_memory(plan: Plan) -> None:
@@ -811,7 +812,7 @@ def _check_room(plan: Plan, out: Path | None, there: int = 0) -> None:
     if out is None:
         room, where = free_memory() // 2, "memory"
     else:
-        room, where = shutil.disk_usage(standing(out)).free, "disk"
+        room, where = shutil.disk_usage(nearest_existing_parent(out)).free, "disk"
         if config.checkpoint_every != 0:
             # Two checkpoints are kept and a third is written; they share the files of clients that took no part in between.
             changed = min(1.0, config.join_ratio * (config.checkpoint_every or 10))

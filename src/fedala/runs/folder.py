@@ -25,7 +25,7 @@ from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests, MethodRecord, RowHash
 from fedala.errors import RunError, UserError, printable, spreadsheet_safe
 from fedala.io.untrusted import check_room, read, regular
-from fedala.simulation.rounds import Personal, Row
+from fedala.records import PersonalModel, Row
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class RunFolder:
         """Refuses a folder that exists, and a place where none can be made, before any work is done."""
         try:
             if not os.path.lexists(path):
-                parent = standing(path)
+                parent = nearest_existing_parent(path)
                 if not parent.is_dir() or not os.access(parent, os.W_OK):
                     raise UserError(
                         f"The output folder {path} cannot be made: {parent} cannot be written to."
@@ -480,7 +480,7 @@ class RunFolder:
             if newer
         ]
 
-    def save_model(self, method: str, personal: Personal) -> None:
+    def save_model(self, method: str, personal: PersonalModel) -> None:
         path = self._model(method, personal.seed, personal.client)
         path.parent.mkdir(parents=True, exist_ok=True)
         models = self._entry(method).models
@@ -541,7 +541,7 @@ def make_folders(path: Path) -> None:
         folder.mkdir(exist_ok=True)
 
 
-def standing(path: Path) -> Path:
+def nearest_existing_parent(path: Path) -> Path:
     """The nearest folder above a path that is there already."""
     return next(parent for parent in path.absolute().parents if parent.exists())
 

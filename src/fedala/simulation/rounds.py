@@ -19,26 +19,12 @@ import torch
 
 from fedala.ala import spread
 from fedala.errors import RunError
-from fedala.lanes.cohort import Cohort, Params, Task, lanewise, onto
+from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes, to_device
 from fedala.lanes.randomness import draw, torch_seed
 from fedala.lanes.trees import count, fits, join, leaves, take, tree_map
 from fedala.methods import Method, State
+from fedala.records import Fault, PersonalModel, Row
 from fedala.simulation.client_states import ClientStates, Lane
-
-Row = dict[str, Any]
-"""One line of the history: one run's evaluation of one round."""
-
-
-@dataclass(frozen=True)
-class Personal:
-    """The model that a client ends with; client None: the global model."""
-
-    seed: int
-    client: int | None
-    model: Params
-    is_initial: bool = False
-    """Whether it is Θ⁰, because the client has never taken part."""
-
 
 #: What becomes of a client whose loss or model is no longer finite. In all cases its round does not count.
 POLICIES = {
@@ -49,23 +35,7 @@ POLICIES = {
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A client whose loss or model became infinite, or no number, in a round, which is counted as in the history."""
-
-    seed: int
-    client: int
-    round: int
-    lane: int
-    #: The first step of the round's training, counted from 1, whose loss or result is not finite, where it was looked for.
-    step: int | None
-
-    def __str__(self) -> str:
-        step = f", first in step {self.step}" if self.step else ""
-        return f"client {self.client} (seed {self.seed}, lane {self.lane}) diverged in round {self.round}{step}"
-
-
-@dataclass(frozen=True)
-class Asked:
+class RoundRequest:
     """What a round asks of its participants."""
 
     round: int
@@ -78,7 +48,7 @@ class Asked:
 
 
 @dataclass
-class Done:
+class CohortResult:
     """What a cohort has done in a round."""
 
     lanes: Sequence[Lane]
@@ -99,13 +69,13 @@ def take_part(
     cohort: Cohort,
     lanes: Sequence[Lane],
     state: State,
-    asked: Asked,
+    asked: RoundRequest,
     parts: Sequence[str],
-) -> Done:
+) -> CohortResult:
     """A cohort's part of a round, on one machine or on its own."""
     before = state
     initialized, state = method.initialize(cohort, cohort.received, state)
-    done = Done(lanes, cohort.notes, {**state, **before})
+    done = CohortResult(lanes, cohort.notes, {**state, **before})
     if asked.records:
         done.weights = method.ala_weights(state)
     if asked.evaluates:
@@ -187,7 +157,7 @@ class Simulation:
 
     def run(
         self,
-        on_model: Callable[[Personal], None] | None = None,
+        on_model: Callable[[PersonalModel], None] | None = None,
         after: Callable[[int], None] = lambda round: None,
     ) -> Iterator[Row]:
         """All rounds that are left: T rounds give evaluations 0 to T. The models of the last one go to `on_model`.
@@ -228,7 +198,7 @@ class Simulation:
     # --- one round -------------------------------------------------------------------------------------------------
 
     def step(
-        self, round: int, *, train: bool, on_model: Callable[[Personal], None] | None = None
+        self, round: int, *, train: bool, on_model: Callable[[PersonalModel], None] | None = None
     ) -> list[Row]:
         """Round `round`, counted from 1: its evaluation is number `round − 1`, after that many aggregations.
 
@@ -259,7 +229,7 @@ class Simulation:
         )
 
     def _step(
-        self, round: int, train: bool, on_model: Callable[[Personal], None] | None
+        self, round: int, train: bool, on_model: Callable[[PersonalModel], None] | None
     ) -> list[Row]:
         began = time.perf_counter()
         evaluates = not train or (round - 1) % self.eval_every == 0
@@ -276,7 +246,7 @@ class Simulation:
         noted: list[tuple[Sequence[Lane], dict[str, torch.Tensor]]] = []
         learned: list[tuple[Sequence[Lane], list[str], torch.Tensor]] = []
         diverged: set[Lane] = set()
-        asked = Asked(round, train, evaluates, left is not None, records)
+        asked = RoundRequest(round, train, evaluates, left is not None, records)
         for done in self._work(asked, sent, joined):
             noted.append((done.lanes, done.notes))
             if done.weights:
@@ -295,7 +265,9 @@ class Simulation:
             elif on_model and self.method.personal:
                 for i, (run, client) in enumerate(done.lanes):
                     on_model(
-                        Personal(self.seeds[run], client, take(done.evaluated, slice(i, i + 1)))
+                        PersonalModel(
+                            self.seeds[run], client, take(done.evaluated, slice(i, i + 1))
+                        )
                     )
         if evaluates and self.eval_clients == "all":
             self._score_others(round, sent, joined, table)
@@ -324,10 +296,12 @@ class Simulation:
         seconds = time.perf_counter() - began
         return [{**row, "seconds": seconds} for row in rows] if evaluates else []
 
-    def _work(self, asked: Asked, sent: list[Params], joined: list[list[int]]) -> Iterator[Done]:
+    def _work(
+        self, asked: RoundRequest, sent: list[Params], joined: list[list[int]]
+    ) -> Iterator[CohortResult]:
         """What the round's participants have done: here, cohort by cohort."""
 
-        def work(lanes: list[Lane]) -> Done:
+        def work(lanes: list[Lane]) -> CohortResult:
             cohort = self._cohort(lanes, asked.round, sent, joined)
             state = self.clients.gather(
                 lanes, lambda lane: self.method.fresh(cohort.task, self.start[lane[0]])
@@ -341,8 +315,11 @@ class Simulation:
         return self._side_by_side(work, self._cohorts(everybody), asked.round)
 
     def _side_by_side(
-        self, work: Callable[[list[Lane]], "Done"], cohorts: Iterator[list[Lane]], round: int
-    ) -> Iterator["Done"]:
+        self,
+        work: Callable[[list[Lane]], "CohortResult"],
+        cohorts: Iterator[list[Lane]],
+        round: int,
+    ) -> Iterator["CohortResult"]:
         """What each cohort has done, in order; with `threads`, so many cohorts at a time."""
         if self.threads == 1:
             for lanes in cohorts:
@@ -417,16 +394,17 @@ class Simulation:
             sizes = [self.task.size(client) for client in clients]
             if sum(sizes):
                 own = take(
-                    everything, onto(self.task.device, [place[run, client] for client in clients])
+                    everything,
+                    to_device(self.task.device, [place[run, client] for client in clients]),
                 )
-                weights = onto(self.task.device, sizes).double()
+                weights = to_device(self.task.device, sizes).double()
                 servers[run] = self.method.aggregate(servers[run], own, weights, clients)
         return servers, count(everything) // max(1, len(place))
 
     # --- clients that diverge --------------------------------------------------------------------------------------
 
     def _heed(
-        self, done: Done, round: int, sent: list[Params], joined: list[list[int]]
+        self, done: CohortResult, round: int, sent: list[Params], joined: list[list[int]]
     ) -> set[Lane]:
         """The cohort's lanes whose training came to nothing. Their new state is not kept, whatever the policy."""
         finite = done.finite
@@ -453,7 +431,9 @@ class Simulation:
         if self.on_divergence == "reset":
             instead = {**instead, **join([fresh(lane) for lane in done.lanes])}
         done.state = tree_map(
-            lambda new, old: torch.where(lanewise(finite, new), new, old), done.state, instead
+            lambda new, old: torch.where(broadcast_lanes(finite, new), new, old),
+            done.state,
+            instead,
         )
         return {done.lanes[place] for place in bad}
 
@@ -585,11 +565,13 @@ class Simulation:
                 line for lane in sorted(found) if lane[0] == run for line in found[lane]
             ]
 
-    def _last_models(self, joined: list[list[int]], on_model: Callable[[Personal], None]) -> None:
+    def _last_models(
+        self, joined: list[list[int]], on_model: Callable[[PersonalModel], None]
+    ) -> None:
         """The global models, and the personal models of clients outside the last round."""
         for run, seed in enumerate(self.seeds):
             if "global" in self.servers[run] and self.method.send(self.servers[run], joined[run]):
-                on_model(Personal(seed, None, self.servers[run]["global"]))
+                on_model(PersonalModel(seed, None, self.servers[run]["global"]))
             for client in (
                 sorted(set(range(self.population)) - set(joined[run]))
                 if self.method.personal
@@ -602,7 +584,7 @@ class Simulation:
                     else self.method.left(state.get("local", {}), state)
                 )
                 if known:
-                    on_model(Personal(seed, client, known, is_initial=state is None))
+                    on_model(PersonalModel(seed, client, known, is_initial=state is None))
 
 
 def _finite(cohort: Cohort, upload: Params, state: State) -> torch.Tensor:
@@ -614,7 +596,7 @@ def _finite(cohort: Cohort, upload: Params, state: State) -> torch.Tensor:
     ]
     loss = cohort.notes.get("train_loss")
     if loss is not None:
-        whole.append(loss.isfinite() | (onto(cohort.task.device, cohort.sizes()) == 0))
+        whole.append(loss.isfinite() | (to_device(cohort.task.device, cohort.sizes()) == 0))
     if not whole:
         return torch.ones(len(cohort), dtype=torch.bool)
     return torch.stack(whole).all(0)
