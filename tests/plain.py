@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes.cohort import Params, Task
 from fedala.lanes.randomness import draw
+from fedala.lanes.task import Task
+from fedala.lanes.trees import Params
 
 Loss = Callable[[nn.Module, np.ndarray], Tensor]
 

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.lanes.cohort import Params, Task, model_state
+from fedala.lanes.task import Task, model_state
+from fedala.lanes.trees import Params
 from fedala.methods import make
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 
 class Net(nn.Module):
@@ -64,19 +65,25 @@ def start_of(task: Task, make_model: type[nn.Module] = Net):
 QUICK = {"fedavg-c": {"fedavg-c.epochs": 2}, "fedprox-c": {"fedprox-c.epochs": 2}}
 
 
-def simulate(
+def evaluate_all(
     method: str, task: Task, *, settings: dict[str, object] | None = None, **options: object
 ):
-    """All rounds of a method: the simulation, its history and its last models by (seed, client)."""
+    """Run all rounds of a method: the simulation, its evaluations, its models by (seed, client)."""
     settings = QUICK.get(method) if settings is None else settings
     simulation = Simulation(make(method, settings), task, start_of(task), **options)  # type: ignore[arg-type]
     models = {}
-    rows = list(
+    evaluations = list(
         simulation.run(
             lambda personal: models.update({(personal.seed, personal.client): personal.model})
         )
     )
-    return simulation, rows, models
+    return simulation, evaluations, models
+
+
+def simulate(method: str, task: Task, **options: object):
+    """Do the same, with the rows of the history in place of the evaluations."""
+    simulation, evaluations, models = evaluate_all(method, task, **options)  # type: ignore[arg-type]
+    return simulation, [evaluation.row for evaluation in evaluations], models
 
 
 def assert_close(a: Params, b: Params, tolerance: float) -> None:

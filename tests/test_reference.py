@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes.cohort import Task, model_state
 from fedala.lanes.randomness import draw
+from fedala.lanes.task import Task, model_state
 from fedala.methods import make
 from fedala.models import cnn
 from fedala.records import PersonalModel
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 BATCH, LR, ROUNDS, SEED = 5, 0.05, 3, 3
 ETA, SHARE, CAP, THRESHOLD = 2.0, 0.6, 14, 0.01
@@ -31,7 +31,7 @@ TESTS = (4, 2, 0, 7, 3, 5, 1, 6)
 
 
 class Small(nn.Module):
-    """A foreign model with everything that goes wrong in lanes: running statistics, dropout's mode, a log-softmax at the end.
+    """A foreign model with list_methods that goes wrong in lanes: running statistics, dropout's mode, a log-softmax at the end.
 
     Dropout has p = 0, so that training is the same for everybody, and evaluating in training mode is caught by the BatchNorm.
     """
@@ -131,7 +131,7 @@ class PlainLoop:
     def run(self) -> Outcome:
         history, ala_epochs, personal, absent = [], [], {}, set(range(len(SIZES)))
         for round in range(1, ROUNDS + 2):
-            joined = self.participants(round)
+            joined = self.draw_participants(round)
             absent -= set(joined)
             trained, epochs, scores = {}, [], {}
             for i in range(len(SIZES)):
@@ -309,8 +309,8 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
     rows = list(simulation.run(keep))
     outcomes = []
     for seed in by_seed:
-        own = [row for row in rows if row["seed"] == seed]
-        history = [(row["accuracy"], row["accuracy_joined"], row["loss"]) for row in own]
+        own = [row for row in rows if row.seed == seed]
+        history = [(row.accuracy, row.accuracy_joined, row.loss) for row in own]
         personal = {
             client: model
             for (s, client), model in models.items()

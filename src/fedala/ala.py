@@ -28,21 +28,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fedala.cuda import has_kernels
 from fedala.errors import UserError, printable
-from fedala.lanes.cohort import (
-    Cohort,
-    Loss,
-    Params,
-    Samples,
-    Task,
-    broadcast_lanes,
-    few,
-    model_state,
-    steps,
-    to_device,
-)
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut, Layered, upper
+from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
-from fedala.lanes.trees import leaves, take, tree_map
+from fedala.lanes.samples import Samples, iterate_steps, to_device
+from fedala.lanes.task import Loss, Task, list_few, model_state
+from fedala.lanes.trees import Params, broadcast_lanes, leaves, take, tree_map
 from fedala.options import build, option
 
 #: Into how many parts of [0, 1] a histogram of W sorts its elements.
@@ -239,8 +231,8 @@ def _learn(
     Returns each lane's epoch losses, its number of epochs, and whether all its losses are finite.
     """
     task = cohort.task
-    samples = cohort.drawn("ala sample", lambda cohort: _samples(cohort, settings.sample))
-    with task.mode(training=False):
+    samples = cohort.draw_early("ala sample", lambda cohort: _samples(cohort, settings.sample))
+    with task.use_mode(training=False):
         # Everything below the governed layers is constant while W is learned: its features are computed once.
         deepest = max(i for i, layer in enumerate(task.layers) if set(layer) & set(update)) + 1
         probe = None
@@ -280,20 +272,20 @@ def _learn(
                 goes_on == active
             ):  # until some lane is done: then the others are put together anew
                 total = torch.zeros(len(active), device=task.device, dtype=task.dtype)
-                for lanes, columns in steps(lengths, task.batch_size, drop_last=False):
+                for lanes, columns in iterate_steps(lengths, task.batch_size, drop_last=False):
                     update_, weights_ = take(d, lanes), take(learned, lanes)
                     hat = {
                         n: (w[n][lanes] + update_[n] * weights_[n]).requires_grad_() for n in update
                     }
                     x, y = (
-                        cohort.rows(table, where[lanes, columns]),
+                        cohort.select_rows(table, where[lanes, columns]),
                         task.targets(which[lanes, columns]),
                     )
                     loss = task.losses({**take(others, lanes), **hat}, x, y, cut)
                     if not loss.requires_grad:
                         raise UserError(
                             "The loss does not depend on the parameters that ALA governs "
-                            f"({few(list(update))}): choose other layers, and do not detach the loss."
+                            f"({list_few(list(update))}): choose other layers, and do not detach the loss."
                         )
                     gradients = torch.autograd.grad(
                         loss.sum(), list(hat.values()), materialize_grads=True
@@ -415,7 +407,7 @@ def _samples(cohort: Cohort, share: float) -> Samples:
         chosen: np.ndarray = rows[_positions(cohort.draw(lane, "ala sample"), len(rows), share)]
         return chosen
 
-    return cohort.samples(sample(lane) for lane in range(len(cohort)))
+    return cohort.load_samples(sample(lane) for lane in range(len(cohort)))
 
 
 def _positions(draw: np.random.Generator, size: int, share: float) -> np.ndarray:
@@ -566,7 +558,12 @@ class ALA:
         task.dtype = dtype
         task.uses_channels_last = False  # one pass over the samples would not repay the trial
         cohort = Cohort(
-            task, [0], [self.settings.seed], round=self.round + 1, received=received, source=[0]
+            task,
+            [0],
+            [self.settings.seed],
+            round=self.round + 1,
+            received=Message(received),
+            source=[0],
         )
         whole = replace(self.settings, sample=1.0)  # what was collected is the sample
         initialized, state, outcome = initialize(

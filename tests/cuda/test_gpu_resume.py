@@ -3,13 +3,13 @@
 import pytest
 from runs.test_resume import interrupted, planned, same
 
-from fedala.methods import everything
+from fedala.methods import list_methods
 from fedala.runs.execute import execute
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("method", everything())
+@pytest.mark.parametrize("method", list_methods())
 def test_resumed_is_uninterrupted(method, tmp_path):
     options = {"device": "cuda", "seeds": 2}
     execute(planned(method, **options), tmp_path / "whole")

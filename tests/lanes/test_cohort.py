@@ -12,11 +12,14 @@ from torch import nn
 from fedala import UserError, run
 from fedala.ala import Settings, fresh, initialize
 from fedala.data import Dataset as Data
-from fedala.lanes.cohort import Cohort, average, model_state, steps
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
+from fedala.lanes.messages import Message, Piece, Uploads
+from fedala.lanes.samples import iterate_steps
+from fedala.lanes.task import model_state
 from fedala.lanes.trees import join, take
 from fedala.methods import make
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 #: Zero to nine batches of four, whole and partial, two of one size.
 SIZES = [37, 36, 30, 21, 21, 16, 8, 5, 4, 3, 3, 1, 0]
@@ -178,7 +181,7 @@ def test_the_gradient_of_a_padding_row_is_spared_in_every_lane():
 def test_steps_visit_every_sample_once_and_drop_only_what_they_may(lengths, size, drop_last):
     lengths = sorted(lengths, reverse=True)
     seen = [[] for _ in lengths]
-    for lanes, columns in steps(lengths, size, drop_last=drop_last):
+    for lanes, columns in iterate_steps(lengths, size, drop_last=drop_last):
         assert columns.stop - columns.start <= size
         for lane in range(lanes.start, lanes.stop):
             seen[lane] += range(columns.start, columns.stop)
@@ -189,7 +192,8 @@ def test_steps_visit_every_sample_once_and_drop_only_what_they_may(lengths, size
 
 def test_average_is_weighted_and_leaves_counters_whole():
     params = {"w": torch.tensor([[1.0], [4.0]]), "n": torch.tensor([3, 9])}
-    mean = average(params, torch.tensor([1.0, 2.0]))
+    pieces = [Piece(Message(params), [0, 1], [0, 1])]
+    mean = Uploads([0, 1], torch.tensor([1.0, 2.0]), pieces).average().model
     assert mean["w"].tolist() == [[3.0]]
     assert mean["n"].tolist() == [3]
 
@@ -222,7 +226,7 @@ def test_features_that_do_not_fit_are_computed_again_with_the_same_result(
         simulation = Simulation(
             make("fedala", {"ala.layers": layers}), task, start_of(task, build), rounds=2
         )
-        found.append([row["loss"] for row in simulation.run()])
+        found.append([row.loss for row in simulation.run()])
         if model == "cnn" or layers == 1:
             assert any(cuts) == (memory is None)
         cuts.clear()
@@ -354,7 +358,7 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
             lanes=lanes,
         )
         rows = list(simulation.run())
-        found.append([row["loss"] for row in rows])
+        found.append([row.loss for row in rows])
         state = simulation.servers[0]["global"]
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] == pytest.approx(found[2], rel=1e-9)
@@ -389,7 +393,7 @@ def test_fedala_run_takes_such_models_in_any_number_of_lanes():
             dataset=Data("own", x, y, 3), model=build, method="fedala", rounds=2, clients=4, partition="iid",
             lanes=lanes, device="cpu", set={"fedala.max_epochs": 2},
         )  # fmt: skip
-        losses.append([row["loss"] for row in result.history])
+        losses.append([row.loss for row in result.history])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
 

@@ -6,7 +6,8 @@ from small import assert_close, ragged_task, start_of
 from torch import nn
 
 from fedala.lanes import row_gradients as embedding
-from fedala.lanes.cohort import Cohort, descend, pull
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.training import descend, pull
 from fedala.lanes.trees import join
 from fedala.models import fasttext
 

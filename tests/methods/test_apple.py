@@ -11,11 +11,12 @@ from torch import nn
 from torch.func import functional_call
 
 from fedala.errors import UserError
-from fedala.lanes.cohort import Cohort, Task
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.randomness import draw
+from fedala.lanes.task import Task
 from fedala.methods import make
 from fedala.runs.execute import run
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13, 0]
 SETTINGS = {"apple.eta": 0.02, "apple.mu": 0.3, "apple.scheduled": 1.0}

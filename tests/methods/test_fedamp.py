@@ -85,7 +85,7 @@ def test_it_is_the_plain_loop(values, ala):
             1e-9,
         )
         assert_close(models[0, client], lane(personal[client]), 1e-9)
-    assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
+    assert [row.loss for row in rows] == pytest.approx(history, abs=1e-9)
 
 
 def shares(distances, weights=None, **settings):
@@ -98,7 +98,7 @@ def test_two_clients_by_hand():
     """w_1 = (0, 0), w_2 = (1, 2), σ = 5, α = 2: ξ = 2·exp(−5/5)/5 = 0.4/e, u_1 = (1 − ξ)·w_1 + ξ·w_2 = ξ·(1, 2)."""
     method = FedAMP(alpha=2.0, sigma=5.0)
     start = {"w": torch.zeros(1, 2).double()}
-    server = method.serve(SimpleNamespace(trainable=("w",)), start, [1, 1])
+    server = method.init_server(SimpleNamespace(trainable=("w",)), start, [1, 1])
     assert_close(method.send(server, [0, 1]), start, 0)
     models = {"w": torch.tensor([[0.0, 0.0], [1.0, 2.0]]).double()}
     sent = method.send(method.aggregate(server, models, torch.tensor([3.0, 7.0]), [0, 1]), [0, 1])
@@ -111,7 +111,7 @@ def test_the_first_round_sends_the_initial_model_as_it_is():
     simulation, _, _ = simulate("fedamp", ragged_task(SIZES), rounds=0)
     assert_close(
         simulation.method.send(simulation.servers[0], list(range(len(SIZES)))),
-        simulation.start[0],
+        simulation.initial[0],
         0,
     )
 
@@ -127,7 +127,7 @@ def test_clients_far_apart_stay_alone():
 
 def test_identical_clients_share_equally():
     same = [[0.0] * 4] * 4
-    mixed = shares(same)  # α/σ is far above 1: everything goes to the others
+    mixed = shares(same)  # α/σ is far above 1: list_methods goes to the others
     assert torch.allclose(mixed, (1 - torch.eye(4).double()) / 3)
     mixed = shares(same, alpha=0.025, sigma=0.1)  # ξ = 1/4: to all alike
     assert torch.allclose(mixed, torch.full((4, 4), 0.25).double())
@@ -173,7 +173,7 @@ def test_running_statistics_travel_but_make_no_distance():
         "count": torch.tensor([3, 4]),
     }
     server = method.aggregate(
-        method.serve(SimpleNamespace(trainable=("w",)), start, [1, 1]),
+        method.init_server(SimpleNamespace(trainable=("w",)), start, [1, 1]),
         models,
         torch.ones(2),
         [0, 1],

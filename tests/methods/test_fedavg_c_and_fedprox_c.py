@@ -41,7 +41,7 @@ def test_against_a_plain_loop(name, mu, shuffle):
     task = ragged_task(SIZES, shuffle=shuffle)
     settings = {f"{name}.epochs": 3} | ({"fedprox-c.mu": mu} if mu else {})
     simulation, _, models = simulate(name, task, rounds=2, settings=settings)
-    server, tuned = reference(task, simulation.start[0], mu, 3, 2)
+    server, tuned = reference(task, simulation.initial[0], mu, 3, 2)
     assert_close(models[0, None], plain.lane(server, models[0, None]), 1e-9)
     for client in range(len(SIZES)):
         assert_close(models[0, client], plain.lane(tuned[client], models[0, client]), 1e-9)
@@ -59,7 +59,7 @@ def test_tuning_by_hand():
     task.x, task.y = torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[2.0], [6.0]]).double()
     zero = {"weight": torch.zeros(1, 1, 1).double(), "bias": torch.zeros(1, 1).double()}
     method, cohort = make("fedavg-c", {"fedavg-c.epochs": 1}), Cohort(task, [0], [0])
-    tuned, state = method.initialize(cohort, zero, method.fresh(task, zero))
+    tuned, state = method.initialize(cohort, zero, method.init_client(task, zero))
     assert (tuned["weight"].item(), tuned["bias"].item()) == (
         pytest.approx(2.0),
         pytest.approx(0.8),
@@ -71,7 +71,7 @@ def test_tuning_by_hand():
     )
     # FedProx-C with μ = 1: at the anchor no pull; from tuned the pull adds w − 0 = 2 and b − 0 = 0.8 to the gradient.
     method = make("fedprox-c", {"fedprox-c.epochs": 1, "fedprox-c.mu": 1})
-    tuned, state = method.initialize(cohort, zero, method.fresh(task, zero))
+    tuned, state = method.initialize(cohort, zero, method.init_client(task, zero))
     upload, _ = method.train(cohort, tuned, zero, state)
     assert (upload["weight"].item(), upload["bias"].item()) == (
         pytest.approx(1.48),
@@ -89,10 +89,10 @@ def test_without_tuning_it_is_fedavg(join_ratio):
     )
     assert_close(own[0, None], models[0, None], 0)
     for row, own_row in zip(rows, own_rows, strict=True):
-        assert row["accuracy_joined"] == own_row["accuracy_joined"]
-        assert join_ratio < 1 or row["loss"] == pytest.approx(own_row["loss"], abs=1e-12)
+        assert row.accuracy_joined == own_row["accuracy_joined"]
+        assert join_ratio < 1 or row.loss == pytest.approx(own_row["loss"], abs=1e-12)
         assert row.get("train_loss") == own_row.get("train_loss")
-    for client in fedavg.participants(0, 4):
+    for client in fedavg.draw_participants(0, 4):
         assert_close(own[0, client], models[0, None], 0)
 
 
@@ -115,7 +115,7 @@ def test_tuning_and_training_see_their_batches_in_different_orders():
     task = ragged_task([22])
     cohort = Cohort(task, [0], [0])
     orders = [
-        cohort.shuffled(0, task.parts["train"][0], purpose, 0).tolist()
+        cohort.shuffle(0, task.parts["train"][0], purpose, 0).tolist()
         for purpose in ("tuning", "batches")
     ]
     assert orders[0] != orders[1]
@@ -129,14 +129,18 @@ def test_tuning_and_training_see_their_batches_in_different_orders():
 def test_outside_the_round_a_client_has_what_its_training_left_it():
     task = ragged_task(SIZES)
     simulation, _, models = simulate("fedavg-c", task, rounds=3, join_ratio=0.5)
-    outside = set(range(len(SIZES))) - set(simulation.participants(0, 4))
-    seen = {client for round in (1, 2, 3) for client in simulation.participants(0, round)} & outside
+    outside = set(range(len(SIZES))) - set(simulation.draw_participants(0, 4))
+    seen = {
+        client for round in (1, 2, 3) for client in simulation.draw_participants(0, round)
+    } & outside
     assert seen, "somebody should have taken part and stay out at the end for this test to bite"
     for client in seen:
         last = Cohort(task, [client], [0])
         assert_close(models[0, client], simulation.clients[0, client]["local"], 0)
         score = last.evaluate(models[0, client])
-        assert simulation.left[0, client, 0].tolist() == pytest.approx([t.item() for t in score])
+        assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx(
+            [t.item() for t in score]
+        )
 
 
 @pytest.mark.parametrize("name", ["fedavg-c", "fedprox-c"])

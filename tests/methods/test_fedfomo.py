@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
-from fedala.lanes.cohort import Cohort, Task, model_state
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.randomness import draw
+from fedala.lanes.task import Task, model_state
 from fedala.methods import make
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13]
 
@@ -202,13 +203,13 @@ def test_models_of_clients_that_never_took_part_are_not_sent():
     """Per round: as many models as there are clients with samples that have taken part before."""
     task = ragged_task([9, 9, 9, 9, 9, 0])
     simulation = Simulation(make("fedfomo"), task, start_of(task), rounds=5, join_ratio=0.34)
-    size = sum(value.numel() for value in simulation.start[0].values())
+    size = sum(value.numel() for value in simulation.initial[0].values())
     seen, counts = set(), []
     for round in range(1, 6):
         [row] = simulation.step(round, train=True)
         counts.append(len(seen))
-        assert row["sent"] == len(seen) * size
-        seen |= set(simulation.participants(0, round)) - {5}
+        assert row.sent == len(seen) * size
+        seen |= set(simulation.draw_participants(0, round)) - {5}
     assert counts[0] == 0
     assert len(set(counts)) > 2, "clients should join at different times for this test to bite"
 

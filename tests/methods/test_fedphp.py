@@ -12,12 +12,13 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.errors import UserError
-from fedala.lanes.cohort import Cohort, model_state
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
+from fedala.lanes.task import model_state
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, Step, mmd
 from fedala.models import cnn
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 SIZES = [5, 13, 3, 0, 8]
 
@@ -92,7 +93,7 @@ def test_it_is_the_plain_loop(variant, ala):
     assert_close(models[0, None], lane(received), 1e-9)
     for client in range(len(SIZES)):
         assert_close(models[0, client], lane(evaluated[client]), 1e-9)
-    assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
+    assert [row.loss for row in rows] == pytest.approx(history, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["fedphp", "fedphp+ala"])
@@ -105,8 +106,8 @@ def test_the_historical_variant_is_the_same_in_any_number_of_lanes(name):
     assert alone[2].keys() == together[2].keys()
     for key in alone[2]:
         assert_close(alone[2][key], together[2][key], 1e-10)
-    assert [row["loss"] for row in alone[1]] == pytest.approx(
-        [row["loss"] for row in together[1]], abs=1e-9
+    assert [row.loss for row in alone[1]] == pytest.approx(
+        [row.loss for row in together[1]], abs=1e-9
     )
 
 
@@ -182,7 +183,7 @@ def test_the_distance_alone_does_not_move_a_model_that_is_its_own_teacher():
             assert (value - start[name]).abs().max() > 1e-3
         elif value.is_floating_point():
             assert torch.allclose(value, start[name], rtol=0, atol=1e-12)
-    assert [row["train_loss"] for row in rows[:2]] == pytest.approx([0, 0], abs=1e-12)
+    assert [row.metrics["train_loss"] for row in rows[:2]] == pytest.approx([0, 0], abs=1e-12)
 
 
 def test_the_variants_differ_and_the_historical_model_is_tested():
@@ -267,7 +268,9 @@ def test_our_own_models_are_cut_where_they_say():
         {n: v.clone() for n, v in model_state(one).items()} for one in (model, teacher)
     )
     method = FedPHP(lam=0.7)
-    trained, _ = method.train(Cohort(task, [0], [0]), start, received, method.fresh(task, start))
+    trained, _ = method.train(
+        Cohort(task, [0], [0]), start, received, method.init_client(task, start)
+    )
     rows = task.parts["train"][0]
     loss = F.cross_entropy(model(task.x[rows]), task.y[rows])
     teacher(task.x[rows])

@@ -13,7 +13,7 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.trees import join, leaves
 from fedala.methods import make
 from fedala.models import cnn
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
 HEAD = ("out.weight", "out.bias")
@@ -61,7 +61,7 @@ def test_against_a_plain_loop(name, net, shuffle):
     models = {}
     for _ in simulation.run(lambda personal: models.update({personal.client: personal.model})):
         pass
-    server = plain.module(task, simulation.start[0])
+    server = plain.module(task, simulation.initial[0])
     local = [server] * len(SIZES)
     ala = [
         plain.PlainALA(task, client, ("hidden.weight", "hidden.bias"))
@@ -76,7 +76,7 @@ def test_against_a_plain_loop(name, net, shuffle):
         if round < 3:
             local = [trained(model, task, client, round, 2) for client, model in enumerate(start)]
             server = plain.mean(local, SIZES)
-    body = [name for name in simulation.start[0] if name not in HEAD]
+    body = [name for name in simulation.initial[0] if name not in HEAD]
     assert_close(models[None], plain.lane(server, body), 1e-9)
     for client in range(len(SIZES)):
         assert_close(models[client], plain.lane(start[client]), 1e-9)
@@ -102,14 +102,14 @@ def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
     monkeypatch.setattr(type(method), "aggregate", aggregating)
     task = ragged_task(SIZES)
     simulation, rows, models = simulate(name, task, rounds=3)
-    assert travelled == set(simulation.start[0]) - set(HEAD)
-    size = sum(value.numel() for key, value in simulation.start[0].items() if key not in HEAD)
-    assert [(row["sent"], row["uploaded"]) for row in rows] == [(size, size)] * 3 + [(size, 0)]
+    assert travelled == set(simulation.initial[0]) - set(HEAD)
+    size = sum(value.numel() for key, value in simulation.initial[0].items() if key not in HEAD)
+    assert [(row.sent, row.uploaded) for row in rows] == [(size, size)] * 3 + [(size, 0)]
     assert models[0, None].keys() == travelled
     heads = [models[0, client]["out.weight"] for client in range(len(SIZES))]
     apart = [(a - b).abs().max().item() for i, a in enumerate(heads) for b in heads[:i]]
     assert min(apart) > 1e-3
-    assert torch.equal(heads[SIZES.index(0)], simulation.start[0]["out.weight"])
+    assert torch.equal(heads[SIZES.index(0)], simulation.initial[0]["out.weight"])
 
 
 def test_the_evaluated_body_is_the_received_one_and_is_recognised():
@@ -121,15 +121,15 @@ def test_the_evaluated_body_is_the_received_one_and_is_recognised():
         for name, value in task.model.named_parameters()
     }
     method = make("fedrep")
-    received = method.shared(task, start)
+    received = method.shared_part(task, start)
     cohort = Cohort(task, [0, 1], [0, 0], received=received, source=[0, 0])
-    initialized, _ = method.initialize(cohort, received, method.fresh(task, start))
+    initialized, _ = method.initialize(cohort, received, method.init_client(task, start))
     assert initialized.keys() == start.keys()
     assert all(initialized[name] is received[name] for name in received)
     assert cohort._own_layers(initialized) == 1
     # With ALA on top of it, the last layer of the body is the client's own as well.
     method = make("fedrep+ala", {"ala.max_epochs": 1})
-    state = method.fresh(task, {name: value + 0.1 for name, value in start.items()})
+    state = method.init_client(task, {name: value + 0.1 for name, value in start.items()})
     initialized, _ = method.initialize(cohort, received, state)
     assert cohort._own_layers(initialized) == 2
     assert torch.equal(initialized["fc2.weight"], start["fc2.weight"] + 0.1)
@@ -158,25 +158,32 @@ def test_the_frozen_part_runs_in_evaluation_mode(net):
 def test_outside_the_round_a_client_has_the_body_that_it_trained_last_and_its_head():
     task = ragged_task(SIZES)
     simulation, _, models = simulate("fedrep", task, rounds=1, join_ratio=0.5)
-    left = set(simulation.participants(0, 1)) - set(simulation.participants(0, 2))
+    left = set(simulation.draw_participants(0, 1)) - set(simulation.draw_participants(0, 2))
     assert left
     for client in left:
-        expected = trained(plain.module(task, simulation.start[0]), task, client, 1, 5)
+        expected = trained(plain.module(task, simulation.initial[0]), task, client, 1, 5)
         assert_close(models[0, client], plain.lane(expected, models[0, client]), 1e-9)
         score = Cohort(task, [client], [0]).evaluate(models[0, client])
-        assert simulation.left[0, client, 0].tolist() == pytest.approx([t.item() for t in score])
+        assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx(
+            [t.item() for t in score]
+        )
 
 
 def test_what_ala_governs_is_below_the_head():
     model = cnn()
     method = make("fedrep+ala")
-    assert method.governed(model, 1) == ("fc1.weight", "fc1.bias")
-    assert method.governed(model, 2) == ("conv2.weight", "conv2.bias", "fc1.weight", "fc1.bias")
-    assert method.governed(model, 0) == ()
+    assert method.ala_parameters(model, 1) == ("fc1.weight", "fc1.bias")
+    assert method.ala_parameters(model, 2) == (
+        "conv2.weight",
+        "conv2.bias",
+        "fc1.weight",
+        "fc1.bias",
+    )
+    assert method.ala_parameters(model, 0) == ()
     with pytest.raises(
         UserError, match=r"layers must be between 0 and 3, the layers of FedRep's body, not 4"
     ):
-        method.governed(model, 4)
+        method.ala_parameters(model, 4)
 
 
 def test_ala_without_layers_is_plain_fedrep():

@@ -1,32 +1,43 @@
 """What every method must hold, and what sets each apart."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from small import assert_close, ragged_task, simulate, start_of
+from small import assert_close, evaluate_all, ragged_task, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
 from fedala.lanes.trees import leaves
-from fedala.methods import catalogue, everything, make
-from fedala.simulation.rounds import Simulation
+from fedala.methods import catalogue, list_methods, make
+from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
-EVERY = everything()
+EVERY = list_methods()
 
 
 #: Each method with the shares of clients per round that it takes.
 RATIOS = [
-    (name, ratio) for name in EVERY for ratio in (1.0, 0.5) if ratio == 1 or not make(name).everyone
+    (name, ratio)
+    for name in EVERY
+    for ratio in (1.0, 0.5)
+    if ratio == 1 or not make(name).requires_all_clients
 ]
 
 
 def same_rows(a, b, tolerance):
-    assert [(row["seed"], row["round"]) for row in a] == [(row["seed"], row["round"]) for row in b]
+    assert [(row.seed, row.round) for row in a] == [(row.seed, row.round) for row in b]
     for one, other in zip(a, b, strict=True):
-        for key in one.keys() - {"seconds", "clients"}:
-            assert one[key] == pytest.approx(other[key], abs=tolerance, nan_ok=True), key
-        assert np.allclose(one["clients"], other["clients"], atol=tolerance)
+        cells, expected = one.columns(), other.columns()
+        for key in cells.keys() - {"seconds"}:
+            assert cells[key] == pytest.approx(expected[key], abs=tolerance, nan_ok=True), key
+
+
+def same_evaluations(a, b, tolerance):
+    same_rows([one.row for one in a], [other.row for other in b], tolerance)
+    for one, other in zip(a, b, strict=True):
+        assert np.allclose(one.client_scores, other.client_scores, atol=tolerance)
 
 
 @pytest.mark.parametrize(("name", "join_ratio"), RATIOS)
@@ -34,15 +45,15 @@ def test_lanes_are_independent_over_rounds(name, join_ratio):
     """One client after another, three at a time, all together, and two seeds together or each alone: the same."""
     task = ragged_task(SIZES)
     options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
-    _, rows, models = simulate(name, task, lanes=1, **options)
+    _, evaluations, models = evaluate_all(name, task, lanes=1, **options)
     for lanes in (3, None):
-        _, other_rows, other_models = simulate(name, task, lanes=lanes, **options)
-        same_rows(rows, other_rows, 1e-9)
+        _, others, other_models = evaluate_all(name, task, lanes=lanes, **options)
+        same_evaluations(evaluations, others, 1e-9)
         assert models.keys() == other_models.keys()
         for key in models:
             assert_close(models[key], other_models[key], 1e-10)
-    _, single, single_models = simulate(name, task, **{**options, "seeds": (4,)})
-    same_rows([row for row in rows if row["seed"] == 4], single, 1e-9)
+    _, single, single_models = evaluate_all(name, task, **{**options, "seeds": (4,)})
+    same_evaluations([one for one in evaluations if one.row.seed == 4], single, 1e-9)
     for key in single_models:
         assert_close(models[key], single_models[key], 1e-10)
 
@@ -52,7 +63,7 @@ def test_clients_in_threads_are_clients_one_after_another(name):
     one, other = (
         simulate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3)
     )
-    assert other[0].threads == 3
+    assert other[0].transport.threads == 3
     same_rows(one[1], other[1], 1e-12)
     for key in one[2]:
         assert_close(one[2][key], other[2][key], 1e-12)
@@ -65,7 +76,7 @@ def test_the_same_seed_gives_the_same_history_and_another_does_not(name):
     same_rows(first[1], again[1], 0)
     for key in first[2]:
         assert_close(first[2][key], again[2][key], 0)
-    assert [row["loss"] for row in first[1]] != [row["loss"] for row in other[1]]
+    assert [row.loss for row in first[1]] != [row.loss for row in other[1]]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -77,18 +88,21 @@ def test_it_goes_on_from_its_declared_state_alone(name):
     half = Simulation(first.method, task, start_of(task), rounds=4, join_ratio=join_ratio)
     for round in (1, 2):
         half.step(round, train=True)
-    first.servers, first.clients, first.left = half.servers, half.clients, half.left
-    rows = [row for round in (3, 4, 5) for row in first.step(round, train=round < 5)]
+    first.servers, first.absent_scores = half.servers, half.absent_scores
+    first.transport.client_states = half.clients
+    rows = [
+        evaluation.row for round in (3, 4, 5) for evaluation in first.step(round, train=round < 5)
+    ]
     for (_, a), (_, b) in zip(leaves(whole.servers), leaves(first.servers), strict=True):
         assert torch.equal(a, b)
-    assert [row["round"] for row in rows] == [2, 3, 4]
+    assert [row.round for row in rows] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_client_without_training_samples_keeps_what_it_received_and_has_no_weight(name):
     empty = SIZES.index(0)
     _, rows, models = simulate(name, ragged_task(SIZES), rounds=3)
-    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert all(np.isfinite(row.loss) for row in rows)
     if name == "fedala":
         assert_close(models[0, empty], models[0, None], 0)
     task = ragged_task(SIZES)
@@ -103,9 +117,9 @@ def test_a_client_without_training_samples_keeps_what_it_received_and_has_no_wei
 
 def test_t_rounds_give_t_plus_one_evaluations():
     _, rows, _ = simulate("fedavg", ragged_task(SIZES), rounds=3)
-    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    assert [row.round for row in rows] == [0, 1, 2, 3]
     _, rows, _ = simulate("fedavg", ragged_task(SIZES), rounds=3, eval_every=2)
-    assert [row["round"] for row in rows] == [0, 2, 3]
+    assert [row.round for row in rows] == [0, 2, 3]
 
 
 #: What goes to each client and what comes back, where it is not one model each way.
@@ -120,14 +134,14 @@ COMMUNICATION = {
 
 
 def test_what_is_sent_is_counted():
-    start = simulate("fedavg", ragged_task(SIZES))[0].start[0]
+    start = simulate("fedavg", ragged_task(SIZES))[0].initial[0]
     parameters = sum(value.numel() for value in start.values())
     head = sum(value.numel() for name, value in start.items() if name.startswith("out."))
     for name in EVERY:
         _, rows, _ = simulate(name, ragged_task(SIZES), rounds=2)
         travels = parameters - head if name.startswith("fedrep") else parameters
         sent, uploaded = COMMUNICATION.get(name, lambda model: (model, model))(travels)
-        assert (rows[1]["sent"], rows[1]["uploaded"]) == (sent, uploaded), name
+        assert (rows[1].sent, rows[1].uploaded) == (sent, uploaded), name
 
 
 # --- what sets each apart --------------------------------------------------------------------------------------------
@@ -160,9 +174,9 @@ def test_a_strong_proximal_term_holds_the_model_at_the_anchor():
     cohort = Cohort(task, [0], [0])
     trained = cohort.sgd(start, proximal=(10.0, anchor))
     by_hand = {name: value.clone() for name, value in start.items()}
-    order = cohort.shuffled(0, task.parts["train"][0], "batches", 0)
+    order = cohort.shuffle(0, task.parts["train"][0], "batches", 0)
     for rows in order[:4], order[4:8], order[8:]:
-        with task.mode(training=True):
+        with task.use_mode(training=True):
             _, gradients = task.gradients(by_hand, task.x[rows][None], task.y[rows][None])
         by_hand |= {name: anchor[name] - 0.1 * gradient for name, gradient in gradients.items()}
     assert_close(trained, by_hand, 1e-12)
@@ -190,13 +204,16 @@ def test_fedala_without_layers_is_fedavg():
     assert_close(fedala[2][0, 1], fedavg[2][0, None], 0)
 
 
+def without_ala(row):
+    metrics = {name: value for name, value in row.metrics.items() if "ala" not in name}
+    return replace(row, metrics=metrics)
+
+
 def test_fedala_switched_on_late_is_fedavg_until_then():
     late, fedavg = final("fedala", {"fedala.start_round": 4}), final("fedavg")
-    same_rows(
-        [{k: v for k, v in row.items() if "ala" not in k} for row in late[1][:3]], fedavg[1][:3], 0
-    )
-    assert late[1][3]["ala_epochs"] > 1
-    assert late[1][3]["loss"] != fedavg[1][3]["loss"]
+    same_rows([without_ala(row) for row in late[1][:3]], fedavg[1][:3], 0)
+    assert late[1][3].metrics["ala_epochs"] > 1
+    assert late[1][3].loss != fedavg[1][3].loss
 
 
 def test_fedala_keeps_the_received_lower_layers_and_blends_the_upper_ones():
@@ -213,9 +230,9 @@ def test_fedala_keeps_the_received_lower_layers_and_blends_the_upper_ones():
 
 def test_the_first_round_is_skipped_and_later_ones_are_not():
     _, rows, _ = final("fedala")
-    assert rows[0]["ala_epochs"] == 0
-    assert rows[1]["ala_epochs"] > 1
-    assert 0 < rows[2]["ala_epochs"] <= 1
+    assert rows[0].metrics["ala_epochs"] == 0
+    assert rows[1].metrics["ala_epochs"] > 1
+    assert 0 < rows[2].metrics["ala_epochs"] <= 1
 
 
 def test_clients_that_join_late_start_their_initial_stage_late():
@@ -226,12 +243,16 @@ def test_clients_that_join_late_start_their_initial_stage_late():
     assert not any(state["ala"]["trained"].any() for state in simulation.clients.values())
     learned, late = set(), []
     for round in range(2, 13):
-        joined = simulation.participants(0, round)
-        [row] = simulation.step(round, train=True)
+        joined = simulation.draw_participants(0, round)
+        [row] = [evaluation.row for evaluation in simulation.step(round, train=True)]
         newcomers = set(joined) - learned
-        assert row["ala_epochs"] > 10 if len(newcomers) == len(joined) else row["ala_epochs"] >= 1
+        assert (
+            row.metrics["ala_epochs"] > 10
+            if len(newcomers) == len(joined)
+            else row.metrics["ala_epochs"] >= 1
+        )
         if not newcomers:
-            assert row["ala_epochs"] == 1
+            assert row.metrics["ala_epochs"] == 1
         late += [round] * len(newcomers)
         learned |= newcomers
         assert all(bool(simulation.clients[0, client]["ala"]["trained"][0]) for client in joined)
@@ -256,7 +277,7 @@ def test_fedavg_with_ala_is_fedala():
     [
         ("fedalla", {}, "did you mean fedala"),
         ("fedprox+alb", {}, "no method"),
-        ("fedala+ala", {}, "no method"),
+        ("fedala+ala", {}, "fedala\\+ala is refused: FedALA is FedAvg with ALA already"),
         ("local+ala", {}, "refused"),
         ("fedfomo+ala", {}, "fedfomo\\+ala is refused: FedFomo downloads several models"),
         ("apple+ala", {}, "apple\\+ala is refused: APPLE downloads several models"),

@@ -16,7 +16,7 @@ from fedala.lanes.randomness import draw
 from fedala.lanes.trees import leaves, tree_map
 from fedala.methods import WithALA, make
 from fedala.methods.partialfed import PartialFed
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 SIZES = [44, 22, 13, 5]
 #: Layers of `Net`, output first.
@@ -121,7 +121,7 @@ class Settled(PartialFed):
     load: bool = True
 
     def fresh(self, task, start):
-        state = super().fresh(task, start)
+        state = super().init_client(task, start)
         return {
             **state,
             "logits": state["logits"]
@@ -150,7 +150,7 @@ def test_logits_for_keeping_make_it_local():
 
 
 def test_with_ala_the_kept_copy_starts_from_alas_model():
-    """If everything is kept, what is kept is ALA(g, w): FedALA."""
+    """If list_methods is kept, what is kept is ALA(g, w): FedALA."""
     _, models = run(WithALA(Settled(f_s=0, load=False), Settings()), ragged_task(SIZES))
     _, _, fedala = simulate("fedala", ragged_task(SIZES), rounds=3)
     for client in range(len(SIZES)):
@@ -270,7 +270,7 @@ def test_of_every_ten_batches_eight_step_the_weights_also_where_a_round_has_one(
 
 def test_equal_logits_load():
     cohort, received, kept, logits = setting()
-    model = make("partialfed").evaluated(
+    model = make("partialfed").model_to_evaluate(
         cohort, kept, received, {"logits": torch.zeros_like(logits)}
     )
     assert_close(model, received, 0)

@@ -61,7 +61,7 @@ def test_against_a_plain_loop(name, shuffle):
         plain.PlainALA.SETTINGS if "+" in name else {}
     )
     simulation, _, models = simulate(name, task, rounds=2, settings=settings)
-    server = plain.module(task, simulation.start[0])
+    server = plain.module(task, simulation.initial[0])
     ala = [plain.PlainALA(task, client) for client in range(len(SIZES))]
     local = [server] * len(SIZES)
     for round in (1, 2, 3):
@@ -112,16 +112,18 @@ def test_by_hand():
     """
     cohort, zero = line([(1.0, 2.0), (1.0, 3.0)])
     method = make("per-fedavg", {"per-fedavg.alpha": 0.1, "per-fedavg.beta": 0.5})
-    upload, _ = method.train(cohort, zero, zero, method.fresh(cohort.task, zero))
+    upload, _ = method.train(cohort, zero, zero, method.init_client(cohort.task, zero))
     assert numbers(upload) == pytest.approx((2.2, 2.2), abs=1e-12)
-    assert numbers(method.evaluated(cohort, zero, zero, {})) == pytest.approx((0.4, 0.4), abs=1e-12)
+    assert numbers(method.model_to_evaluate(cohort, zero, zero, {})) == pytest.approx(
+        (0.4, 0.4), abs=1e-12
+    )
 
 
 def test_a_single_sample_is_both_halves():
     """(1, 2) from 0, α = β = 0.1: w' = b' = 0.4, residual −1.2, ∂w = ∂b = −2.4, w = b = 0.24."""
     cohort, zero = line([(1.0, 2.0)])
     method = make("per-fedavg")
-    upload, _ = method.train(cohort, zero, zero, method.fresh(cohort.task, zero))
+    upload, _ = method.train(cohort, zero, zero, method.init_client(cohort.task, zero))
     assert numbers(upload) == pytest.approx((0.24, 0.24), abs=1e-12)
 
 
@@ -176,26 +178,28 @@ def test_evaluation_adapts_on_the_first_training_samples_and_on_nothing_else():
     """Other test data, and other training data after the first B samples, change nothing of what is evaluated."""
     task = ragged_task([22, 13])
     method, start = make("per-fedavg"), start_of(task)(0)
-    first = method.evaluated(Cohort(task, [0], [0]), start, start, {})
+    first = method.model_to_evaluate(Cohort(task, [0], [0]), start, start, {})
     task.y[task.parts["test"][0]] = 2 - task.y[task.parts["test"][0]]
     task.x[task.parts["train"][0][4:]] += 1
-    assert_close(method.evaluated(Cohort(task, [0], [0], round=7), start, start, {}), first, 1e-12)
+    assert_close(
+        method.model_to_evaluate(Cohort(task, [0], [0], round=7), start, start, {}), first, 1e-12
+    )
     task.x[task.parts["train"][0][3]] += 1
-    changed = method.evaluated(Cohort(task, [0], [0]), start, start, {})
+    changed = method.model_to_evaluate(Cohort(task, [0], [0]), start, start, {})
     assert (changed["out.weight"] - first["out.weight"]).abs().max() > 1e-6
 
 
 def test_outside_the_round_a_client_has_its_trained_model_adapted():
     task = ragged_task(SIZES)
     simulation, _, models = simulate("per-fedavg", task, rounds=1, join_ratio=0.5)
-    method, start = make("per-fedavg"), simulation.start[0]
+    method, start = make("per-fedavg"), simulation.initial[0]
     compared = 0
-    for client in set(simulation.participants(0, 1)) - set(simulation.participants(0, 2)):
+    for client in set(simulation.draw_participants(0, 1)) - set(simulation.draw_participants(0, 2)):
         cohort = Cohort(task, [client], [0], round=1)
         trained, _ = method.train(cohort, start, start, {})
-        expected = method.evaluated(cohort, trained, start, {})
+        expected = method.model_to_evaluate(cohort, trained, start, {})
         assert_close(models[0, client], expected, 1e-10)
         score = [t.item() for t in cohort.evaluate(expected)]
-        assert simulation.left[0, client, 0].tolist() == pytest.approx(score)
+        assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx(score)
         compared += SIZES[client] > 0
     assert compared

@@ -11,7 +11,8 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.errors import UserError
-from fedala.lanes.cohort import Cohort, Task, model_state
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.task import Task, model_state
 from fedala.methods import make
 from fedala.methods.pfedme import PFedMe
 
@@ -63,7 +64,7 @@ def test_it_is_the_plain_loop(ala):
     assert_close(models[0, None], lane(received), 1e-9)
     for client in range(len(SIZES)):
         assert_close(models[0, client], lane(evaluated[client]), 1e-9)
-    assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
+    assert [row.loss for row in rows] == pytest.approx(history, abs=1e-9)
 
 
 def trained_by_hand(**settings):
@@ -81,7 +82,9 @@ def trained_by_hand(**settings):
     start = {"weight": torch.tensor([[[1.0]]]).double(), "bias": torch.tensor([[0.0]]).double()}
     assert start.keys() == model_state(model).keys()
     method = PFedMe(**settings)
-    upload, kept = method.train(Cohort(task, [0], [0]), start, start, method.fresh(task, start))
+    upload, kept = method.train(
+        Cohort(task, [0], [0]), start, start, method.init_client(task, start)
+    )
     return [[value.item() for value in params.values()] for params in (upload, kept["personal"])]
 
 
@@ -138,7 +141,7 @@ def test_without_a_pull_the_local_model_stays():
     )
     for name, _ in Net().named_parameters():
         assert torch.allclose(
-            simulation.servers[0]["global"][name], simulation.start[0][name], rtol=0, atol=1e-14
+            simulation.servers[0]["global"][name], simulation.initial[0][name], rtol=0, atol=1e-14
         )
 
 

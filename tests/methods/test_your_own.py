@@ -54,22 +54,20 @@ def test_the_pages_way_to_run_it_runs():
     result = namespace["result"]
     assert list(result.methods) == ["fedper", "fedavg", "local"]
     sent = result.methods["fedper"].summary()["parameters_per_client_and_round"]["sent"]
-    everything = result.methods["fedavg"].summary()["parameters_per_client_and_round"]["sent"]
-    assert everything - sent == 512 * 10 + 10
+    list_methods = result.methods["fedavg"].summary()["parameters_per_client_and_round"]["sent"]
+    assert list_methods - sent == 512 * 10 + 10
 
 
 def test_the_upper_layers_are_personal_and_the_others_the_servers():
     simulation, rows, models = simulate(
         "fedper", ragged_task(SIZES), rounds=2, settings={"fedper.layers": 2}
     )
-    personal = {name for name in simulation.start[0] if name.startswith(("out.", "hidden."))}
-    assert models[0, None].keys() == simulation.start[0].keys() - personal
+    personal = {name for name in simulation.initial[0] if name.startswith(("out.", "hidden."))}
+    assert models[0, None].keys() == simulation.initial[0].keys() - personal
     assert (
-        rows[0]["sent"]
-        == rows[0]["uploaded"]
-        == sum(value.numel() for value in models[0, None].values())
+        rows[0].sent == rows[0].uploaded == sum(value.numel() for value in models[0, None].values())
     )
-    for name in simulation.start[0]:
+    for name in simulation.initial[0]:
         if name in personal:
             assert (models[0, 1][name] - models[0, 2][name]).abs().max() > 1e-4
         else:

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from fedala import UserError
 from fedala.data import Dataset
-from fedala.lanes.cohort import Cohort, Task, model_state
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import layers_of, upper
+from fedala.lanes.task import Task, model_state
 from fedala.methods import make
 from fedala.models import build_model, cnn, fasttext, resnet18
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
 
 def governed(model: nn.Module) -> list[int]:

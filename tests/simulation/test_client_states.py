@@ -107,7 +107,7 @@ def test_a_run_does_not_depend_on_where_states_are(budget):
 def test_only_clients_that_took_part_have_a_state():
     simulation, _, _ = simulate("fedala", ragged_task([6] * 20), rounds=2, join_ratio=0.1)
     assert set(simulation.clients) == {
-        (0, c) for round in (1, 2) for c in simulation.participants(0, round)
+        (0, c) for round in (1, 2) for c in simulation.draw_participants(0, round)
     }
     assert all(
         leaf.device.type == "cpu"

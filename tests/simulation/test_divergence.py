@@ -5,9 +5,10 @@ import torch
 from small import QUICK, assert_close, ragged_task, simulate, start_of
 
 from fedala.errors import RunError
-from fedala.lanes.cohort import Cohort, Task
-from fedala.methods import everything, make
-from fedala.simulation.rounds import Simulation
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.task import Task
+from fedala.methods import list_methods, make
+from fedala.simulation import Simulation
 
 SIZES = [9, 5, 17, 12, 3]
 BAD = 2
@@ -56,13 +57,13 @@ def simulation_of(method, task, **options):
 
 
 @pytest.mark.parametrize("lanes", [1, 2, None])
-@pytest.mark.parametrize("method", everything())
+@pytest.mark.parametrize("method", list_methods())
 def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(method, lanes, poisoned):
     """After round 2, the others have what they have in an undisturbed run, and the bad client what round 1 left it."""
     calm = simulation_of(method, ragged_task(SIZES), lanes=lanes)
     for round in (1, 2):
         [row] = calm.step(round, train=True)
-        assert row["diverged"] == 0
+        assert row.diverged == 0
         if round == 1:
             before = dict(calm.clients[0, BAD])
     poisoned()
@@ -70,7 +71,7 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
     shaken = simulation_of(method, ragged_task(SIZES), lanes=lanes, on_fault=faults.append)
     shaken.step(1, train=True)
     [row] = shaken.step(2, train=True)
-    assert row["diverged"] == 1
+    assert row.diverged == 1
     [fault] = faults
     assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
     assert str(fault).endswith("diverged in round 1, first in step 2")
@@ -80,7 +81,7 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
         assert all(map(torch.equal, leaves_of(kept), leaves_of(wanted))), f"client {client}"
     assert all(leaf.isfinite().all() for leaf in leaves_of(shaken.servers))
     [row] = shaken.step(3, train=True)
-    assert row["diverged"] == 0
+    assert row.diverged == 0
 
 
 def test_the_aggregate_is_that_of_the_others(poisoned):
@@ -106,7 +107,7 @@ def test_the_aggregate_is_that_of_the_others(poisoned):
 def test_infinite_models_are_seen(value, poisoned):
     poisoned(value=value)
     _, rows, _ = simulate("fedala", ragged_task(SIZES), rounds=3)
-    assert [row["diverged"] for row in rows] == [0, 1, 0, 0]
+    assert [row.diverged for row in rows] == [0, 1, 0, 0]
 
 
 def test_an_infinite_loss_is_seen_even_if_the_model_is_finite():
@@ -114,7 +115,7 @@ def test_an_infinite_loss_is_seen_even_if_the_model_is_finite():
         return torch.nn.functional.cross_entropy(output, y) + (torch.inf if len(y) == 3 else 0)
 
     _, rows, _ = simulate("fedavg", ragged_task([8, 4, 3], loss=loss), rounds=1)
-    assert rows[0]["diverged"] == 1
+    assert rows[0].diverged == 1
 
 
 def test_reset_starts_the_client_anew(poisoned):
@@ -122,7 +123,7 @@ def test_reset_starts_the_client_anew(poisoned):
     simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="reset")
     simulation.step(1, train=True)
     simulation.step(2, train=True)
-    assert_close(simulation.clients[0, BAD]["local"], simulation.start[0], 0)
+    assert_close(simulation.clients[0, BAD]["local"], simulation.initial[0], 0)
 
 
 def test_stop_stops_and_names_the_client(poisoned):
@@ -140,25 +141,29 @@ def test_stop_stops_and_names_the_client(poisoned):
 def test_if_everybody_diverges_the_global_model_stays():
     task = ragged_task([9, 17, 12], lr=1e38, dtype=torch.float32)
     simulation, rows, _ = simulate("fedavg", task, rounds=2)
-    assert [row["diverged"] for row in rows] == [3, 3, 0]
-    assert_close(simulation.servers[0]["global"], simulation.start[0], 0)
+    assert [row.diverged for row in rows] == [3, 3, 0]
+    assert_close(simulation.servers[0]["global"], simulation.initial[0], 0)
 
 
 def test_rounds_without_evaluation_count_too(poisoned):
     poisoned()
     _, rows, _ = simulate("fedala", ragged_task(SIZES), rounds=3, eval_every=3)
-    assert [(row["round"], row["diverged"]) for row in rows] == [(0, 0), (3, 1)]
+    assert [(row.round, row.diverged) for row in rows] == [(0, 0), (3, 1)]
 
 
 def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
     """With ρ < 1, clients outside a round are evaluated with what their last good participation left them."""
     task = ragged_task([9] * 6)
     simulation = Simulation(make("local"), task, start_of(task), rounds=3, join_ratio=0.5)
-    joined = simulation.participants(0, 1)
+    joined = simulation.draw_participants(0, 1)
     poisoned(round=1, client=joined[0])
     simulation.step(1, train=True)
-    score = Cohort(task, [joined[0]], [0]).evaluate(simulation.start[0])
-    assert simulation.left[0, joined[0], 0].tolist() == [score.correct.item(), score.loss.item(), 3]
+    score = Cohort(task, [joined[0]], [0]).evaluate(simulation.initial[0])
+    assert simulation.absent_scores[0, joined[0], 0].tolist() == [
+        score.correct.item(),
+        score.loss.item(),
+        3,
+    ]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
     monkeypatch.setattr(Cohort, "train", crowded)
     said = []
     task = ragged_task(SIZES)
-    simulation = Simulation(make(method), task, start_of(task), rounds=3, say=said.append)
+    simulation = Simulation(make(method), task, start_of(task), rounds=3, on_message=said.append)
     found = {}
     rows = list(
         simulation.run(
@@ -191,7 +196,7 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
         == "The device's memory does not suffice for 5 clients side by side: going on with 2."
     )
     for row, other in zip(rows, wanted, strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-9)
+        assert row.loss == pytest.approx(other.loss, rel=1e-9)
     for key, model in models.items():
         assert_close(found[key], model, 1e-9)
 

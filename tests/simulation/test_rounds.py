@@ -44,13 +44,13 @@ def test_the_record_is_the_w_of_every_client(lanes):
     simulation, rows, _ = simulate(
         "fedala", task, rounds=3, seeds=(4, 5), lanes=lanes, record_weights=1
     )
-    assert [row["round"] for row in rows if "weights" in row] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [row.round for row in rows if "weights" in row] == [0, 0, 1, 1, 2, 2, 3, 3]
     for row in rows:
         assert [line[:2] for line in row["weights"]] == [
             (client, name) for client in range(4) for name in ("out.weight", "out.bias")
         ]
     # The clients' states are those that the last training round left: its record is that of evaluation 2.
-    for run, row in enumerate(row for row in rows if row["round"] == 2):
+    for run, row in enumerate(row for row in rows if row.round == 2):
         for client, name, figures in row["weights"]:
             own = simulation.clients[run, client]["ala"]["weights"][name].numpy().ravel()
             counts, _ = np.histogram(own, BINS, (0, 1))
@@ -93,7 +93,7 @@ def test_records_are_made_at_the_first_evaluation_from_a_multiple_on(every, eval
     _, rows, _ = simulate(
         "fedala", ragged_task(SIZES[:2]), rounds=7, eval_every=eval_every, record_weights=every
     )
-    assert [row["round"] for row in rows if "weights" in row] == recorded
+    assert [row.round for row in rows if "weights" in row] == recorded
 
 
 def test_only_participants_are_recorded():
@@ -101,6 +101,6 @@ def test_only_participants_are_recorded():
         "fedala", ragged_task(SIZES), rounds=4, join_ratio=0.5, record_weights=1
     )
     for row in rows:
-        assert sorted({line[0] for line in row["weights"]}) == simulation.participants(
-            0, row["round"] + 1
+        assert sorted({line[0] for line in row["weights"]}) == simulation.draw_participants(
+            0, row.round + 1
         )

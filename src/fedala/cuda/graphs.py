@@ -1,108 +1,117 @@
 """Steps of local training as CUDA graphs.
 
-A step of batch size ten is a hundred tiny kernels: launched one by one, the GPU waits for Python. So a step is
-captured once for each number of lanes, with everything that changes from step to step on the device (the samples'
-order and the position in it), and replayed for as long as that many lanes have a batch. State comes and goes through
-fixed buffers.
+A step of batch size ten is a hundred tiny kernels: launched one by one, the GPU waits for Python.
+So a step is captured once for each number of lanes, with everything that changes from step to step
+on the device (the samples' order and the position in it). It is replayed as long as that many lanes
+have a batch. State comes and goes through fixed buffers.
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fedala.cuda import has_kernels
-from fedala.lanes.trees import leaves, take, tree_map
-
-if TYPE_CHECKING:
-    from fedala.lanes.cohort import Step, Task
+from fedala.lanes.task import Task
+from fedala.lanes.training import EagerRunner, Step
+from fedala.lanes.trees import is_shared, leaves, share, take, tree_map
 
 
-class Captured:
-    """The captured steps of one kind of training: its step functions, batch size and shape of state."""
+class CapturedSteps:
+    """The buffers and graphs of one kind of training: its steps, batch size and shapes."""
 
-    def __init__(
-        self, task: "Task", turns: "Sequence[Step]", size: int, lanes: int, state: Any, fixed: Any
-    ) -> None:
-        self.task, self.turns, self.size, self.lanes = task, list(turns), size, lanes
+    def __init__(self, task: Task, size: int, lanes: int, state: Any, fixed: Any) -> None:
+        self.task, self.size, self.lanes = task, size, lanes
 
-        def buffer(value: torch.Tensor) -> torch.Tensor:
+        def make_buffer(value: torch.Tensor) -> torch.Tensor:
             return value.new_empty(lanes, *value.shape[1:])
 
-        def constant(value: torch.Tensor) -> torch.Tensor:
-            shared = value.new_empty(1, *value.shape[1:])
-            return shared.expand(lanes, *value.shape[1:]) if is_shared(value) else buffer(value)
+        def make_constant(value: torch.Tensor) -> torch.Tensor:
+            if not is_shared(value):
+                return make_buffer(value)
+            one: torch.Tensor = share(value.new_empty(1, *value.shape[1:]), lanes)
+            return one
 
-        self.state, self.fixed = tree_map(buffer, state), tree_map(constant, fixed)
+        self.state, self.fixed = tree_map(make_buffer, state), tree_map(make_constant, fixed)
         longest = max((len(rows) for rows in task.parts["train"]), default=0)
-        self.table = torch.zeros(lanes, longest, dtype=torch.int64, device=task.device)
+        self.order = torch.zeros(lanes, longest, dtype=torch.int64, device=task.device)
         self.column = torch.arange(size, device=task.device)
         self.total = torch.zeros(lanes, device=task.device, dtype=task.dtype)
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, Step], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
-    def load(self, state: Any, fixed: Any, lanes: int) -> tuple[Any, Any, torch.Tensor]:
-        """Takes up what a training starts from; returns the buffers in which it will happen, and that of the losses."""
+    def load(self, state: Any, fixed: Any) -> None:
+        """Copy what a training starts from into the buffers."""
         for buffers, values in ((self.state, state), (self.fixed, fixed)):
             for (_, buffer), (_, value) in zip(leaves(buffers), leaves(values), strict=True):
                 count = 1 if is_shared(buffer) else len(value)
                 buffer[:count].copy_(value[:count])
-        part = slice(0, lanes)
-        return take(self.state, part), take(self.fixed, part), self.total[part].zero_()
+        self.total.zero_()
 
-    def order(self, table: torch.Tensor) -> None:
-        """The samples of a new epoch."""
-        self.table[: table.shape[0], : table.shape[1]].copy_(table)
+    def begin_epoch(self, order: torch.Tensor) -> None:
+        """Set the samples of an epoch: [lane, sample], padded."""
+        self.order[: order.shape[0], : order.shape[1]].copy_(order)
         torch.arange(self.size, out=self.column)
 
-    def step(self, lanes: int, turn: int) -> None:
-        """The next step of the first `lanes` lanes."""
-        self._graph(lanes, turn).replay()
+    def replay(self, step: Step, lanes: int) -> None:
+        """Take the next step of the first `lanes` lanes."""
+        if (lanes, step) not in self.graphs:
+            self.graphs[lanes, step] = self._capture(step, lanes)
+        self.graphs[lanes, step].replay()
 
-    def _graph(self, lanes: int, turn: int) -> torch.cuda.CUDAGraph:
-        turn = self.turns.index(
-            self.turns[turn]
-        )  # a step that comes several times among the turns is one graph
-        key = (lanes, turn)
-        if key not in self.graphs:
-            kept = tree_map(torch.clone, (self.state, self.column, self.total))
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(
-                side
-            ):  # once without capture: kernels are compiled, libraries find their workspace
-                self._step(lanes, turn)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with _undisturbed(), torch.cuda.graph(graph, pool=self.pool):
-                self._step(lanes, turn)
-            for (_, buffer), (_, value) in zip(
-                leaves((self.state, self.column, self.total)), leaves(kept), strict=True
-            ):
-                buffer.copy_(value)
-            self.graphs[key] = graph
-        return self.graphs[key]
+    def _capture(self, step: Step, lanes: int) -> torch.cuda.CUDAGraph:
+        changing = self.state, self.column, self.total
+        before = tree_map(torch.clone, changing)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        # Once without capture: kernels are compiled, libraries find their workspace.
+        with torch.cuda.stream(side):
+            self._take_step(step, lanes)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
+            self._take_step(step, lanes)
+        for (_, buffer), (_, value) in zip(leaves(changing), leaves(before), strict=True):
+            buffer.copy_(value)
+        return graph
 
-    def _step(self, lanes: int, turn: int) -> None:
-        rows = self.table[:lanes, self.column]
-        part, step = slice(0, lanes), self.turns[turn]
-        inputs, targets = self.task.inputs(rows), self.task.targets(rows)
-        self.total[part] += step(
-            self.task, take(self.state, part), take(self.fixed, part), inputs, targets
-        )
+    def _take_step(self, step: Step, lanes: int) -> None:
+        rows, part = self.order[:lanes, self.column], slice(0, lanes)
+        x, y = self.task.inputs(rows), self.task.targets(rows)
+        losses = step(self.task, take(self.state, part), take(self.fixed, part), x, y)
+        self.total[part] += losses
         self.column += self.size
 
 
-def is_shared(value: torch.Tensor) -> bool:
-    """Whether all lanes have one and the same part of memory, as what the server sends to everybody."""
-    return len(value) > 1 and value.stride(0) == 0
+class CapturedRunner(EagerRunner):
+    """Takes full batches by replaying captured steps, and shorter ones as plain PyTorch."""
+
+    def __init__(self, captured: CapturedSteps, state: Any, fixed: Any, lanes: int) -> None:
+        self.captured, self.on_step, self.task = captured, None, captured.task
+        captured.load(state, fixed)
+        part = slice(0, lanes)
+        self.state, self.fixed = take(captured.state, part), take(captured.fixed, part)
+        self.total, self.order = captured.total[part], captured.order
+
+    def begin_epoch(self, order: torch.Tensor) -> None:
+        super().begin_epoch(order)
+        self.captured.begin_epoch(order)
+
+    def step(self, step: Step, lanes: slice, columns: slice) -> None:
+        if columns.stop - columns.start == self.captured.size:
+            self.captured.replay(step, lanes.stop)
+        else:
+            super().step(step, lanes, columns)
+
+    def finish(self) -> tuple[Any, torch.Tensor]:
+        state, total = tree_map(torch.clone, (self.state, self.total))
+        return state, total
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No garbage collection: if it freed another graph's memory now, the capture would fail."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from freeing another graph's memory, which would break the capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -110,24 +119,3 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-@contextmanager
-def fast(precision: str, *, special: bool) -> Iterator[None]:
-    """The GPU's arithmetic for a precision, and the lanes' own kernels, while a run goes on."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in (
-        "tf32",
-        "bf16",
-    )
-    products = {"float32": "tf32x3", "tf32": "tf32", "bf16": "bf16"}
-    try:
-        if precision in products and has_kernels():
-            from fedala.cuda.kernels import LaneKernels
-
-            with LaneKernels(products[precision], special=special):
-                yield
-        else:
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -12,9 +12,9 @@ from flwr.clientapp.typing import Mod
 from fedala.flower.client_store import Kept, directory, name_of
 from fedala.flower.experiment import PARTS, Own, at_client, read
 from fedala.flower.records import Reply, to_params, to_record
-from fedala.lanes.cohort import Cohort, Params
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.randomness import torch_seed
-from fedala.lanes.trees import take
+from fedala.lanes.trees import Params, take
 from fedala.methods import State
 from fedala.simulation.rounds import CohortResult, RoundRequest, scores, take_part
 

@@ -14,7 +14,8 @@ from torch import nn
 from fedala.data import Dataset, Federation, federate, known, load
 from fedala.errors import UserError
 from fedala.flower.client_store import check_name
-from fedala.lanes.cohort import Params, Task
+from fedala.lanes.task import Task
+from fedala.lanes.trees import Params
 from fedala.methods import Method
 from fedala.options import build, option, suggest
 from fedala.runs.config import Config

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedala.ala import ALA, RECEIVED_FAULT, first_not_finite
 from fedala.errors import UserError, printable
 from fedala.flower.client_store import Kept, directory, name_of
-from fedala.lanes.cohort import Loss
+from fedala.lanes.task import Loss
 
 log = getLogger("flwr")
 

@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from fedala.errors import UserError, printable
-from fedala.lanes.cohort import Params
+from fedala.lanes.trees import Params
 
 #: Figures beyond this make no sense, and the sums of a hundred million of them are still finite.
 LARGEST = 1e300

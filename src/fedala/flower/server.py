@@ -17,8 +17,7 @@ from fedala.errors import RunError, UserError
 from fedala.flower.experiment import PARTS, Deployment, Experiment, Own, at_server, read
 from fedala.flower.nodes import Nodes
 from fedala.flower.records import LARGEST, Reply, check, decode, quote, to_record
-from fedala.lanes.cohort import Params
-from fedala.lanes.trees import take
+from fedala.lanes.trees import Params, take
 from fedala.methods import Method, State
 from fedala.records import Fault, PersonalModel, Row
 from fedala.runs.execute import Plan, Result, RunObserver, execute

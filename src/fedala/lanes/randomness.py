@@ -1,7 +1,7 @@
-"""Keyed randomness: a draw is a function of (seed, client, round, purpose, epoch), never of a generator that runs on.
+"""Keyed randomness: a draw is a function of (seed, client, round, purpose, epoch).
 
-Because no draw depends on the draws before it, one lane and many lanes, a resumed and an uninterrupted run, and a
-simulation and a real federation all see the same numbers.
+No draw depends on the draws before it. So one lane and many lanes, a resumed and an uninterrupted
+run, and a simulation and a real federation all see the same numbers.
 """
 
 import zlib
@@ -13,17 +13,20 @@ import torch
 def draw(
     seed: int, purpose: str, *, client: int = 0, round: int = 0, epoch: int = 0
 ) -> np.random.Generator:
-    """A generator of its own for one purpose. Philox is counter-based: its key and counter *are* the coordinates of the draw."""
+    """Return the generator of one purpose.
+
+    Philox is counter-based: its key and its counter *are* the coordinates of the draw.
+    """
     key = np.array([seed, client], dtype=np.uint64)
     counter = np.array([0, epoch, round, zlib.crc32(purpose.encode())], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def torch_seed(seed: int, purpose: str, *, client: int = 0, round: int = 0, epoch: int = 0) -> int:
-    """A seed for `torch.manual_seed`, for the draws that torch's own layers make (initial weights, dropout)."""
+    """Return a seed for `torch.manual_seed`: for layers that draw themselves (dropout)."""
     return int(draw(seed, purpose, client=client, round=round, epoch=epoch).integers(2**63))
 
 
-def generator(seed: int, purpose: str, **key: int) -> torch.Generator:
-    """The same as a torch generator on the CPU."""
+def torch_generator(seed: int, purpose: str, **key: int) -> torch.Generator:
+    """Return the same as a torch generator on the CPU."""
     return torch.Generator().manual_seed(torch_seed(seed, purpose, **key))

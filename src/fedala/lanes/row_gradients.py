@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedala.lanes.stacked import call_stacked
+from fedala.lanes.trees import broadcast_lanes
 
 #: Tables with fewer rows than this take the usual way.
 LEAST_ROWS = 2048
@@ -23,21 +24,30 @@ LEAST_ROWS = 2048
 
 @dataclass
 class RowGradient:
-    """The gradient of a stack of tables [lane, row, …], given as values [lane, n, …] at indices [lane, n]."""
+    """The gradient of tables [lane, row, …] as values [lane, n, …] at indices [lane, n]."""
 
     indices: Tensor
     values: Tensor
     shape: torch.Size
 
-    def dense(self) -> Tensor:
+    def densify(self) -> Tensor:
+        """Return the gradient as a whole tensor."""
         whole = self.values.new_zeros(self.shape)
-        self.add_to(whole, 1.0)
+        self.add_to(whole, self.values.new_ones(len(self.values)))
         return whole
 
-    def add_to(self, table: Tensor, factor: float) -> None:
-        """Adds `factor` times the gradient, in place. (The order of addition is fixed: the result is the same every time.)"""
+    def add_to(self, table: Tensor, factors: Tensor) -> None:
+        """Add the gradient times `factors`, [lane], in place.
+
+        The order of addition is fixed, so the result is the same every time.
+        """
         lanes = torch.arange(len(table), device=table.device)[:, None].expand_as(self.indices)
-        table.index_put_((lanes, self.indices), self.values * factor, accumulate=True)
+        scaled = self.values * broadcast_lanes(factors, self.values).to(self.values.dtype)
+        table.index_put_((lanes, self.indices), scaled, accumulate=True)
+
+
+Gradients = dict[str, Tensor | RowGradient]
+"""By parameter: a gradient of its shape, or the rows of it that a batch used."""
 
 
 class _Found(list[tuple[Tensor, Tensor]]):

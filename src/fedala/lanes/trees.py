@@ -1,4 +1,4 @@
-"""Nested dicts, tuples and lists of tensors: a client's state, a model's inputs."""
+"""Nested dicts, tuples and lists of tensors: a client's state, a model's inputs, a message."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -6,21 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Params = dict[str, Tensor]
+"""A model's parameters and buffers by name, [lane, …]."""
+State = dict[str, Any]
+"""What a client or a server keeps between rounds: nested dicts of tensors, [lane, …]."""
+
 
 def tree_map(f: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """The same tree with `f` of each leaf (and of the leaves at the same place in `others`)."""
+    """Apply `f` to each leaf, and to the leaves at the same position in `others`."""
     if isinstance(tree, dict):
         return {
             key: tree_map(f, value, *(other[key] for other in others))
             for key, value in tree.items()
         }
     if isinstance(tree, tuple | list):
-        return type(tree)(tree_map(f, *leaves) for leaves in zip(tree, *others, strict=True))
+        values = [tree_map(f, *leaves) for leaves in zip(tree, *others, strict=True)]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return f(tree, *others)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every leaf with its path: `{"local": {"fc.bias": t}}` gives `("local/fc.bias", t)`."""
+    """Yield every leaf with its path: `{"local": {"fc.bias": t}}` gives `("local/fc.bias", t)`."""
     if isinstance(tree, dict | tuple | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, f"{prefix}/{key}" if prefix else str(key))
@@ -28,27 +34,58 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield prefix, tree
 
 
+def first_leaf(tree: Any) -> Tensor | None:
+    """Return the first leaf of a tree; None if it has no leaf."""
+    return next((leaf for _, leaf in leaves(tree)), None)
+
+
+def count_lanes(tree: Any) -> int:
+    """Return the number of lanes of a tree; 0 if it has no leaf."""
+    leaf = first_leaf(tree)
+    return 0 if leaf is None else len(leaf)
+
+
+def count_numbers(tree: Any) -> int:
+    """Return how many numbers a tree holds."""
+    return sum(leaf.numel() for _, leaf in leaves(tree))
+
+
+def count_bytes(tree: Any) -> int:
+    """Return how many bytes the tensors of a tree take."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree))
+
+
 def join(trees: Sequence[Any]) -> Any:
-    """Trees of lanes, one after the other."""
+    """Join trees of lanes, one after the other."""
     return trees[0] if len(trees) == 1 else tree_map(lambda *parts: torch.cat(parts), *trees)
 
 
 def take(tree: Any, lanes: Any) -> Any:
-    """Some of the lanes. A slice gives views; a list or a tensor of lanes gives copies."""
+    """Take some of the lanes. A slice gives views; a list or a tensor of lanes gives copies."""
     return tree_map(lambda leaf: leaf[lanes], tree)
 
 
-def fits(tree: Any, template: Any) -> bool:
-    """Whether the tree has all that the template has, of the same type and shape."""
+def share(tree: Any, lanes: int) -> Any:
+    """Give one lane to `lanes` lanes, without a copy."""
+    return tree_map(lambda leaf: leaf.expand(lanes, *leaf.shape[1:]), tree)
+
+
+def is_shared(leaf: Tensor) -> bool:
+    """Tell whether all lanes of a tensor are the same memory, as `share` makes it."""
+    return len(leaf) == 1 or leaf.stride(0) == 0
+
+
+def matches(tree: Any, template: Any) -> bool:
+    """Tell whether the tree has all that the template has, of the same type and shape."""
     if isinstance(template, dict):
         return isinstance(tree, dict) and all(
-            key in tree and fits(tree[key], template[key]) for key in template
+            key in tree and matches(tree[key], template[key]) for key in template
         )
     return (
         isinstance(tree, Tensor) and tree.dtype == template.dtype and tree.shape == template.shape
     )
 
 
-def count(tree: Any) -> int:
-    """How many numbers stand in a tree."""
-    return sum(leaf.numel() for _, leaf in leaves(tree))
+def broadcast_lanes(numbers: Tensor, like: Tensor) -> Tensor:
+    """Shape one number per lane so that it broadcasts to `like`, [lane, …]."""
+    return numbers.view(-1, *[1] * (like.ndim - 1))

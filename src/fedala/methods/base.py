@@ -1,102 +1,149 @@
-"""What a federated method is: FedAvg, and the two or three functions in which a method differs from it."""
+"""What a federated method is: FedAvg, and the two or three functions in which it differs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor, nn
+import numpy as np
+import torch
+from torch import nn
 
-from fedala.lanes.cohort import Cohort, Params, Task, average
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
 from fedala.lanes.layers import upper
+from fedala.lanes.randomness import draw, torch_generator
 
-#: What a client or a server keeps between rounds: nested dicts of tensors, the first dimension of each the lane. In a
-#: client's, `local` is the model that its training left, and `personal` the one that is tested, where that is another.
-State = dict[str, Any]
+
+@dataclass(frozen=True)
+class ServerRound:
+    """A round of one run, as the server's functions see it."""
+
+    seed: int
+    round: int
+    """From 1; 0 before the first round."""
+    rounds: int
+    clients: Sequence[int]
+    """The participants, in the order of the lanes of a message; before the first round, all."""
+    sizes: Sequence[int]
+    """Every client's number of training samples."""
+
+    def draw(self, purpose: str, client: int = 0) -> np.random.Generator:
+        """Return the server's generator of one purpose in this round."""
+        return draw(self.seed, purpose, client=client, round=self.round)
+
+    def torch_generator(self, purpose: str) -> torch.Generator:
+        """Return the same as a torch generator on the CPU."""
+        return torch_generator(self.seed, purpose, round=self.round)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method; its fields are its hyperparameters, and it has no other state.
+    """One method. Its fields are its hyperparameters, and it has no other state.
 
-    A round is: the server `send`s; each participant `initialize`s its local model; the `evaluated` model is tested; the
-    participant `train`s and uploads; the server `aggregate`s. All of it is written for a cohort of lanes: every tensor's first
-    dimension is the lane. What clients and server keep between rounds is in their `State`, and nowhere else.
+    In a round, the server `send`s a message. Each participant `initialize`s its local model, is
+    tested with the `model_to_evaluate`, `train`s and uploads a message. The server `aggregate`s the
+    uploads. Everything is written for a cohort of lanes: the first dimension of every tensor is the
+    lane. What a client or the server keeps between rounds is in its `State`, and nowhere else. In a
+    client's, `local` is the model that its training ended with, and `personal` the model that is
+    tested, if that is another.
     """
 
-    #: Name on the command line, name in tables, and one line that says what it does.
+    #: Name on the command line, name in tables, and one line about what it does.
     name: ClassVar[str]
     title: ClassVar[str]
     summary: ClassVar[str]
-    #: Whether each client is evaluated with a model of its own; otherwise with the global model.
-    personal: ClassVar[bool] = True
+    #: Whether each client is tested with a model of its own, and not with the global one.
+    has_personal_models: ClassVar[bool] = True
     #: Whether every client must take part in every round.
-    everyone: ClassVar[bool] = False
-    #: Whether what is sent is one stack of models, [1, M, …], for all clients: lanes of different runs then go in different
-    #: cohorts, so that every cohort has a single stack, shared without a copy (`received[name][0]` is all of it).
-    stacked: ClassVar[bool] = False
-    #: Whether what a round does depends on how many rounds there are: such a run cannot be resumed with more of them.
+    requires_all_clients: ClassVar[bool] = False
+    #: Whether the message's model is one stack of models, [1, M, …], for all clients. Lanes of
+    #: different runs then form different cohorts, so that a cohort shares one stack without a copy
+    #: (`received.model[name][0]` is all of it).
+    sends_model_stack: ClassVar[bool] = False
+    #: Whether a round depends on the number of rounds. Such a run cannot be resumed with more.
     schedule_depends_on_rounds: ClassVar[bool] = False
-    #: The names of what a client notes about its round (`Cohort.notes`). A server accepts no others
-    #: from its clients.
-    notes: ClassVar[frozenset[str]] = frozenset({"train_loss"})
-    #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty where it does.
+    #: The names of what a client reports (`Cohort.metrics`). A server accepts no others.
+    metrics: ClassVar[frozenset[str]] = frozenset({"train_loss"})
+    #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty if it does.
     refuses_ala: ClassVar[str] = ""
 
-    def shared(self, task: Task, model: Params) -> Params:
-        """The part of a model that travels between server and clients; what does not stays with the client, in its state."""
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that this method cannot work with, by a `UserError`."""
+
+    # --- what travels --------------------------------------------------------------------------
+
+    def shared_part(self, task: Task, model: Params) -> Params:
+        """Return the part of a model that travels. The rest stays with the client, in its state."""
         return model
 
-    # --- the server ------------------------------------------------------------------------------------------------
+    def extra_template(self, task: Task, initial: Params) -> State:
+        """Return the extra tensors of an upload, as one lane: only their types and shapes count.
 
-    def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
-        """The server's state before the first round, from what is `shared` of Θ⁰ (one lane) and the clients' sizes."""
-        return {"global": start}
-
-    def send(self, server: State, clients: list[int]) -> Params:
-        """What goes to this round's clients: one lane, shared by all, or one lane for each. Exactly this is sent and counted."""
-        sent: Params = server["global"]
-        return sent
-
-    def aggregate(
-        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
-    ) -> State:
-        """The server's state after the round; `weights` are the clients' numbers of training samples."""
-        return {"global": average(uploads, weights)}
-
-    # --- the client ------------------------------------------------------------------------------------------------
-
-    def fresh(self, task: Task, start: Params) -> State:
-        """The state of clients that take part for the first time; `start` holds Θ⁰ in every lane. What starts is `local`."""
+        A Flower server refuses an upload with any others.
+        """
         return {}
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
-        """The local model that training starts from, and the state after it."""
-        return received, state
+    # --- the server ----------------------------------------------------------------------------
 
-    def evaluated(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
+        """Return the server's state before the first round.
+
+        `initial` is the shared part of the initial model Θ⁰, as one lane.
+        """
+        return {"global": initial}
+
+    def send(self, server: State, server_round: ServerRound) -> Message:
+        """Return the message to the participants: one lane for all of them, or one for each."""
+        return Message(server["global"])
+
+    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
+        """Return the server's state after the round. `server` stays as it is."""
+        return {"global": uploads.average().model}
+
+    def global_model(self, server: State) -> Params:
+        """Return the global model, as one lane; empty if the method has none."""
+        model: Params = server.get("global", {})
+        return model
+
+    # --- the client ----------------------------------------------------------------------------
+
+    def init_client(self, task: Task, initial: Params) -> State:
+        """Return the state of clients before their first round; `initial` is Θ⁰ in every lane."""
+        return {}
+
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
+        """Return the local model that training starts from, and the state after it."""
+        return received.model, state
+
+    def model_to_evaluate(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> Params:
-        """The personal model that is tested, before training; `personal`, if the state has one, is what the last round left."""
+        """Return the model that is tested before training.
+
+        `personal`, if the state has one, is from the client's last round.
+        """
         model: Params = state.get("personal", initialized)
         return model
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
-        """Local training: what is uploaded, and the client's new state."""
-        return cohort.sgd(initialized), state
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
+        """Train; return the upload and the client's new state."""
+        return Message(cohort.sgd(initialized)), state
+
+    def model_when_absent(self, upload: Message, state: State) -> Params:
+        """Return the personal model of a client until it takes part again.
+
+        `upload` and `state` are those of its last round.
+        """
+        model: Params = state["personal"] if "personal" in state else state.get("local", {})
+        return model or upload.model
+
+    # --- ALA -----------------------------------------------------------------------------------
+
+    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+        """Return the names that ALA blends if it replaces this method's initialisation."""
+        return upper(model, layers)
 
     def ala_weights(self, state: State) -> Params:
-        """ALA's weights W by parameter name, for the record; empty where there are none."""
+        """Return ALA's weights W by parameter name, for the record; empty if there are none."""
         return {}
-
-    def left(self, upload: Params, state: State) -> Params:
-        """The personal model that a participation leaves behind, until the client takes part again."""
-        model: Params = state["personal"] if "personal" in state else state.get("local", upload)
-        return model
-
-    # --- ALA in its place ------------------------------------------------------------------------------------------
-
-    def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
-        """The parameters that ALA blends when it replaces this method's initialisation."""
-        return upper(model, layers)

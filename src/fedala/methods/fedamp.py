@@ -1,4 +1,5 @@
-"""FedAMP: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang. Personalized Cross-Silo Federated Learning on Non-IID Data. AAAI 2021."""
+"""FedAMP: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang. Personalized Cross-Silo Federated Learning on
+Non-IID Data. AAAI 2021."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,20 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedala.lanes.cohort import Cohort, Params, Task
-from fedala.lanes.trees import take
-from fedala.methods.base import Method, State
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
+from fedala.lanes.trees import count_lanes, share, take
+from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
 
 @dataclass(frozen=True)
 class FedAMP(Method):
-    """The server sends each client i a model u_i of its own, in which the models near its own weigh most; w_i is pulled to it."""
+    """The server sends client i its own mix u_i of all models, near ones most; w_i is pulled to it.
+
+    The server's models, one for each client, are in two parts, what learns and the rest (running
+    statistics): only what learns has a distance.
+    """
 
     name = "fedamp"
     title = "FedAMP"
     summary = "each client is pulled towards the models that are like its own"
-    everyone = True
+    requires_all_clients = True
 
     alpha: float = option(
         1000.0, "α: the server's step size; also divides the clients' pull", above=0
@@ -29,76 +34,69 @@ class FedAMP(Method):
         0.1, "σ: squared distance over which the attention 1 − exp(−‖w_i − w_j‖²/σ) decays", above=0
     )
 
-    # The server's models, one for each client, stand in two parts, what learns and the rest (running statistics), because
-    # distance is one of what learns.
+    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
+        return _split(share(initial, len(server_round.sizes)), task.trainable)
 
-    def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
-        everybody = {
-            name: value.expand(len(sizes), *value.shape[1:]) for name, value in start.items()
-        }
-        return _split(everybody, task.trainable)
+    def send(self, server: State, server_round: ServerRound) -> Message:
+        everybody = {**server["learned"], **server["rest"]}
+        return Message(take(everybody, list(server_round.clients)))
 
-    def send(self, server: State, clients: list[int]) -> Params:
-        sent: Params = take({**server["learned"], **server["rest"]}, clients)
-        return sent
-
-    def aggregate(
-        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
-    ) -> State:
-        shares = self.shares(
-            squared_distances({name: uploads[name] for name in server["learned"]}), weights
-        )
+    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
+        models = uploads.stack().model
+        distances = squared_distances({name: models[name] for name in server["learned"]})
+        shares = self.shares(distances, uploads.weights)
 
         def mix(value: Tensor) -> Tensor:  # counters are not mixed: a client's stay its own
-            return (
-                torch.tensordot(shares.to(value.dtype), value, 1)
-                if value.is_floating_point()
-                else value
-            )
+            if not value.is_floating_point():
+                return value
+            mixed: Tensor = torch.tensordot(shares.to(value.dtype), value, 1)
+            return mixed
 
-        before, place = (
-            {**server["learned"], **server["rest"]},
-            torch.tensor(clients, device=weights.device),
-        )
-        # Whoever has brought nothing keeps what it had.
+        # A client without an upload keeps its model.
+        before = {**server["learned"], **server["rest"]}
+        index = torch.tensor(uploads.clients, device=uploads.weights.device)
         mixed = {
-            name: before[name].index_copy(0, place, mix(value)) for name, value in uploads.items()
+            name: before[name].index_copy(0, index, mix(value)) for name, value in models.items()
         }
         return _split(mixed, server["learned"])
 
     def shares(self, distances: Tensor, weights: Tensor) -> Tensor:
-        """What part client j has in u_i, [i, j], by their squared distance; clients without samples are part of nobody else's."""
+        """Return the share of client j in u_i, [i, j], by their squared distance.
+
+        A client without samples has no share in other clients' models.
+        """
         xi = self.alpha / self.sigma * torch.exp(-distances / self.sigma) * (weights > 0)
         xi.fill_diagonal_(0)
         xi /= xi.sum(1, keepdim=True).clamp(min=1)
         return xi + torch.diag((1 - xi.sum(1)).clamp(min=0))
 
-    def fresh(self, task: Task, start: Params) -> State:
-        return {"local": start}
+    def init_client(self, task: Task, initial: Params) -> State:
+        return {"local": initial}
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         return state["local"], state
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
-        local = cohort.sgd(initialized, proximal=(self.lam / self.alpha, received))
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
+        local = cohort.sgd(initialized, proximal=(self.lam / self.alpha, received.model))
+        # Without samples, the pull is the whole objective, and u its minimum.
         empty = slice(sum(size > 0 for size in cohort.sizes()), None)
-        for (
-            name,
-            value,
-        ) in local.items():  # without samples the pull is the whole objective, and u its minimum
-            value[empty] = received[name][empty]
-        return local, {"local": local}
+        for name, value in local.items():
+            value[empty] = received.model[name][empty]
+        return Message(local), {"local": local}
 
 
 def squared_distances(models: Params) -> Tensor:
-    """‖w_i − w_j‖² of all pairs, from the differences themselves: by a Gram matrix, float32 would lose near pairs."""
+    """Return ‖w_i − w_j‖² of all pairs, [i, j].
 
-    def to_all(i: int) -> Tensor:
-        return sum((v - v[i]).square().flatten(1).sum(1).double() for v in models.values())  # type: ignore[return-value]
-
-    return torch.stack([to_all(i) for i in range(len(next(iter(models.values()))))])
+    It is the sum of squared differences: a Gram matrix in float32 would lose near pairs.
+    """
+    rows = []
+    for i in range(count_lanes(models)):
+        squares = [(v - v[i]).square().flatten(1).sum(1).double() for v in models.values()]
+        rows.append(sum(squares[1:], squares[0]))
+    return torch.stack(rows)
 
 
 def _split(models: Params, learned: Sequence[str] | Params) -> State:

@@ -1,41 +1,44 @@
-"""FedAvg-C: FedAvg with fine-tuning as local initialisation. Zhang, Hua, Wang, Song, Xue, Ma, Guan. FedALA: Adaptive Local
-Aggregation for Personalized Federated Learning. AAAI 2023, where it is what ALA is compared with."""
+"""FedAvg-C: FedAvg with fine-tuning as local initialisation. Zhang, Hua, Wang, Song, Xue, Ma, Guan.
+FedALA: Adaptive Local Aggregation for Personalized Federated Learning. AAAI 2023, where ALA is
+compared with it."""
 
 from dataclasses import dataclass
 
-from fedala.lanes.cohort import Cohort, Params, Task
-from fedala.methods.base import Method, State
+from fedala.lanes import Cohort, Message, Params, State, Task
+from fedala.methods.base import Method
 from fedala.options import option
 
 
 @dataclass(frozen=True)
 class FedAvgC(Method):
-    """FedAvg whose clients fine-tune the received model on their own data, are evaluated with it, and train on from there."""
+    """Clients fine-tune the received model, are tested with it, and train it further."""
 
     name = "fedavg-c"
     title = "FedAvg-C"
     summary = "FedAvg, with the global model fine-tuned by each client first"
-    refuses_ala = "fine-tuning stands where ALA would stand, in the local initialisation"
+    refuses_ala = "fine-tuning is the local initialisation already"
 
-    epochs: int = option(
-        14, "E: epochs of fine-tuning on local data, before the round's own training", least=0
-    )
+    epochs: int = option(14, "E: epochs of fine-tuning before the round's own training", least=0)
 
-    def fresh(self, task: Task, start: Params) -> State:
-        return {"local": start}
+    def init_client(self, task: Task, initial: Params) -> State:
+        return {"local": initial}
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
-        proximal = self.proximal(received)
-        return cohort.sgd(
-            received, epochs=self.epochs, proximal=proximal, purpose="tuning", note=False
-        ), state
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
+        tuned = cohort.sgd(
+            received.model,
+            epochs=self.epochs,
+            proximal=self.proximal(received),
+            purpose="tuning",
+            report_loss=False,
+        )
+        return tuned, state
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
         trained = cohort.sgd(initialized, proximal=self.proximal(received))
-        return trained, {"local": trained}  # kept for the rounds that the client is not part of
+        return Message(trained), {"local": trained}  # for the rounds without this client
 
-    def proximal(self, received: Params) -> tuple[float, Params] | None:
-        """A term that is added to the loss; here there is none."""
+    def proximal(self, received: Message) -> tuple[float, Params] | None:
+        """Return a proximal term to add to the loss; here there is none."""
         return None

@@ -1,112 +1,106 @@
-"""FedFomo: Zhang, Sapra, Fidler, Yeung, Alvarez. Personalized Federated Learning with First Order Model Optimization.
-ICLR 2021."""
+"""FedFomo: Zhang, Sapra, Fidler, Yeung, Alvarez. Personalized Federated Learning with First Order
+Model Optimization. ICLR 2021."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, broadcast_lanes
 from fedala.lanes.randomness import draw
-from fedala.methods.base import Method, State
+from fedala.lanes.trees import first_leaf
+from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
 
 @dataclass(frozen=True)
 class FedFomo(Method):
-    """The clients' latest models go to every client, which steps towards those that lower the loss on a slice of its data.
+    """A client steps towards those clients' models that lower the loss on a slice of its data.
 
-    The server sends no model that nobody has trained: nothing in round 1, and later none of a client that has not yet taken
-    part or has no training samples.
+    The server sends no model that nobody has trained: nothing in round 1, and later none of a
+    client that has not taken part yet or has no training samples.
     """
 
     name = "fedfomo"
     title = "FedFomo"
     summary = "each client moves towards the clients' models that lower its own loss"
-    stacked = True
+    sends_model_stack = True
     refuses_ala = "FedFomo downloads several models, and ALA blends a single one"
 
     share: float = option(
         0.2,
-        "share of the client's training data that weighs the models and is not trained on",
+        "share of the training data that weighs the models and is not trained on",
         above=0,
         most=0.99,
     )
 
-    # --- the server ------------------------------------------------------------------------------------------------
+    # --- the server ----------------------------------------------------------------------------
 
-    def serve(self, task: Task, start: Params, sizes: Sequence[int]) -> State:
-        known = torch.zeros(len(sizes), dtype=torch.bool, device=next(iter(start.values())).device)
+    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
+        clients = len(server_round.sizes)
+        models = {name: torch.stack([value] * clients, 1) for name, value in initial.items()}
         return {
-            "models": {name: torch.stack([value] * len(sizes), 1) for name, value in start.items()},
-            "known": known,
+            "models": models,
+            "known": torch.zeros(clients, dtype=torch.bool, device=task.device),
         }
 
-    def send(self, server: State, clients: list[int]) -> Params:
+    def send(self, server: State, server_round: ServerRound) -> Message:
         known = server["known"]
-        return (
-            {name: value[:, known] for name, value in server["models"].items()}
-            if known.any()
-            else {}
-        )
+        if not known.any():
+            return Message()
+        return Message({name: value[:, known] for name, value in server["models"].items()})
 
-    def aggregate(
-        self, server: State, uploads: Params, weights: Tensor, clients: list[int]
-    ) -> State:
-        place = torch.tensor(clients, device=weights.device)
+    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
+        index = torch.tensor(uploads.clients, device=uploads.weights.device)
+        stacked = uploads.stack().model
         models = {
-            name: value.index_copy(1, place, uploads[name][None])
+            name: value.index_copy(1, index, stacked[name][None])
             for name, value in server["models"].items()
         }
-        return {"models": models, "known": server["known"].index_copy(0, place, weights > 0)}
+        known = server["known"].index_copy(0, index, uploads.weights > 0)
+        return {"models": models, "known": known}
 
-    # --- the client ------------------------------------------------------------------------------------------------
+    # --- the client ----------------------------------------------------------------------------
 
-    def fresh(self, task: Task, start: Params) -> State:
-        return {"local": start, "previous": start}
+    def init_client(self, task: Task, initial: Params) -> State:
+        return {"local": initial, "previous": initial}
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         own, previous = state["local"], state["previous"]
-        if not received:
+        if not received.model:
             return own, state
-        weights = self.weights(cohort, received, previous)
+        weights = self.weights(cohort, received.model, previous)
         helped = weights.any(1)
 
         def mix(name: str) -> Tensor:
-            """previous + Σ weight_n(θ_n − previous), or the client's own, last trained model where no model helps."""
+            """previous + Σ weight_n(θ_n − previous), or the own model if no model helps."""
             mixed = previous[name].clone()
             for n, weight in enumerate(weights.to(mixed.dtype).unbind(1)):
                 weight = broadcast_lanes(weight, mixed)
                 # A model that has diverged has weight 0, and 0·∞ is not a number.
-                mixed += torch.where(
-                    weight > 0, weight * (received[name][:, n] - previous[name]), 0
-                )
+                step = weight * (received.model[name][:, n] - previous[name])
+                mixed += torch.where(weight > 0, step, 0)
             return torch.where(broadcast_lanes(helped, mixed), mixed, own[name])
 
-        return {
+        initialized = {
             name: mix(name) if value.is_floating_point() else value for name, value in own.items()
-        }, state
+        }
+        return initialized, state
 
-    def weights(self, cohort: Cohort, received: Params, previous: Params) -> Tensor:
-        """[lane, n]: max(0, (L(previous) − L(θ_n)) / ‖θ_n − previous‖), normalised; all 0 where no model helps.
+    def weights(self, cohort: Cohort, models: Params, previous: Params) -> Tensor:
+        """[lane, n]: max(0, (L(previous) − L(θ_n)) / ‖θ_n − previous‖), normalised.
 
-        A client without samples cannot weigh: for it, all models are equal.
+        If no model helps, all are 0. A client without samples cannot weigh: all models are equal.
         """
-        rows = [held for held, _ in self._split(cohort)]
+        rows = [held_out for held_out, _ in self._split(cohort)]
         # Losses are sums over the slice: the number of its samples cancels in the normalisation.
         before = cohort.evaluate(previous, rows).loss
+        first = first_leaf(models)
         columns = []
-        for n in range(next(iter(received.values())).shape[1]):
-            model = {name: value[:, n] for name, value in received.items()}
-            # To the lanes, the model is one that all of them received: it runs once for all of them.
-            gain = (
-                before
-                - replace(cohort, received=model, source=[0] * len(cohort))
-                .evaluate(model, rows)
-                .loss
-            )
+        for n in range(0 if first is None else first.shape[1]):
+            model = {name: value[:, n] for name, value in models.items()}
+            gain = before - cohort.evaluate(model, rows, is_shared=True).loss
             moves = [
                 (model[name] - previous[name]).flatten(1).square().sum(1)
                 for name in cohort.task.trainable
@@ -119,18 +113,21 @@ class FedFomo(Method):
         return weights / torch.where(total > 0, total, 1)
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
         trained = cohort.sgd(initialized, rows=[rest for _, rest in self._split(cohort)])
-        return trained, {"local": trained, "previous": initialized}
+        return Message(trained), {"local": trained, "previous": initialized}
 
     def _split(self, cohort: Cohort) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each lane's slice that weighs the models, the same in every round, and the rest. A single sample serves as both."""
+        """Return each lane's slice that weighs the models, the same in every round, and the rest.
+
+        A single sample is both.
+        """
         parts = []
         for client, seed in zip(cohort.clients, cohort.seeds, strict=True):
             rows = cohort.task.parts["train"][client]
-            held = np.zeros(len(rows), dtype=bool)
+            held_out = np.zeros(len(rows), dtype=bool)
             order = draw(seed, "fedfomo slice", client=client).permutation(len(rows))
-            held[order[: max(1, int(self.share * len(rows) + 1e-9))]] = True
-            parts.append((rows[held], rows[~held] if len(rows) > 1 else rows))
+            held_out[order[: max(1, int(self.share * len(rows) + 1e-9))]] = True
+            parts.append((rows[held_out], rows[~held_out] if len(rows) > 1 else rows))
         return parts

@@ -1,4 +1,5 @@
-"""FedPHP: Li, Zhan, Shao, Li, Song. FedPHP: Federated Personalization with Inherited Private Models. ECML PKDD 2021."""
+"""FedPHP: Li, Zhan, Shao, Li, Song. FedPHP: Federated Personalization with Inherited Private Models.
+ECML PKDD 2021."""
 
 from dataclasses import dataclass
 
@@ -6,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fedala.errors import UserError
-from fedala.lanes.cohort import Cohort, Params, Task, descend
+from fedala.lanes import Cohort, Message, Params, State, Task, descend
 from fedala.lanes.layers import Cut
-from fedala.lanes.trees import leaves
-from fedala.methods.base import Method, State
+from fedala.lanes.trees import count_lanes
+from fedala.methods.base import Method
 from fedala.options import option
 
 #: The widths a of the kernel Σ_a exp(−d²/2a).
@@ -18,10 +19,12 @@ WIDTHS = (10, 15, 20, 50)
 
 @dataclass(frozen=True)
 class FedPHP(Method):
-    """The client mixes its old model into the received one, the more the later the round, and keeps near a teacher's features.
+    """A client mixes its old model into the received one, more in later rounds, and stays near a
+    teacher's features.
 
-    `variant = "paper"` is how the authors of FedALA ran it: the mix is the local model w, and the teacher the received model.
-    In the publication ("historical") w starts from the received model, and the mix h of all old w is teacher and personal model.
+    `variant = "paper"` is how the authors of FedALA ran it: the mix is the local model w, and the
+    teacher is the received model. In the publication ("historical"), w starts from the received
+    model, and the mix h of all old w is teacher and personal model.
     """
 
     name = "fedphp"
@@ -47,31 +50,37 @@ class FedPHP(Method):
         choices=("paper", "historical"),
     )
 
-    def fresh(self, task: Task, start: Params) -> State:
-        _last_layer(task, start)  # refuses a model that it cannot work with, before any work
-        return {"personal" if self.variant == "historical" else "local": start}
+    def init_client(self, task: Task, initial: Params) -> State:
+        find_last_cut(task, initial)  # refuses a model that cannot be cut, before any work
+        return {"personal" if self.variant == "historical" else "local": initial}
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         if self.variant == "historical":
-            return received, state
-        return self._mix(received, state["local"], (cohort.round - 1) / cohort.rounds), state
+            return received.model, state
+        part = (cohort.round - 1) / cohort.rounds
+        return self._mix(received.model, state["local"], part), state
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
-        step = Step(cohort.task.lr, self.lam, _last_layer(cohort.task, initialized))
-        local = cohort.train(step, initialized, {"teacher": state.get("personal", received)})
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
+        step = Step(self.lam, find_last_cut(cohort.task, initialized))
+        fixed = {"lr": cohort.lr, "teacher": state.get("personal", received.model)}
+        local = cohort.train(step, initialized, fixed)
         if self.variant == "historical":
-            return local, {
-                "personal": self._mix(local, state["personal"], cohort.round / cohort.rounds)
-            }
-        return local, {"local": local}
+            personal = self._mix(local, state["personal"], cohort.round / cohort.rounds)
+            return Message(local), {"personal": personal}
+        return Message(local), {"local": local}
 
     def _mix(self, new: Params, old: Params, part: float) -> Params:
-        """(1 − μ_t)·new + μ_t·old with μ_t = μ·part, where `part` of the rounds has been trained; counters are the new ones."""
+        """Return (1 − μ_t)·new + μ_t·old with μ_t = μ·part; counters are the new ones.
+
+        `part` is the share of the rounds that have been trained.
+        """
         return {
-            n: torch.lerp(v, old[n], self.mu * part) if v.is_floating_point() else v
-            for n, v in new.items()
+            name: torch.lerp(value, old[name], self.mu * part)
+            if value.is_floating_point()
+            else value
+            for name, value in new.items()
         }
 
 
@@ -79,7 +88,6 @@ class FedPHP(Method):
 class Step:
     """SGD on (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
 
-    lr: float
     lam: float
     cut: Cut
 
@@ -87,41 +95,46 @@ class Step:
         def objective(w: Params, x: Tensor, y: Tensor, teacher: Params) -> Tensor:
             features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
             loss = task.loss(self.cut.upper(w, features), y)
-            return (1 - self.lam) * loss + self.lam * mmd(
-                features.to(task.dtype), others.to(task.dtype)
-            )
+            distance = mmd(features.to(task.dtype), others.to(task.dtype))
+            return (1 - self.lam) * loss + self.lam * distance
 
-        # The teacher runs as w does, on the batch's statistics: equal models have equal features. Its own stay as they are.
+        # The teacher runs as w does, on the batch's statistics: equal models have equal features.
+        # Its running statistics are copies, so that they stay as they are.
         teacher = {
             name: value if name in task.trainable else value.clone()
             for name, value in fixed["teacher"].items()
         }
         losses, gradients = task.gradients(state, x, y, None, objective, teacher)
-        descend(state, gradients, self.lr)
+        descend(state, gradients, fixed["lr"])
         return losses
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:
-    """The squared maximum mean discrepancy of two sets of features, one row per sample: biased, the mean over all pairs."""
+    """Return the squared maximum mean discrepancy of two sets of features, [sample, …].
+
+    It is biased: the mean over all pairs.
+    """
 
     def similarity(a: Tensor, b: Tensor) -> Tensor:
         squares = (a.flatten(1).unsqueeze(1) - b.flatten(1)).square().sum(-1)
-        return torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS]).sum(0).mean()
+        kernels = torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS])
+        return kernels.sum(0).mean()
 
     return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)
 
 
-def _last_layer(task: Task, params: Params) -> Cut:
-    """The cut below the last layer. A module that is not ours shows on two samples that it can be cut there."""
-    _, first = next(leaves(task.x))
-    probe = (
-        {name: value[0] for name, value in params.items()},
-        task.inputs(torch.arange(2, device=first.device) % len(first)),
-    )
-    with task.mode(training=False), torch.no_grad():
+def find_last_cut(task: Task, params: Params) -> Cut:
+    """Return the cut below the last layer.
+
+    A module that is not ours shows on two samples that it can be cut there.
+    """
+    rows = torch.arange(2, device=task.device) % max(1, count_lanes(task.x))
+    probe = {name: value[0] for name, value in params.items()}, task.inputs(rows)
+    with task.use_mode(training=False), torch.no_grad():
         cut = Cut(task.model, 1, probe)
     if cut.p != 1:
         raise UserError(
-            "FedPHP compares what enters the last layer, and this model's last layer cannot be cut off."
+            "FedPHP compares what enters the last layer, and this model's last layer cannot be "
+            "cut off."
         )
     return cut

@@ -1,9 +1,10 @@
-"""FedProx-C: FedProx with fine-tuning as local initialisation. Zhang, Hua, Wang, Song, Xue, Ma, Guan. FedALA: Adaptive Local
-Aggregation for Personalized Federated Learning. AAAI 2023, where it is what ALA is compared with."""
+"""FedProx-C: FedProx with fine-tuning as local initialisation. Zhang, Hua, Wang, Song, Xue, Ma,
+Guan. FedALA: Adaptive Local Aggregation for Personalized Federated Learning. AAAI 2023, where ALA
+is compared with it."""
 
 from dataclasses import dataclass
 
-from fedala.lanes.cohort import Params
+from fedala.lanes import Message, Params
 from fedala.methods.fedavg_c import FedAvgC
 from fedala.options import option
 
@@ -18,5 +19,5 @@ class FedProxC(FedAvgC):
 
     mu: float = option(0.001, "μ: strength of the proximal term", least=0)
 
-    def proximal(self, received: Params) -> tuple[float, Params]:
-        return self.mu, received
+    def proximal(self, received: Message) -> tuple[float, Params]:
+        return self.mu, received.model

@@ -1,54 +1,55 @@
-"""FedRep: Collins, Hassani, Mokhtari, Shakkottai. Exploiting Shared Representations for Personalized Federated Learning.
-ICML 2021."""
+"""FedRep: Collins, Hassani, Mokhtari, Shakkottai. Exploiting Shared Representations for Personalized
+Federated Learning. ICML 2021."""
 
 from dataclasses import dataclass
 
 from torch import nn
 
 from fedala.errors import UserError
-from fedala.lanes.cohort import Cohort, Params, Task
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.layers import layers_of, upper
-from fedala.methods.base import Method, State
+from fedala.methods.base import Method
 from fedala.options import option
 
 
 @dataclass(frozen=True)
 class FedRep(Method):
-    """The body (the representation) is averaged; the head, the last layer, is the client's own and never leaves it."""
+    """The body (the representation) is averaged. The head, the last layer, stays with its client."""
 
     name = "fedrep"
     title = "FedRep"
     summary = "a common body, and a head that every client keeps to itself"
 
-    epochs: int = option(
-        5, "τ: local epochs of the head on the frozen body, before the body's own", least=1
-    )
+    epochs: int = option(5, "τ: local epochs of the head on the frozen body", least=1)
 
-    def shared(self, task: Task, model: Params) -> Params:
-        if len(task.layers) < 2:
+    def check_model(self, model: nn.Module) -> None:
+        if len(layers_of(model)) < 2:
             raise UserError(
-                "FedRep needs a model of two layers or more: the last is the head, the others are the body."
+                "FedRep needs a model of at least two layers: the last is the head, the others "
+                "are the body."
             )
+
+    def shared_part(self, task: Task, model: Params) -> Params:
         return {name: value for name, value in model.items() if name not in task.layers[0]}
 
-    def fresh(self, task: Task, start: Params) -> State:
-        return {"local": start}
+    def init_client(self, task: Task, initial: Params) -> State:
+        return {"local": initial}
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
-        return {**state["local"], **received}, state
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
+        return {**state["local"], **received.model}, state
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
         head = cohort.task.layers[0]
         trained = cohort.sgd(
-            initialized, names=head, epochs=self.epochs, purpose="head", note=False
+            initialized, names=head, epochs=self.epochs, purpose="head", report_loss=False
         )
         trained = cohort.sgd(trained, names=initialized.keys() - set(head))
-        return self.shared(cohort.task, trained), {"local": trained}
+        return Message(self.shared_part(cohort.task, trained)), {"local": trained}
 
-    def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
-        """The upper layers of the body: the head is not received, so there is nothing to blend it with."""
+    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+        """Return the upper layers of the body: the head is not received, so it is not blended."""
         body = len(layers_of(model)) - 1
         if not 0 <= layers <= body:
             raise UserError(

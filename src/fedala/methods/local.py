@@ -1,30 +1,30 @@
-"""Local: every client trains alone. What a federated method has to beat."""
+"""Local: every client trains alone. A federated method has to beat this."""
 
 from dataclasses import dataclass
 
-from fedala.lanes.cohort import Cohort, Params, Task
-from fedala.methods.base import Method, State
+from fedala.lanes import Cohort, Message, Params, State, Task
+from fedala.methods.base import Method
 
 
 @dataclass(frozen=True)
 class Local(Method):
-    """No server: the client goes on with its own model, and nothing is sent."""
+    """The client trains its own model, and nothing is sent."""
 
     name = "local"
     title = "Local"
     summary = "every client alone, nothing is sent"
     refuses_ala = "nothing is received that could be blended"
 
-    def shared(self, task: Task, model: Params) -> Params:
+    def shared_part(self, task: Task, model: Params) -> Params:
         return {}
 
-    def fresh(self, task: Task, start: Params) -> State:
-        return {"local": start}
+    def init_client(self, task: Task, initial: Params) -> State:
+        return {"local": initial}
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         return state["local"], state
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
-        return {}, {"local": cohort.sgd(initialized)}
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
+        return Message(), {"local": cohort.sgd(initialized)}

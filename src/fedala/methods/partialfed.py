@@ -1,5 +1,6 @@
-"""PartialFed: Sun, Huo, Yang, Bai. PartialFed: Cross-Domain Personalized Federated Learning via Partial Initialization.
-NeurIPS 2021. Its adaptive variant, reconstructed from the publication: there is no public code."""
+"""PartialFed: Sun, Huo, Yang, Bai. PartialFed: Cross-Domain Personalized Federated Learning via
+Partial Initialization. NeurIPS 2021. Its adaptive variant, reconstructed from the publication:
+there is no public code."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes, dense, descend
-from fedala.methods.base import Method, State
+from fedala.lanes import (
+    Cohort,
+    Message,
+    Params,
+    State,
+    Task,
+    broadcast_lanes,
+    densify,
+    descend,
+)
+from fedala.lanes.trees import count_lanes
+from fedala.methods.base import Method
 from fedala.options import option
 
 
@@ -22,122 +33,114 @@ class PartialFed(Method):
     summary = "each client learns which layers to load and which to keep"
 
     tau: float = option(5.0, "τ: temperature of the Gumbel-softmax in the first round", above=0)
-    decay: float = option(0.965, "what τ is multiplied with after each round", above=0, most=1)
+    decay: float = option(0.965, "factor of τ after each round", above=0, most=1)
     floor: float = option(0.1, "the least τ", above=0)
     f_m: int = option(8, "f_m: of every f_m + f_s batches, those that step the weights", least=1)
     f_s: int = option(
         2, "f_s: of every f_m + f_s batches, those that step the logits of the choice", least=0
     )
 
-    def fresh(self, task: Task, start: Params) -> State:
-        some = next(value for value in start.values() if value.is_floating_point())
-        return {"local": start, "logits": some.new_zeros(len(some), len(task.layers), 2)}
+    def init_client(self, task: Task, initial: Params) -> State:
+        shape = count_lanes(initial), len(task.layers), 2
+        return {
+            "local": initial,
+            "logits": torch.zeros(shape, dtype=task.dtype, device=task.device),
+        }
 
-    def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
-        """What the copy that is kept starts from; the other copy starts from the received model."""
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
+        """Return what the copy to keep starts from; the other starts from the received model."""
         return state["local"], state
 
-    def evaluated(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
+    def model_to_evaluate(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> Params:
-        return choose(cohort.task, larger(state["logits"]), received, initialized)
+        return choose(cohort.task, is_loaded(state["logits"]), received.model, initialized)
 
     def train(
-        self, cohort: Cohort, initialized: Params, received: Params, state: State
-    ) -> tuple[Params, State]:
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
         task = cohort.task
-        begin = {"load": received, "keep": initialized, "logits": state["logits"]}
+        begin = {"load": received.model, "keep": initialized, "logits": state["logits"]}
         begin["batch"] = torch.zeros(len(cohort), dtype=torch.int64, device=task.device)
         tau = max(self.floor, self.tau * self.decay ** (cohort.round - 1))
         fixed = {
-            "gumbel": self._gumbel(cohort),
-            "tau": torch.full_like(state["logits"][:, 0, 0], tau),
+            "lr": cohort.lr,
+            "gumbel": self._draw_gumbel(cohort),
+            "tau": cohort.constant(tau),
         }
-        turns = [self.step_weights] * self.f_m + [self.step_logits] * self.f_s
-        # The turns begin one later in every round: otherwise clients of few batches would never step their logits.
-        trained = cohort.train(turns, begin, fixed, turn=cohort.round - 1)
-        chosen = choose(task, larger(trained["logits"]), trained["load"], trained["keep"])
-        return chosen, {"local": chosen, "logits": trained["logits"]}
+        steps = [self.step_weights] * self.f_m + [self.step_logits] * self.f_s
+        # The cycle begins one step later in every round: otherwise clients of few batches would
+        # never step their logits.
+        first = (cohort.round - 1) % len(steps)
+        trained = cohort.train(steps[first:] + steps[:first], begin, fixed)
+        chosen = choose(task, is_loaded(trained["logits"]), trained["load"], trained["keep"])
+        return Message(chosen), {"local": chosen, "logits": trained["logits"]}
 
-    def _gumbel(self, cohort: Cohort) -> Tensor:
-        """[lane, batch, layer, 2]: the noise of a round's choices, drawn ahead."""
+    def _draw_gumbel(self, cohort: Cohort) -> Tensor:
+        """Draw the noise of a round's choices, [lane, batch, layer, 2]."""
         task = cohort.task
-        batches = [
-            task.epochs * max(1, len(rows) // task.batch_size) for rows in task.parts["train"]
-        ]
-        noise = np.zeros((len(cohort), max(batches), len(task.layers), 2))
-        for lane, client in enumerate(cohort.clients):
-            noise[lane, : batches[client]] = cohort.draw(lane, "gumbel").gumbel(
-                size=noise[lane, : batches[client]].shape
-            )
+        noise = np.zeros((len(cohort), cohort.most_local_steps, len(task.layers), 2))
+        for lane, steps in enumerate(cohort.local_steps()):
+            own = noise[lane, :steps]
+            own[:] = cohort.draw(lane, "gumbel").gumbel(size=own.shape)
         return torch.from_numpy(noise).to(task.device, task.dtype)
 
-    def step_weights(
-        self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any
-    ) -> Tensor:
-        """A hard choice composes the model, and only the chosen copy of each layer steps, its running statistics included."""
-        load = larger(noisy(state, fixed))
+    def step_weights(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
+        """Step the chosen copy of each layer, its running statistics too. The choice is hard."""
+        load = is_loaded(add_noise(state, fixed))
         model = choose(task, load, state["load"], state["keep"])
         losses, gradients = task.gradients(model, x, y)
-        descend(model, gradients, task.lr)
+        descend(model, gradients, fixed["lr"])
         for copy, changed in ((state["load"], load), (state["keep"], ~load)):
             for name, value in choose(task, changed, model, copy).items():
                 copy[name].copy_(value)
         return losses
 
-    def step_logits(
-        self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any
-    ) -> Tensor:
-        """The soft mixture composes the model, and only the logits step; the mixture's running statistics are dropped."""
-        load, keep, logits, tau = (
-            state["load"],
-            state["keep"],
-            state["logits"],
-            fixed["tau"][:, None],
-        )
-        share, other = (
-            (noisy(state, fixed) / tau[..., None]).softmax(-1).to(logits.dtype).unbind(-1)
-        )
+    def step_logits(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
+        """Step the logits. The model is the soft mixture; its running statistics are dropped."""
+        load, keep, logits = state["load"], state["keep"], state["logits"]
+        tau = fixed["tau"][:, None]
+        share, other = (add_noise(state, fixed) / tau[..., None]).softmax(-1).unbind(-1)
         model = {}
-        for name, layer in layer_of(task, load).items():
-            floating = load[name].is_floating_point()
-            weight = broadcast_lanes(share[:, layer], load[name])
-            model[name] = (
-                torch.lerp(keep[name], load[name], weight) if floating else load[name].clone()
-            )
+        for name, layer in layer_numbers(task, load).items():
+            if load[name].is_floating_point():
+                weight = broadcast_lanes(share[:, layer], load[name])
+                model[name] = torch.lerp(keep[name], load[name], weight)
+            else:
+                model[name] = load[name].clone()
         losses, gradients = task.gradients(model, x, y)
         slope = torch.zeros_like(share)  # ∂L/∂share of each layer: ⟨∂L/∂w, load − keep⟩
-        whole = dense(gradients)
-        for name, layer in layer_of(task, whole).items():
+        whole = densify(gradients)
+        for name, layer in layer_numbers(task, whole).items():
             slope[:, layer] += (whole[name] * (load[name] - keep[name])).flatten(1).sum(1)
         slope = slope * share * other / tau
-        logits.sub_(torch.stack([slope, -slope], -1), alpha=task.lr)
+        descend({"logits": logits}, {"logits": torch.stack([slope, -slope], -1)}, fixed["lr"])
         return losses
 
 
-def noisy(state: State, fixed: dict[str, Any]) -> Tensor:
-    """The logits with this batch's noise; the next call has the next batch's."""
+def add_noise(state: State, fixed: State) -> Tensor:
+    """Return the logits with this batch's noise; the next call has the next batch's."""
     batch = state["batch"]
     noise = fixed["gumbel"][torch.arange(len(batch), device=batch.device), batch]
     batch.add_(1)
-    perturbed: Tensor = state["logits"] + noise
-    return perturbed
+    noisy: Tensor = state["logits"] + noise
+    return noisy
 
 
-def larger(logits: Tensor) -> Tensor:
-    """[lane, layer]: whether the layer is loaded and not kept; where both are equal, it is loaded."""
+def is_loaded(logits: Tensor) -> Tensor:
+    """[lane, layer]: whether the layer is loaded; if both logits are equal, it is."""
     return logits[..., 0] >= logits[..., 1]
 
 
-def layer_of(task: Task, params: Params) -> dict[str, int]:
-    """The layer that each name belongs to, in the order of `params`."""
-    place = {name: number for number, layer in enumerate(task.layers) for name in layer}
-    return {name: place[name] for name in params}
+def layer_numbers(task: Task, params: Params) -> dict[str, int]:
+    """Return the number of the layer that each name belongs to, in the order of `params`."""
+    numbers = {name: number for number, layer in enumerate(task.layers) for name in layer}
+    return {name: numbers[name] for name in params}
 
 
 def choose(task: Task, load: Tensor, loaded: Params, kept: Params) -> Params:
-    """Layer by layer and lane by lane, one of two models."""
+    """Choose one of two models, layer by layer and lane by lane."""
     return {
         name: torch.where(broadcast_lanes(load[:, layer], loaded[name]), loaded[name], kept[name])
-        for name, layer in layer_of(task, loaded).items()
+        for name, layer in layer_numbers(task, loaded).items()
     }

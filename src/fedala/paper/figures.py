@@ -12,8 +12,9 @@ from torch import Tensor
 from fedala import ala
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.io import files
-from fedala.lanes.cohort import Cohort, Params
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import call
+from fedala.lanes.trees import Params
 from fedala.methods import Method, WithALA
 from fedala.methods.base import State
 from fedala.paper.experiments import Cell, Drawing, Setting
@@ -262,7 +263,7 @@ def _surface(
     ]
     losses = np.zeros((_GRID, _GRID))
     sizes = [shape.numel() for shape in names.values()]
-    with task.mode(training=False), torch.no_grad():
+    with task.use_mode(training=False), torch.no_grad():
         for i, c1 in enumerate(sides[0]):
             for j, c2 in enumerate(sides[1]):
                 flat = mean + c1.to(mean) * components[0] + c2.to(mean) * components[1]

@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 from fedala.io import files
 from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
-from fedala.simulation.client_states import NOTHING, size
-from fedala.lanes.cohort import Params, Task, model_state
+from fedala.simulation.client_states import NOTHING
+from fedala.lanes.trees import count_bytes as size
+from fedala.lanes.trees import Params
+from fedala.lanes.task import Task, model_state
 from fedala.runs.config import Config
 from fedala.data import Dataset, Federation, federate, known, load
 from fedala.data.dataset import first_line
 from fedala.runs.digests import Digests
 from fedala.errors import RunError, UserError, byte_size, printable
 from fedala.io.untrusted import free_memory
-from fedala.methods import Method, WithALA, catalogue, make
+from fedala.methods import Method, catalogue, make, ServerRound
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.lanes.randomness import torch_seed
@@ -192,7 +194,7 @@ def plan(
     for method in methods:
         if sum(other.name == method.name for other in methods) > 1:
             raise UserError(f"method names {method.title} twice: {config.method}.")
-        if method.everyone and config.join_ratio < 1:
+        if method.requires_all_clients and config.join_ratio < 1:
             raise UserError(
                 f"{method.title} needs every client in every round: it cannot run with join_ratio < 1."
             )
@@ -222,8 +224,7 @@ def plan(
     make_model = model or (lambda: build_model(name, federation.dataset))
     skeleton = _skeleton(make_model, is_own=model is not None)
     for method in methods:
-        if isinstance(method, WithALA):
-            method.governed(skeleton, method.ala.layers)
+        method.check_model(skeleton)
     if model is not None:
         _try_model(skeleton, federation.dataset)
     state_bytes = _rehearse(methods, make_model(), federation)
@@ -740,8 +741,8 @@ def _rehearse(
     task = Task(model, data.x[:2], data.y[:2], rows, rows)
     found = {}
     for method in methods:
-        method.serve(task, method.shared(task, start), [2])
-        found[method.name] = size(method.fresh(task, start))
+        method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
+        found[method.name] = size(method.init_client(task, start))
     return found
 
 
@@ -756,7 +757,7 @@ def _skeleton(make_model: Callable[[], nn.Module], *, is_own: bool) -> nn.Module
 def _first_output(model: nn.Module, data: Dataset) -> Any:
     """Run a model, as it is evaluated, on the first two samples."""
     task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
-    with torch.no_grad(), task.mode(training=False):
+    with torch.no_grad(), task.use_mode(training=False):
         return model(task.inputs(torch.arange(len(data.y[:2]))))
 
 
@@ -806,7 +807,7 @@ def _check_room(plan: Plan, out: Path | None, there: int = 0) -> None:
     `there` bytes of it are on the disk already.
     """
     config, lanes = plan.config, plan.lanes
-    models = lanes * sum(method.personal for method in plan.methods) if config.save_models else 0
+    models = lanes * sum(method.has_personal_models for method in plan.methods) if config.save_models else 0
     need, what = models * _model_bytes(plan), f"Keeping {models} models takes"
     advice = "use --no-save-models, or save_models=False"
     if out is None:

@@ -1,11 +1,12 @@
 """What every client keeps between rounds, wherever there is room for it.
 
-Where everybody takes part in every round, the same cohorts come again and again, and their state stays stacked on the
-device as it is. Where few of many take part, the state of those who do not is out of the way: in the host's memory
-and, beyond a budget, in files. A client's state exists once it has taken part.
+If everybody takes part in every round, the same cohorts come again and again, and their states stay
+stacked on the device. If few of many take part, the states of absent clients move out of the way: to
+the host's memory and, beyond a budget, to files. A client has a state once it has taken part.
 
-A file is never changed: a new state gets a new one. So a checkpoint is a list of files, and writing one costs what has
-changed since the last. What a round has replaced is kept until the round is settled, so that it can be undone.
+A file is never changed: a new state gets a new one. So a checkpoint is a list of files, and writing
+one costs what has changed since the last. What a round has replaced is kept until the round is over,
+so that it can be undone.
 """
 
 import glob
@@ -25,8 +26,7 @@ import torch
 
 from fedala.io import files
 from fedala.io.untrusted import free_memory
-from fedala.lanes.trees import fits, join, leaves, take, tree_map
-from fedala.methods import State
+from fedala.lanes.trees import State, count_bytes, count_lanes, join, matches, take, tree_map
 
 Lane = tuple[int, int]
 """A run's position among the seeds, and a client."""
@@ -40,20 +40,20 @@ class File(NamedTuple):
 
 
 NOTHING = File("", "")
-"""The file of a state that holds nothing: there is none."""
+"""The file of a state that holds nothing: it does not exist."""
 
 
 @dataclass
-class Kept:
-    """Where a client's state is: at some place of a stack in memory, in a file, or both."""
+class StateLocation:
+    """Where a client's state is: in a lane of a stack in memory, in a file, or both."""
 
     stack: State | None = None
-    place: int = 0
+    lane: int = 0
     file: File | None = None
 
 
 class ClientStates(Mapping[Lane, State]):
-    """The states of clients, by lane."""
+    """The states of clients, by run and client."""
 
     def __init__(
         self,
@@ -63,184 +63,186 @@ class ClientStates(Mapping[Lane, State]):
         budget: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """With `everybody`, states stay on the device; otherwise `budget` bounds the bytes of host memory that they take, and
-        the rest is in files: those of `folder`, which outlive the process, or temporary ones."""
+        """With `everybody`, states stay on the device.
+
+        Otherwise `budget` bounds the bytes of host memory that they take, and the rest is in files:
+        those of `folder`, which outlive the process, or temporary ones.
+        """
         self.device, self.everybody = device, everybody
         self.budget = free_memory() // 2 if budget is None else budget
         self.bytes = 0
-        self._kept: dict[Lane, Kept] = {}
-        self._resident: OrderedDict[Lane, int] = (
-            OrderedDict()
-        )  # in host memory, by age, with their bytes
-        self._before: dict[Lane, Kept | None] = {}  # what this round has replaced
-        self._folder, self._lasting = folder, folder is not None
-        self._held: set[str] = set()  # files that checkpoints refer to
+        self._locations: dict[Lane, StateLocation] = {}
+        self._resident: OrderedDict[Lane, int] = OrderedDict()  # bytes in host memory, by age
+        self._before: dict[Lane, StateLocation | None] = {}  # what this round has replaced
+        self._folder, self._is_lasting = folder, folder is not None
+        self._checkpointed: set[str] = set()  # files that checkpoints refer to
         self._adopted: set[File] = set()  # files that another process has written
         self._serial = 0
-        self._lock = (
-            threading.RLock()
-        )  # cohorts in threads come for their states while others bring theirs back
+        self._lock = threading.RLock()  # cohorts in threads load states while others save theirs
 
-    def gather(self, lanes: Sequence[Lane], fresh: Callable[[Lane], State]) -> State:
-        """The states of a cohort's lanes, stacked on the device; `fresh` makes that of a client that is new."""
+    def gather(self, lanes: Sequence[Lane], init: Callable[[Lane], State]) -> State:
+        """Return the states of a cohort's lanes, stacked on the device.
+
+        `init` makes the state of a client that has none.
+        """
         with self._lock:
-            stack = self._stack_of(lanes) if self.everybody else None
+            stack = self._find_stack(lanes) if self.everybody else None
             if stack is not None:
                 return stack
-            own = [self._checked(lane, fresh) if lane in self else fresh(lane) for lane in lanes]
+            own = [self._load(lane, init) if lane in self else init(lane) for lane in lanes]
         stacked: State = join([tree_map(lambda t: t.to(self.device), state) for state in own])
         return stacked
 
-    def _checked(self, lane: Lane, fresh: Callable[[Lane], State]) -> State:
-        """A client's state; one that was adopted has to be the state of such a client."""
-        state, file = self[lane], self._kept[lane].file
-        if file in self._adopted and not fits(state, fresh(lane)):
+    def _load(self, lane: Lane, init: Callable[[Lane], State]) -> State:
+        """Return a client's state. One from another process must be the state of such a client."""
+        state, file = self[lane], self._locations[lane].file
+        if file in self._adopted and not matches(state, init(lane)):
             raise files.Damaged(
-                f"{self.folder / file.name} does not fit this run: it is the state of something else."
+                f"{self.folder / file.name} does not fit this run: it is the state of another one."
             )
         return state
 
-    def _stack_of(self, lanes: Sequence[Lane]) -> State | None:
-        """The stack that holds just these lanes, if there is one."""
-        kept = [self._kept.get(lane) for lane in lanes]
-        stack = kept[0].stack if kept[0] else None
-        whole = stack is not None and _length(stack) == len(lanes)
-        return (
-            stack
-            if whole and all(k and k.stack is stack and k.place == i for i, k in enumerate(kept))
-            else None
-        )
+    def _find_stack(self, lanes: Sequence[Lane]) -> State | None:
+        """Return the stack that holds these lanes, in this order and no others, if there is one."""
+        locations = [self._locations.get(lane) for lane in lanes]
+        stack = locations[0].stack if locations[0] else None
+        if stack is None or count_lanes(stack) not in (0, len(lanes)):
+            return None
+        for position, location in enumerate(locations):
+            if not location or location.stack is not stack or location.lane != position:
+                return None
+        return stack
 
     def scatter(self, lanes: Sequence[Lane], state: State) -> None:
-        """Keeps the states of a cohort's lanes."""
+        """Keep the states of a cohort's lanes."""
         with self._lock:
             if self.everybody:
-                for place, lane in enumerate(lanes):
-                    self._keep(lane, Kept(state, place))
+                for position, lane in enumerate(lanes):
+                    self._replace(lane, StateLocation(state, position))
                 return
             host = tree_map(lambda t: t.cpu(), state)
-            for place, lane in enumerate(lanes):
-                # A copy: a view would keep the whole cohort's memory alive when its lanes go different ways.
-                own = tree_map(torch.clone, take(host, slice(place, place + 1)))
-                self._keep(lane, Kept(own))
-                self._resident[lane] = size(own)
+            for position, lane in enumerate(lanes):
+                # A copy: a view would keep the whole cohort's memory alive.
+                own = tree_map(torch.clone, take(host, slice(position, position + 1)))
+                self._replace(lane, StateLocation(own))
+                self._resident[lane] = count_bytes(own)
                 self.bytes += self._resident[lane]
                 while self.bytes > self.budget and len(self._resident) > 1:
                     self._spill(next(iter(self._resident)))
 
     def settle(self) -> None:
-        """The round is over: what it has replaced is not needed any more."""
+        """End a round: what it has replaced is not needed any more."""
         before, self._before = self._before, {}
-        for kept in before.values():
-            if kept and kept.file:
-                self._drop(kept.file)
+        for location in before.values():
+            if location and location.file:
+                self._drop(location.file)
 
     def undo(self) -> None:
-        """The round begins anew: every client has the state that it had before."""
-        for lane, kept in self._before.items():
-            replaced = self._kept.pop(lane)
+        """Give every client the state that it had before the round."""
+        for lane, location in self._before.items():
+            replaced = self._locations.pop(lane)
             self.bytes -= self._resident.pop(lane, 0)
             if replaced.file:
                 self._drop(replaced.file)
-            if kept:
-                self._kept[lane] = kept
-                if kept.stack is not None and not self.everybody:
-                    self._resident[lane] = size(kept.stack)
+            if location:
+                self._locations[lane] = location
+                if location.stack is not None and not self.everybody:
+                    self._resident[lane] = count_bytes(location.stack)
                     self.bytes += self._resident[lane]
         self._before = {}
 
-    def _keep(self, lane: Lane, kept: Kept) -> None:
-        before = self._kept.pop(lane, None)
+    def _replace(self, lane: Lane, location: StateLocation) -> None:
+        before = self._locations.pop(lane, None)
         self.bytes -= self._resident.pop(lane, 0)
         if lane not in self._before:
             self._before[lane] = before
         elif before and before.file:
             self._drop(before.file)
-        self._kept[lane] = kept
+        self._locations[lane] = location
 
-    # --- files -----------------------------------------------------------------------------------------------------
+    # --- files ---------------------------------------------------------------------------------
 
     def write(self) -> dict[Lane, File]:
-        """Every client's state in a file: those that have none yet are written. Returns what there is."""
+        """Write the states that have no file yet; return the files of all."""
         found: dict[Lane, File] = {}
         on_host: dict[int, State] = {}
-        for lane, kept in self._kept.items():
-            if kept.file is None:
-                stack = kept.stack or {}
+        for lane, location in self._locations.items():
+            if location.file is None:
+                stack = location.stack or {}
                 if id(stack) not in on_host:
                     on_host[id(stack)] = tree_map(lambda t: t.cpu(), stack)
-                kept.file = self._save(
-                    lane, take(on_host[id(stack)], slice(kept.place, kept.place + 1))
-                )
-            found[lane] = kept.file
+                own = slice(location.lane, location.lane + 1)
+                location.file = self._save(lane, take(on_host[id(stack)], own))
+            found[lane] = location.file
         return found
 
     def hold(self, names: Collection[str]) -> None:
-        """Keeps these files, to which checkpoints refer, and drops those that nobody needs any more."""
-        released, self._held = self._held - set(names), set(names)
-        live = {kept.file.name for kept in self._kept.values() if kept.file}
+        """Keep the files that checkpoints refer to, and drop those that nobody needs any more."""
+        released, self._checkpointed = self._checkpointed - set(names), set(names)
+        live = {location.file.name for location in self._locations.values() if location.file}
         for name in released - live:
             self._drop(File(name, ""))
 
     def adopt(self, found: Mapping[Lane, File]) -> None:
-        """Takes up states from their files, as `write` returned them."""
+        """Take over states from their files, as `write` returned them."""
         self._adopted = set(found.values()) - {NOTHING}
-        self._kept = {
-            lane: Kept({} if file == NOTHING else None, file=file) for lane, file in found.items()
+        self._locations = {
+            lane: StateLocation({} if file == NOTHING else None, file=file)
+            for lane, file in found.items()
         }
-        serials = [
-            int(file.name.split(".")[0].split("-")[2]) for file in found.values() if file != NOTHING
-        ]
+        serials = [int(file.name.split(".")[0].split("-")[2]) for file in self._adopted]
         self._serial = max(serials, default=0) + 1
 
     @property
     def folder(self) -> Path:
+        """Return the folder of the files; it is made when it is first used."""
         if self._folder is None:
-            self._folder = _make_temporary()
+            self._folder = _make_temporary_folder()
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder
 
     def _save(self, lane: Lane, state: State) -> File:
-        if _length(state) is None:
+        if count_lanes(state) == 0:
             return NOTHING
         name = f"{lane[0]}-{lane[1]}-{self._serial}.safetensors"
         self._serial += 1
-        return File(name, files.save(self.folder / name, state, durable=self._lasting))
+        return File(name, files.save(self.folder / name, state, durable=self._is_lasting))
 
     def _spill(self, lane: Lane) -> None:
-        kept = self._kept[lane]
-        if kept.file is None:
-            kept.file = self._save(lane, self[lane])
-        kept.stack = None
+        """Move a state from memory to its file."""
+        location = self._locations[lane]
+        if location.file is None:
+            location.file = self._save(lane, self[lane])
+        location.stack = None
         self.bytes -= self._resident.pop(lane)
 
     def _drop(self, file: File) -> None:
-        if file != NOTHING and file.name not in self._held:
+        if file != NOTHING and file.name not in self._checkpointed:
             (self.folder / file.name).unlink(missing_ok=True)
 
-    # --- as a mapping ----------------------------------------------------------------------------------------------
+    # --- as a mapping --------------------------------------------------------------------------
 
     def __getitem__(self, lane: Lane) -> State:
-        kept = self._kept[lane]
-        if kept.stack is not None:
-            return dict(take(kept.stack, slice(kept.place, kept.place + 1)))
-        if kept.file is None:
+        location = self._locations[lane]
+        if location.stack is not None:
+            return dict(take(location.stack, slice(location.lane, location.lane + 1)))
+        if location.file is None:
             raise KeyError(lane)
-        return files.load(self.folder / kept.file.name, kept.file.digest)[0]
+        return files.load(self.folder / location.file.name, location.file.digest)[0]
 
     def __contains__(self, lane: object) -> bool:
-        return lane in self._kept
+        return lane in self._locations
 
     def __iter__(self) -> Iterator[Lane]:
-        yield from self._kept
+        yield from self._locations
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._locations)
 
 
-def _make_temporary() -> Path:
-    """Make a temporary folder for states, and remove those that killed processes of this machine have left."""
+def _make_temporary_folder() -> Path:
+    """Make a folder for states, and remove those that killed processes of this machine left."""
     prefix = f"fedala-clients-{platform.node()}-"
     for path in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix).partition("-")[0]
@@ -257,13 +259,3 @@ def _is_alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         pass
     return True
-
-
-def size(state: State) -> int:
-    """The bytes of a state's tensors."""
-    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(state))
-
-
-def _length(stack: State) -> int | None:
-    """The number of lanes; None for a state of nothing, which is as good for any number."""
-    return next((len(leaf) for _, leaf in leaves(stack)), None)

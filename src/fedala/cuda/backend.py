@@ -1,0 +1,82 @@
+"""How lanes run on a GPU."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedala.cuda import has_kernels
+from fedala.cuda.graphs import CapturedRunner, CapturedSteps
+from fedala.lanes.backend import Backend
+from fedala.lanes.task import Task
+from fedala.lanes.trees import is_shared, leaves
+
+#: Bytes of activations for each number of a sample: the widest layers of image models are some
+#: hundred times their input.
+ACTIVATION_BYTES = 400
+#: A model with more convolutions than this takes too long to compile a kernel for each size.
+FEW_CONVOLUTIONS = 4
+
+
+class CudaBackend(Backend):
+    """Captured steps, the lanes' own kernels, and chunks as large as the GPU's memory allows."""
+
+    predraws = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.memory = torch.cuda.get_device_properties(device).total_memory
+        self._captured: dict[Any, CapturedSteps] = {}
+
+    def chunk_size(self, sample_numbers: int) -> int:
+        activations = ACTIVATION_BYTES * max(1, sample_numbers)
+        return max(16, min(16384, self.memory // 8 // activations))
+
+    def feature_memory(self) -> int:
+        return int(self.memory // 8)
+
+    def has_room_for_floats(self, numbers: int) -> bool:
+        return bool(numbers * 4 < self.memory // 10)
+
+    @contextmanager
+    def use_arithmetic(self, model: nn.Module, precision: str) -> Iterator[None]:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, cudnn.allow_tf32
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision in ("tf32", "bf16")
+        products = {"float32": "tf32x3", "tf32": "tf32", "bf16": "bf16"}
+        try:
+            if precision in products and has_kernels():
+                from fedala.cuda.kernels import LaneKernels
+
+                convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+                special = convolutions <= FEW_CONVOLUTIONS
+                with LaneKernels(products[precision], special=special):
+                    yield
+            else:
+                yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32 = before
+
+    def capture_steps(
+        self,
+        task: Task,
+        steps: Sequence[Any],
+        batch_size: int,
+        frozen: Collection[str],
+        state: Any,
+        fixed: Any,
+        lanes: int,
+    ) -> CapturedRunner:
+        shapes = tuple((name, *value.shape[1:]) for name, value in leaves((state, fixed)))
+        shared = tuple(is_shared(value) for _, value in leaves(fixed))
+        key = (frozenset(steps), batch_size, frozenset(frozen), shapes, shared)
+        known = self._captured.get(key)
+        if known is None or known.lanes < lanes:
+            known = CapturedSteps(task, batch_size, lanes, state, fixed)
+            self._captured[key] = known
+        return CapturedRunner(known, state, fixed, lanes)
+
+    def free_caches(self) -> None:
+        self._captured.clear()

@@ -1,0 +1,63 @@
+"""What depends on the kind of device that lanes run on.
+
+`Backend` is the plain one, for a CPU. A GPU has its own in `fedala.cuda.backend`, which is loaded
+when a task asks for it: nothing else in this room knows of a GPU.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Backend:
+    """How lanes run on a CPU."""
+
+    #: Whether random draws of the next round are made while the device works on this one.
+    predraws = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def chunk_size(self, sample_numbers: int) -> int:
+        """Return how many samples run at once without gradients: what a CPU's caches hold."""
+        return 64
+
+    def feature_memory(self) -> int:
+        """Return how many bytes of features under the upper layers are kept by default."""
+        return 2**30
+
+    def has_room_for_floats(self, numbers: int) -> bool:
+        """Tell whether samples of so many numbers are converted once, and not at each use."""
+        return False
+
+    def use_arithmetic(self, model: nn.Module, precision: str) -> AbstractContextManager[Any]:
+        """Switch to the arithmetic of a precision while a model runs."""
+        return nullcontext()
+
+    def capture_steps(
+        self,
+        task: Any,
+        steps: Sequence[Any],
+        batch_size: int,
+        frozen: Collection[str],
+        state: Any,
+        fixed: Any,
+        lanes: int,
+    ) -> Any:
+        """Return a runner that replays captured steps; None if this device captures none."""
+        return None
+
+    def free_caches(self) -> None:
+        """Give back memory that only saves time."""
+
+
+def backend_for(device: torch.device) -> Backend:
+    """Return the backend of a device."""
+    if device.type != "cuda":
+        return Backend(device)
+    from fedala.cuda.backend import CudaBackend
+
+    return CudaBackend(device)

@@ -1,0 +1,108 @@
+"""Test each lane's model on its own samples."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedala.lanes.features import Sharing, compute_features, select_rows
+from fedala.lanes.samples import Samples, to_device
+from fedala.lanes.task import Task, check_scores
+from fedala.lanes.trees import Params, take, tree_map
+
+#: Samples per batch for a model whose outputs depend on their batch.
+MIXED_BATCH = 512
+
+
+class Score(NamedTuple):
+    """Per lane: correct answers, summed loss, samples."""
+
+    correct: Tensor
+    loss: Tensor
+    samples: Tensor
+
+
+@torch.no_grad()
+def score_lanes(
+    task: Task, params: Params, rows: Sequence[np.ndarray], key: Any, sharing: Sharing
+) -> Score:
+    """Score each lane's model on the samples `rows[lane]`.
+
+    `key`, if it is not None, names these rows: what is made of them is kept for the next time.
+    """
+    order, samples = _order_samples(task, rows, key)
+    with task.use_mode(training=False):
+        score = _score_each_alone if task.mixes_samples else _score_together
+        correct, loss = score(task, params, order, samples, sharing)
+    found = Score(correct, loss, samples.counts)
+    if order == list(range(len(order))):
+        return found
+    back = to_device(task.device, sorted(range(len(order)), key=order.__getitem__))
+    return Score(*(figures[back] for figures in found))
+
+
+def _order_samples(task: Task, rows: Sequence[np.ndarray], key: Any) -> tuple[list[int], Samples]:
+    """Return the lanes by their number of samples, the longest first, and the samples so."""
+    if key in task.evaluation_samples:
+        return task.evaluation_samples[key]
+    order = sorted(range(len(rows)), key=lambda lane: -len(rows[lane]))
+    found = order, Samples((rows[lane] for lane in order), task.device)
+    if key is not None:
+        if len(task.evaluation_samples) > 16:  # other clients every round
+            task.evaluation_samples.clear()
+        task.evaluation_samples[key] = found
+    return found
+
+
+def _score_together(
+    task: Task, params: Params, order: list[int], samples: Samples, sharing: Sharing
+) -> Tensor:
+    """Return correct answers and losses, [2, lane], of all lanes side by side.
+
+    No output depends on its neighbours, so shorter lanes are padded. Padding is not counted.
+    """
+    lanes = len(order)
+    cut = task.cut(sharing.count_own_layers(task, params), params, sum(samples.lengths))
+    table, where = compute_features(task, cut, params, samples, sharing, order)
+    needed = {name for layer in task.layers[: cut.p] for name in layer}
+    state = {name: value for name, value in params.items() if name in needed}
+    if order != list(range(lanes)):
+        state = take(state, order)
+    if lanes == 1:
+        state = tree_map(task.lay_out, state)
+    figures = torch.zeros(2, lanes, device=task.device, dtype=task.dtype)
+    width = max(1, 8 * task.chunk // lanes)
+    for start in range(0, where.shape[1], width):
+        columns = slice(start, min(start + width, where.shape[1]))
+        active = slice(0, sum(length > start for length in samples.lengths))
+        x = select_rows(task, table, where[active, columns])
+        y = task.targets(samples.matrix[active, columns])
+        output = task.per_lane(cut.upper, take(state, active), x) if cut.p else x
+        check_scores(output, y.dim() + 1)
+        column = torch.arange(columns.start, columns.stop, device=task.device)
+        real = column < samples.counts[active, None]
+        ends = [min(length - start, y.shape[1]) for length in samples.lengths[active]]
+        figures[0, active] += ((output.argmax(-1) == y) & real).sum(1)
+        figures[1, active] += task.summed_losses(output, y, real, ends)
+    return figures
+
+
+def _score_each_alone(
+    task: Task, params: Params, order: list[int], samples: Samples, sharing: Sharing
+) -> Tensor:
+    """Return the same for a model whose outputs depend on their batch: lane by lane, unpadded."""
+    figures = torch.zeros(2, len(order), device=task.device, dtype=task.dtype)
+    for position, lane in enumerate(order):
+        state = tree_map(task.lay_out, take(params, slice(lane, lane + 1)))
+        own = samples.matrix[position : position + 1, : samples.lengths[position]]
+        for rows in torch.split(own, MIXED_BATCH, 1):
+            if rows.shape[1]:
+                y = task.targets(rows)
+                output = task.per_lane(task.run_model, state, task.inputs(rows))
+                check_scores(output, y.dim() + 1)
+                real = torch.ones_like(rows, dtype=torch.bool)
+                figures[0, position] += (output.argmax(-1) == y).sum()
+                figures[1, position] += task.summed_losses(output, y, real, [rows.shape[1]])[0]
+    return figures

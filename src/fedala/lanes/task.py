@@ -1,0 +1,355 @@
+"""What all lanes share: the model's skeleton, the loss, the samples, and how a client trains.
+
+The forward pass with other weights in every lane is `torch.func.vmap` over `functional_call`. Lanes
+are independent, so the gradient of the *sum* of their losses is each lane's own gradient. One lane
+alone runs without vmap: that is the plain reference, and what a real client runs.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.parameter import is_lazy
+
+from fedala.errors import UserError, printable
+from fedala.lanes.backend import backend_for
+from fedala.lanes.layers import Cut, Layered, call, layers_of
+from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
+from fedala.lanes.samples import Samples
+from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
+from fedala.lanes.trial import Trial
+
+Loss = Callable[[Any, Any], Tensor]
+Objective = Callable[..., Tensor]
+"""Of one lane: (state, x, y, …) to a number."""
+
+
+def model_state(model: nn.Module) -> Params:
+    """Return a model's parameters and buffers as one lane."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if lazy := [name for name, value in state.items() if is_lazy(value)]:
+        raise UserError(
+            f"{printable(lazy[0], 100)} of the model has no shape yet, because its layer is lazy. "
+            "Run the model on one batch first."
+        )
+    return {name: value.detach().unsqueeze(0) for name, value in state.items()}
+
+
+class Task:
+    """A model, a loss, the clients' samples, and the options of local training."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Any,
+        y: Any,
+        train: Sequence[np.ndarray],
+        test: Sequence[np.ndarray] = (),
+        validation: Sequence[np.ndarray] = (),
+        *,
+        loss: Loss = F.cross_entropy,
+        batch_size: int = 10,
+        lr: float = 0.005,
+        epochs: int = 1,
+        shuffle: bool = True,
+        device: torch.device | str = "cpu",
+        precision: str = "float32",
+        scale: bool = True,
+        feature_memory: int | None = None,
+    ) -> None:
+        """`train`, `test` and `validation` hold each client's positions in `x` and `y`.
+
+        With `scale`, the model gets images of bytes as (x/255 − 0.5)/0.5. `feature_memory` bounds
+        the bytes of features under the upper layers that are kept at a time. Features that do not
+        fit are computed at each use.
+        """
+        self.model = model
+        self.device = torch.device(device)
+        self.backend = backend_for(self.device)
+        self.precision = precision
+        self.scale = scale
+        self.dtype = torch.float64 if precision == "float64" else torch.float32
+        self.x = tree_map(lambda t: self._place(t.to(self.device)), x)
+        self.y = tree_map(lambda t: t.to(self.device), y)
+        self.parts = {"train": train, "test": test, "validation": validation}
+        self.loss = loss
+        sample_numbers = sum(leaf[:1].numel() for _, leaf in leaves(self.x))
+        #: Samples that run at once without gradients.
+        self.chunk = self.backend.chunk_size(sample_numbers)
+        default = self.backend.feature_memory()
+        self.feature_memory = default if feature_memory is None else feature_memory
+        self._feature_bytes: dict[int, int] = {}
+        self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
+        self.layers = layers_of(model)
+        if not any(True for _ in model.parameters()):
+            raise UserError("The model has no parameters, so there is nothing to learn.")
+        self.trainable = tuple(
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        )
+        #: Caches that only save time: draws for rounds to come, and evaluations' samples.
+        self.predrawn: dict[Any, Any] = {}
+        self.evaluation_samples: dict[Any, tuple[list[int], Samples]] = {}
+        # Torch honours `padding_idx` in lane 0 only if a gradient is taken from outside vmap, so
+        # `gradients` does it.
+        self.padding = tuple(
+            (f"{name}.weight" if name else "weight", module.padding_idx)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
+        )
+
+    def free_caches(self) -> None:
+        """Give back memory that only saves time."""
+        self.predrawn.clear()
+        self.evaluation_samples.clear()
+        self.backend.free_caches()
+
+    def copy_for_thread(self) -> "Task":
+        """Return the same task with a skeleton of its own: a module runs in one thread at a time."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        other.__dict__.pop("embeddings", None)  # they are tied to the skeleton
+        return other
+
+    @cached_property
+    def transient(self) -> frozenset[str]:
+        """Names of buffers that `state_dict` leaves out. They are neither sent nor saved."""
+        saved = self.model.state_dict().keys()
+        return frozenset(name for name, _ in self.model.named_buffers() if name not in saved)
+
+    @cached_property
+    def embeddings(self) -> dict[str, int | None]:
+        """Weights whose gradients are kept as rows, with their padding rows."""
+        return large_embeddings(self.model)
+
+    # --- trials of a model that is not ours ----------------------------------------------------
+    # Layouts, vmap and large batches only save time, but a model may depend on them: it may call
+    # `view`, `stride` or `item`, or mix its samples. So the task tries such a model once. A trial
+    # depends on nothing that changes during a run: a resumed run decides as the first one did.
+
+    @property
+    def _trial(self) -> Trial:
+        return Trial(self.model, self.loss, self.use_mode, self.device, self.dtype)
+
+    def _trial_samples(self) -> tuple[Any, Any]:
+        first = first_leaf(self.y)
+        rows = torch.arange(0 if first is None else min(4, len(first)), device=self.device)
+        return self.inputs(rows), self.targets(rows)
+
+    @cached_property
+    def uses_channels_last(self) -> bool:
+        """Tell whether convolution weights stand channels last.
+
+        They do so on a CPU, where it is faster, if the model does not notice.
+        """
+        if self.device.type != "cpu" or not any(p.dim() == 4 for p in self.model.parameters()):
+            return False
+        return isinstance(self.model, Layered) or self._trial.allows_channels_last(
+            *self._trial_samples()
+        )
+
+    @cached_property
+    def uses_vmap(self) -> bool:
+        """Tell whether several lanes run as one program: if the model does not notice."""
+        return isinstance(self.model, Layered) or self._trial.allows_vmap(*self._trial_samples())
+
+    @cached_property
+    def mixes_samples(self) -> bool:
+        """Tell whether an output depends on the other samples of its batch, in evaluation mode.
+
+        Batch normalisation without running statistics does that.
+        """
+        return not isinstance(self.model, Layered) and self._trial.mixes_samples(
+            *self._trial_samples()
+        )
+
+    def draws_random_numbers(self, initial: Params) -> bool:
+        """Tell whether the model draws random numbers itself (dropout)."""
+        x, _ = self._trial_samples()
+        state = {name: value[0].clone() for name, value in initial.items()}
+        return self._trial.draws_random_numbers(state, take(x, slice(0, 2)))
+
+    # --- samples -------------------------------------------------------------------------------
+
+    def size(self, client: int, part: str = "train") -> int:
+        """Return the number of a client's samples."""
+        return len(self.parts[part][client])
+
+    def inputs(self, rows: Tensor) -> Any:
+        """Return the samples at `rows`, ready for the model."""
+        return tree_map(lambda t: self._convert(t[rows]), self.x)
+
+    def targets(self, rows: Tensor) -> Any:
+        """Return the targets at `rows`."""
+        return tree_map(lambda t: t[rows], self.y)
+
+    def _place(self, x: Tensor) -> Tensor:
+        return self._convert(x) if self.backend.has_room_for_floats(x.numel()) else x
+
+    def _convert(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.uint8 and self.scale:
+            return x.to(self.dtype).div_(255).sub_(0.5).div_(0.5)
+        return x.to(self.dtype) if x.is_floating_point() else x
+
+    # --- the model in every lane ---------------------------------------------------------------
+
+    def cut(self, p: int, state: Params, samples: int, probe: Any = None) -> Cut:
+        """Return the cut under the upper p layers.
+
+        If the features of so many samples do not fit, it is the cut below everything. `state` is
+        that of the lanes; `probe` is for modules that are not ours.
+        """
+        cut = Cut(self.model, p, probe)
+        if 0 < cut.p < cut.depth and samples:
+            if cut.p not in self._feature_bytes:
+                first = {name: value[0] for name, value in state.items()}
+                row = torch.zeros(1, dtype=torch.int64, device=self.device)
+                with self.autocast():
+                    features = cut.lower(first, self.inputs(row))
+                self._feature_bytes[cut.p] = sum(
+                    leaf.numel() * leaf.element_size() for _, leaf in leaves(features)
+                )
+            if samples * self._feature_bytes[cut.p] > self.feature_memory:
+                return Cut(self.model, cut.depth)
+        return cut
+
+    def lay_out(self, value: Tensor) -> Tensor:
+        """Copy a tensor of lanes into the memory order that is fastest for this model.
+
+        One lane's [1, out, in, height, width] stands channels last if `uses_channels_last`.
+        """
+        if value.dim() == 5 and len(value) == 1 and self.uses_channels_last:
+            return value.squeeze(0).clone(memory_format=torch.channels_last).unsqueeze(0)
+        return value.clone(memory_format=torch.contiguous_format)
+
+    @contextmanager
+    def use_mode(self, training: bool, frozen: Collection[str] = ()) -> Iterator[None]:
+        """Put the model into training or evaluation mode.
+
+        Modules whose parameters are all `frozen` stay in evaluation mode. For a module without
+        parameters (a normalisation that learns nothing), the buffers decide.
+        """
+        before = [(module, module.training) for module in self.model.modules()]
+        self.model.train(training)
+        for name, module in self.model.named_modules() if frozen else ():
+            own = [f"{name}.{p}" for p, _ in [*module.named_parameters()] or module.named_buffers()]
+            if own and all(p in frozen for p in own):
+                module.eval()
+        try:
+            with self.backend.use_arithmetic(self.model, self.precision):
+                yield
+        finally:
+            for module, training in before:
+                module.training = training
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Run a model's layers in bf16 if that is the precision; all else stays in float32."""
+        if self.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def per_lane(self, f: Callable[..., Any], *trees: Any) -> Any:
+        """Apply a model's function `f` to each lane's part of the trees.
+
+        A single lane is called plainly, as a module would be.
+        """
+        lanes = count_lanes(trees)
+        with self.autocast():
+            if lanes == 1:
+                single = (tree_map(lambda t: t.squeeze(0), tree) for tree in trees)
+                return tree_map(lambda t: t.unsqueeze(0), f(*single))
+            if self.uses_vmap:
+                return vmap(f, randomness="different")(*trees)
+            # Lanes are views: buffers that a module changes in place change in the trees.
+            parts = [f(*take(trees, lane)) for lane in range(lanes)]
+            return tree_map(lambda *values: torch.stack(values), *parts)
+
+    def run_model(self, state: Params, x: Any) -> Any:
+        """Return the model's output for one lane."""
+        return call(self.model, state, x)
+
+    def losses(self, params: Params, x: Any, y: Any, cut: Cut | None = None) -> Tensor:
+        """Return each lane's loss on its batch, [lane]; with a `cut`, x are the features below."""
+
+        def loss(state: Params, x: Any, y: Any) -> Tensor:
+            output = cut.upper(state, x) if cut else self.run_model(state, x)
+            if self.loss is F.cross_entropy:
+                check_scores(output)
+            return self.loss(output, y)
+
+        result: Tensor = self.per_lane(loss, params, x, y)
+        return result
+
+    def summed_losses(self, output: Tensor, y: Tensor, real: Tensor, ends: Sequence[int]) -> Tensor:
+        """Return each lane's summed loss over its first `ends[lane]` samples, [lane].
+
+        `real`, [lane, sample], marks these samples.
+        """
+        if self.loss is F.cross_entropy:
+            each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none")
+            return torch.where(real, each.view(y.shape), 0).sum(1)
+        sums = [self.loss(output[i, :end], y[i, :end]) * end for i, end in enumerate(ends)]
+        return torch.stack(sums)
+
+    def gradients(
+        self,
+        params: Params,
+        x: Any,
+        y: Any,
+        names: Sequence[str] | None = None,
+        objective: Objective | None = None,
+        *fixed: Any,
+    ) -> tuple[Tensor, Gradients]:
+        """Return each lane's loss, [lane], and the gradients of the named parameters.
+
+        Without `names`, these are all that learn. `objective(state, x, y, *fixed)`, for one lane,
+        replaces the loss. Buffers (running statistics) are updated in place.
+        """
+        names = self.trainable if names is None else names
+        by_rows = self.embeddings if count_lanes(params) == 1 or self.uses_vmap else {}
+        rows = RowGradients(name for name in by_rows if name in names)
+        with torch.enable_grad(), rows if rows.found else nullcontext():
+            state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
+            batch = (state, x, y)
+            losses = self.per_lane(objective, *batch, *fixed) if objective else self.losses(*batch)
+            if names and not losses.requires_grad:
+                raise UserError(
+                    "The loss does not depend on the parameters that should learn: "
+                    f"{list_few(names)}."
+                )
+            wanted = [state[name] for name in names]
+            values = torch.autograd.grad(losses.sum(), wanted, allow_unused=True) if names else ()
+        gradients: Gradients = {}
+        for name, value in zip(names, values, strict=True):
+            if rows.found.get(name):
+                gradients[name] = rows.gradient(name, params[name].shape, self.embeddings[name])
+            else:  # None: a parameter that the model does not use
+                gradients[name] = torch.zeros_like(params[name]) if value is None else value
+        for name, row in self.padding:
+            whole = gradients.get(name)
+            if isinstance(whole, Tensor):
+                whole.select(1, row).zero_()
+        return losses.detach(), gradients
+
+
+def check_scores(output: Any, dimensions: int | None = None) -> None:
+    """Refuse a model whose output is not class scores: a tensor, of so many dimensions."""
+    shape = tuple(output.shape) if isinstance(output, Tensor) else None
+    if shape is None or (dimensions is not None and len(shape) != dimensions):
+        what = f"a {type(output).__name__}"
+        if shape is not None:
+            what = f"a tensor of {len(shape)} dimensions per lane"
+        raise UserError(
+            f"The model must return a tensor of scores [sample, class], and it returns {what}."
+        )
+
+
+def list_few(names: Sequence[str]) -> str:
+    """Name the first five parameters in a sentence."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

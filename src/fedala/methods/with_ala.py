@@ -1,0 +1,123 @@
+"""ALA on any method, `method+ala`: it replaces the local initialisation and nothing else."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedala import ala
+from fedala.ala import Outcome, Settings
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
+from fedala.methods.base import Method, ServerRound
+
+
+class InitializedByALA(Method):
+    """A method whose local model is ALA(received, local). It does all else as `base` does."""
+
+    base: Method
+    ala: Settings
+
+    @property
+    def requires_all_clients(self) -> bool:  # type: ignore[override]
+        return self.base.requires_all_clients
+
+    @property
+    def metrics(self) -> frozenset[str]:  # type: ignore[override]
+        return self.base.metrics | {"ala_epochs", "ala_weight", "ala_capped"}
+
+    @property
+    def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
+        return self.base.schedule_depends_on_rounds
+
+    def check_model(self, model: nn.Module) -> None:
+        self.base.check_model(model)
+        self.ala_parameters(model, self.ala.layers)
+
+    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+        return self.base.ala_parameters(model, layers)
+
+    def shared_part(self, task: Task, model: Params) -> Params:
+        return self.base.shared_part(task, model)
+
+    def extra_template(self, task: Task, initial: Params) -> State:
+        return self.base.extra_template(task, initial)
+
+    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
+        return self.base.init_server(task, initial, server_round)
+
+    def send(self, server: State, server_round: ServerRound) -> Message:
+        return self.base.send(server, server_round)
+
+    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
+        return self.base.aggregate(server, uploads, server_round)
+
+    def global_model(self, server: State) -> Params:
+        return self.base.global_model(server)
+
+    def init_client(self, task: Task, initial: Params) -> State:
+        learned = ala.fresh(initial, self.ala_parameters(task.model, self.ala.layers))
+        return _keep(self.base.init_client(task, initial), initial, learned)
+
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
+        local = state["base"].get("local", state.get("local"))
+        initialized, learned, outcome = ala.initialize(
+            cohort,
+            self.ala,
+            state["ala"],
+            local,
+            received.model,
+            governed=self.ala_parameters(cohort.task.model, self.ala.layers),
+            start={**local, **received.model},  # what the server does not send is the client's own
+        )
+        self.report(cohort, outcome)
+        return initialized, {**state, "ala": learned}
+
+    def report(self, cohort: Cohort, outcome: Outcome) -> None:
+        """Add what a cohort's ALA did to its metrics."""
+        capped = outcome.initial & (outcome.epochs >= self.ala.max_epochs)
+        cohort.metrics |= {
+            "ala_epochs": outcome.epochs,
+            "ala_weight": outcome.weight_mean,
+            "ala_capped": capped.double(),
+        }
+
+    def model_to_evaluate(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> Params:
+        # The personal model of the last round gives way to the one that ALA has initialised.
+        base = {name: value for name, value in state["base"].items() if name != "personal"}
+        return self.base.model_to_evaluate(cohort, initialized, received, base)
+
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
+        upload, base = self.base.train(cohort, initialized, received, state["base"])
+        return upload, _keep(base, upload.model, state["ala"])
+
+    def model_when_absent(self, upload: Message, state: State) -> Params:
+        model = self.base.model_when_absent(upload, state["base"])
+        return model or state.get("local", {})
+
+    def ala_weights(self, state: State) -> Params:
+        learned: Params = state["ala"]["weights"]
+        return learned
+
+
+def _keep(base: State, local: Params, learned: State) -> State:
+    """Return the base's state and ALA's, and the local model if the base does not keep one."""
+    return {"base": base, "ala": learned, **({} if "local" in base else {"local": local})}
+
+
+@dataclass(frozen=True)
+class WithALA(InitializedByALA):
+    """`base` with ALA."""
+
+    base: Method
+    ala: Settings
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.base.name}+ala"
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return f"{self.base.title}+ALA"

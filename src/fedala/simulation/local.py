@@ -1,0 +1,212 @@
+"""Clients on this machine: one cohort after another, or several in threads."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedala.lanes import Cohort, Message, Params, State, Task, broadcast_lanes
+from fedala.lanes.randomness import torch_seed
+from fedala.lanes.trees import count_lanes, join, leaves, share, take, tree_map
+from fedala.simulation.client_round import (
+    CohortResult,
+    RoundRequest,
+    run_client_round,
+    score_model,
+)
+from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.participation import form_cohorts
+from fedala.simulation.transport import Setup, Transport
+
+
+class LocalTransport(Transport):
+    """Simulates all clients here."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        lanes: int | None = None,
+        threads: int = 1,
+        client_memory: int | None = None,
+        client_files: Path | None = None,
+        on_message: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`lanes` bounds how many clients form a cohort; `threads` cohorts run at a time.
+
+        `client_memory` bounds the bytes of host memory for the states of absent clients; the rest
+        goes to files, in the folder `client_files` if they are to outlive the process.
+        """
+        self.setup, self.lanes, self.threads = setup, lanes, threads
+        if threads > 1 and setup.task.draws_random_numbers(setup.initial[0]):
+            # Such layers draw from torch's own generator: results would depend on which is first.
+            self.threads = 1
+            on_message(
+                "The model draws random numbers (dropout), so clients train one after another "
+                f"and not in {threads} threads."
+            )
+        self.client_states = ClientStates(
+            setup.task.device,
+            everybody=setup.join_ratio == 1,
+            budget=client_memory,
+            folder=client_files,
+        )
+        self._pool: ThreadPoolExecutor | None = None
+        self._thread_tasks = threading.local()
+
+    # --- a round -------------------------------------------------------------------------------
+
+    def run_round(
+        self, request: RoundRequest, sent: Sequence[Message], joined: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        setup = self.setup
+
+        def work(lanes: list[Lane]) -> CohortResult:
+            cohort = self.make_cohort(lanes, request.round, sent, joined)
+            state = self._load_states(cohort.task, lanes)
+            result = run_client_round(setup.method, cohort, lanes, state, request, setup.parts)
+            if request.train and setup.join_ratio == 1:
+                cohort.predraw_next_round()
+            return result
+
+        return self._run_cohorts(work, self._form_cohorts(joined), request.round)
+
+    def score_models(
+        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        sent = [Message(model) for model in models]
+        for lanes in self._form_cohorts(clients):
+            cohort = self.make_cohort(lanes, round, sent, clients)
+            scores = score_model(cohort, cohort.received.model, self.setup.parts)
+            yield CohortResult(lanes, scores=scores)
+
+    def _form_cohorts(self, clients: Sequence[Sequence[int]]) -> Iterator[list[Lane]]:
+        lanes = [(run, client) for run, own in enumerate(clients) for client in own]
+        by_run = self.setup.method.sends_model_stack
+        return form_cohorts(self.setup.task, lanes, self.lanes, by_run=by_run)
+
+    def _run_cohorts(
+        self, work: Callable[[list[Lane]], CohortResult], cohorts: Iterator[list[Lane]], round: int
+    ) -> Iterator[CohortResult]:
+        """Yield what each cohort did, in order."""
+        if self.threads == 1:
+            for lanes in cohorts:
+                run, client = lanes[0]
+                seed = self.setup.seeds[run]
+                torch.manual_seed(torch_seed(seed, "torch", client=client, round=round))
+                yield work(lanes)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(
+                self.threads, initializer=torch.set_num_threads, initargs=(1,)
+            )
+        yield from self._pool.map(work, cohorts)
+
+    def make_cohort(
+        self,
+        lanes: Sequence[Lane],
+        round: int,
+        sent: Sequence[Message],
+        joined: Sequence[Sequence[int]],
+    ) -> Cohort:
+        """Make a cohort with what the servers sent: one message per run, or one per client."""
+        setup = self.setup
+        messages: list[Message] = []
+        source: dict[Lane, int] = {}
+        count = 0
+        for run in sorted({run for run, _ in lanes}):
+            width = count_lanes(sent[run])
+            for position, client in enumerate(joined[run]):
+                source[run, client] = count + (position if width > 1 else 0)
+            messages.append(sent[run])
+            count += width
+        index = [source[lane] for lane in lanes]
+        received = Message()
+        if count == 1:
+            received = share(messages[0], len(lanes))
+        elif count:
+            received = take(join(messages), index)
+        clients = [client for _, client in lanes]
+        seeds = [setup.seeds[run] for run, _ in lanes]
+        return Cohort(self._thread_task(), clients, seeds, round, setup.rounds, received, index)
+
+    def _thread_task(self) -> Task:
+        """Return the task, or this thread's copy of it."""
+        if self.threads == 1 or threading.current_thread() is threading.main_thread():
+            return self.setup.task
+        if not hasattr(self._thread_tasks, "task"):
+            self._thread_tasks.task = self.setup.task.copy_for_thread()
+        task: Task = self._thread_tasks.task
+        return task
+
+    # --- states --------------------------------------------------------------------------------
+
+    def _load_states(self, task: Task, lanes: Sequence[Lane]) -> State:
+        return self.client_states.gather(lanes, lambda lane: self.setup.init_client(task, lane))
+
+    def keep_states(self, result: CohortResult, policy: str) -> None:
+        if result.is_finite is not None and result.diverged:
+            self._replace_diverged(result, result.is_finite, policy)
+        self.client_states.scatter(result.lanes, result.state)
+
+    def _replace_diverged(self, result: CohortResult, finite: Tensor, policy: str) -> None:
+        """Give diverged lanes the state from before the round, or a new one."""
+        instead = result.state_before
+        if policy == "reset":
+            task = self._thread_task()
+            new = [self.setup.init_client(task, lane) for lane in result.lanes]
+            instead = {**instead, **join(new)}
+        result.state = tree_map(
+            lambda new, old: torch.where(broadcast_lanes(finite, new), new, old),
+            result.state,
+            instead,
+        )
+
+    def state(self) -> State:
+        return {}  # client states have files of their own
+
+    def restore(self, round: int, state: Mapping[str, Any]) -> None:
+        pass
+
+    def reduce_lanes(self) -> tuple[int, int] | None:
+        everybody = len(self.setup.seeds) * self.setup.population
+        before = min(self.lanes or everybody, everybody)
+        if before == 1:
+            return None
+        self.lanes = before // 2
+        self.setup.task.free_caches()
+        gc.collect()
+        if self.setup.task.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return before, self.lanes
+
+    def find_first_bad_step(
+        self,
+        lane: Lane,
+        request: RoundRequest,
+        sent: Sequence[Message],
+        joined: Sequence[Sequence[int]],
+    ) -> int | None:
+        """Train the client once more, alone, until a step's loss or result is not finite."""
+        cohort = self.make_cohort([lane], request.round, sent, joined)
+        steps = 0
+
+        def check_step(losses: Tensor, state: Any) -> None:
+            nonlocal steps
+            steps += 1
+            if not all(leaf.isfinite().all() for _, leaf in leaves((losses, state))):
+                raise FloatingPointError
+
+        cohort.on_step = check_step
+        method, state = self.setup.method, self._load_states(cohort.task, [lane])
+        try:
+            initialized, state = method.initialize(cohort, cohort.received, state)
+            method.train(cohort, initialized, cohort.received, state)
+        except FloatingPointError:
+            return steps
+        return None

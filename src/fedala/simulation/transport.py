@@ -1,0 +1,103 @@
+"""How the clients' part of a round gets done: on this machine, or by nodes of a federation."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedala.lanes import Message, Params, State, Task
+from fedala.methods import Method
+from fedala.simulation.client_round import CohortResult, RoundRequest
+from fedala.simulation.client_states import ClientStates, Lane
+
+#: What happens to a client whose loss or model is not finite. Its round never counts.
+DIVERGENCE_POLICIES = {
+    "skip": "the client keeps its last good model",
+    "reset": "the client starts over from the initial model",
+    "stop": "the run ends",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the round loop and its transport both know."""
+
+    method: Method
+    task: Task
+    initial: Sequence[Params]
+    """The initial model Θ⁰ of each run, as one lane."""
+    seeds: Sequence[int]
+    rounds: int
+    join_ratio: float
+    parts: Sequence[str]
+    """The parts of the data that are tested."""
+
+    @property
+    def population(self) -> int:
+        """Return the number of clients."""
+        return len(self.task.parts["train"])
+
+    def init_client(self, task: Task, lane: Lane) -> State:
+        """Return the state of a client before its first round."""
+        return self.method.init_client(task, self.initial[lane[0]])
+
+
+class Transport(ABC):
+    """Does the clients' part of the rounds. `joined` and `clients` are lists by run."""
+
+    #: What clients keep between rounds, as far as it is kept here.
+    client_states: ClientStates
+
+    @abstractmethod
+    def run_round(
+        self, request: RoundRequest, sent: Sequence[Message], joined: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        """Let the participants of every run do their part, with what their server sent."""
+
+    @abstractmethod
+    def score_models(
+        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        """Test one model per run, as it is, on the samples of some clients."""
+
+    @abstractmethod
+    def keep_states(self, result: CohortResult, policy: str) -> None:
+        """Keep the clients' new states; those of diverged clients follow the policy."""
+
+    def finish_round(self, round: int, counted: Collection[Lane]) -> None:
+        """End a round. `counted` are the clients whose uploads the servers have taken."""
+        self.client_states.settle()
+
+    def undo_round(self) -> None:
+        """Bring the clients back to where they were before the round."""
+        self.client_states.undo()
+
+    def reduce_lanes(self) -> tuple[int, int] | None:
+        """Use fewer lanes after an out-of-memory error; return (before, after) if that is possible."""
+        return None
+
+    def updates_needed(self) -> int:
+        """Return how many uploads a round needs to count."""
+        return 1
+
+    def find_first_bad_step(
+        self,
+        lane: Lane,
+        request: RoundRequest,
+        sent: Sequence[Message],
+        joined: Sequence[Sequence[int]],
+    ) -> int | None:
+        """Return the first training step of a client whose numbers are not finite, from 1."""
+        return None
+
+    def keeps_models(self) -> bool:
+        """Tell whether the clients' personal models are here, and not with the clients."""
+        return True
+
+    @abstractmethod
+    def state(self) -> State:
+        """Return what the transport must remember between rounds, as tensors."""
+
+    @abstractmethod
+    def restore(self, round: int, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned after so many rounds."""
