@@ -68,15 +68,23 @@ def simulate(
     method: str, task: Task, *, settings: dict[str, object] | None = None, **options: object
 ):
     """All rounds of a method: the simulation, its history and its last models by (seed, client)."""
+    simulation, evaluations, models = evaluate(method, task, settings=settings, **options)
+    return simulation, [evaluation.row for evaluation in evaluations], models
+
+
+def evaluate(
+    method: str, task: Task, *, settings: dict[str, object] | None = None, **options: object
+):
+    """The same with its evaluations, which have each client's scores and how W is spread."""
     settings = QUICK.get(method) if settings is None else settings
     simulation = Simulation(make(method, settings), task, start_of(task), **options)  # type: ignore[arg-type]
     models = {}
-    rows = list(
+    evaluations = list(
         simulation.run(
             lambda personal: models.update({(personal.seed, personal.client): personal.model})
         )
     )
-    return simulation, rows, models
+    return simulation, evaluations, models
 
 
 def assert_close(a: Params, b: Params, tolerance: float) -> None:

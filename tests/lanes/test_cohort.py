@@ -222,7 +222,7 @@ def test_features_that_do_not_fit_are_computed_again_with_the_same_result(
         simulation = Simulation(
             make("fedala", {"ala.layers": layers}), task, start_of(task, build), rounds=2
         )
-        found.append([row["loss"] for row in simulation.run()])
+        found.append([one.row.loss for one in simulation.run()])
         if model == "cnn" or layers == 1:
             assert any(cuts) == (memory is None)
         cuts.clear()
@@ -353,8 +353,7 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
             rounds=2,
             lanes=lanes,
         )
-        rows = list(simulation.run())
-        found.append([row["loss"] for row in rows])
+        found.append([one.row.loss for one in simulation.run()])
         state = simulation.servers[0]["global"]
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] == pytest.approx(found[2], rel=1e-9)
@@ -389,7 +388,7 @@ def test_fedala_run_takes_such_models_in_any_number_of_lanes():
             dataset=Data("own", x, y, 3), model=build, method="fedala", rounds=2, clients=4, partition="iid",
             lanes=lanes, device="cpu", set={"fedala.max_epochs": 2},
         )  # fmt: skip
-        losses.append([row["loss"] for row in result.history])
+        losses.append([row.loss for row in result.history])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
 

@@ -85,7 +85,7 @@ def test_it_is_the_plain_loop(values, ala):
             1e-9,
         )
         assert_close(models[0, client], lane(personal[client]), 1e-9)
-    assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
+    assert [row.loss for row in rows] == pytest.approx(history, abs=1e-9)
 
 
 def shares(distances, weights=None, **settings):

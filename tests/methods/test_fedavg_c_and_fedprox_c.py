@@ -89,9 +89,9 @@ def test_without_tuning_it_is_fedavg(join_ratio):
     )
     assert_close(own[0, None], models[0, None], 0)
     for row, own_row in zip(rows, own_rows, strict=True):
-        assert row["accuracy_joined"] == own_row["accuracy_joined"]
-        assert join_ratio < 1 or row["loss"] == pytest.approx(own_row["loss"], abs=1e-12)
-        assert row.get("train_loss") == own_row.get("train_loss")
+        assert row.accuracy_joined == own_row.accuracy_joined
+        assert join_ratio < 1 or row.loss == pytest.approx(own_row.loss, abs=1e-12)
+        assert row.metrics.get("train_loss") == own_row.metrics.get("train_loss")
     for client in fedavg.participants(0, 4):
         assert_close(own[0, client], models[0, None], 0)
 

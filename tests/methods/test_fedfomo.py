@@ -205,9 +205,9 @@ def test_models_of_clients_that_never_took_part_are_not_sent():
     size = sum(value.numel() for value in simulation.start[0].values())
     seen, counts = set(), []
     for round in range(1, 6):
-        [row] = simulation.step(round, train=True)
+        [evaluation] = simulation.step(round, train=True)
         counts.append(len(seen))
-        assert row["sent"] == len(seen) * size
+        assert evaluation.row.sent == len(seen) * size
         seen |= set(simulation.participants(0, round)) - {5}
     assert counts[0] == 0
     assert len(set(counts)) > 2, "clients should join at different times for this test to bite"

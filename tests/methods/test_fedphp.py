@@ -92,7 +92,7 @@ def test_it_is_the_plain_loop(variant, ala):
     assert_close(models[0, None], lane(received), 1e-9)
     for client in range(len(SIZES)):
         assert_close(models[0, client], lane(evaluated[client]), 1e-9)
-    assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
+    assert [row.loss for row in rows] == pytest.approx(history, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["fedphp", "fedphp+ala"])
@@ -105,8 +105,8 @@ def test_the_historical_variant_is_the_same_in_any_number_of_lanes(name):
     assert alone[2].keys() == together[2].keys()
     for key in alone[2]:
         assert_close(alone[2][key], together[2][key], 1e-10)
-    assert [row["loss"] for row in alone[1]] == pytest.approx(
-        [row["loss"] for row in together[1]], abs=1e-9
+    assert [row.loss for row in alone[1]] == pytest.approx(
+        [row.loss for row in together[1]], abs=1e-9
     )
 
 
@@ -182,7 +182,7 @@ def test_the_distance_alone_does_not_move_a_model_that_is_its_own_teacher():
             assert (value - start[name]).abs().max() > 1e-3
         elif value.is_floating_point():
             assert torch.allclose(value, start[name], rtol=0, atol=1e-12)
-    assert [row["train_loss"] for row in rows[:2]] == pytest.approx([0, 0], abs=1e-12)
+    assert [row.metrics["train_loss"] for row in rows[:2]] == pytest.approx([0, 0], abs=1e-12)
 
 
 def test_the_variants_differ_and_the_historical_model_is_tested():

@@ -104,7 +104,7 @@ def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
     simulation, rows, models = simulate(name, task, rounds=3)
     assert travelled == set(simulation.start[0]) - set(HEAD)
     size = sum(value.numel() for key, value in simulation.start[0].items() if key not in HEAD)
-    assert [(row["sent"], row["uploaded"]) for row in rows] == [(size, size)] * 3 + [(size, 0)]
+    assert [(row.sent, row.uploaded) for row in rows] == [(size, size)] * 3 + [(size, 0)]
     assert models[0, None].keys() == travelled
     heads = [models[0, client]["out.weight"] for client in range(len(SIZES))]
     apart = [(a - b).abs().max().item() for i, a in enumerate(heads) for b in heads[:i]]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from small import assert_close, ragged_task, simulate, start_of
+from small import assert_close, evaluate, ragged_task, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
@@ -22,11 +22,13 @@ RATIOS = [
 
 
 def same_rows(a, b, tolerance):
-    assert [(row["seed"], row["round"]) for row in a] == [(row["seed"], row["round"]) for row in b]
+    """Compare evaluations: their rows but for the seconds, and their clients' scores."""
     for one, other in zip(a, b, strict=True):
-        for key in one.keys() - {"seconds", "clients"}:
-            assert one[key] == pytest.approx(other[key], abs=tolerance, nan_ok=True), key
-        assert np.allclose(one["clients"], other["clients"], atol=tolerance)
+        cells, wanted = one.row.columns(), other.row.columns()
+        assert (cells["seed"], cells["round"]) == (wanted["seed"], wanted["round"])
+        for key in cells.keys() - {"seconds"}:
+            assert cells[key] == pytest.approx(wanted[key], abs=tolerance, nan_ok=True), key
+        assert np.allclose(one.client_scores, other.client_scores, atol=tolerance)
 
 
 @pytest.mark.parametrize(("name", "join_ratio"), RATIOS)
@@ -34,15 +36,15 @@ def test_lanes_are_independent_over_rounds(name, join_ratio):
     """One client after another, three at a time, all together, and two seeds together or each alone: the same."""
     task = ragged_task(SIZES)
     options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
-    _, rows, models = simulate(name, task, lanes=1, **options)
+    _, rows, models = evaluate(name, task, lanes=1, **options)
     for lanes in (3, None):
-        _, other_rows, other_models = simulate(name, task, lanes=lanes, **options)
+        _, other_rows, other_models = evaluate(name, task, lanes=lanes, **options)
         same_rows(rows, other_rows, 1e-9)
         assert models.keys() == other_models.keys()
         for key in models:
             assert_close(models[key], other_models[key], 1e-10)
-    _, single, single_models = simulate(name, task, **{**options, "seeds": (4,)})
-    same_rows([row for row in rows if row["seed"] == 4], single, 1e-9)
+    _, single, single_models = evaluate(name, task, **{**options, "seeds": (4,)})
+    same_rows([one for one in rows if one.row.seed == 4], single, 1e-9)
     for key in single_models:
         assert_close(models[key], single_models[key], 1e-10)
 
@@ -50,7 +52,7 @@ def test_lanes_are_independent_over_rounds(name, join_ratio):
 @pytest.mark.parametrize("name", EVERY)
 def test_clients_in_threads_are_clients_one_after_another(name):
     one, other = (
-        simulate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3)
+        evaluate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3)
     )
     assert other[0].threads == 3
     same_rows(one[1], other[1], 1e-12)
@@ -61,11 +63,11 @@ def test_clients_in_threads_are_clients_one_after_another(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_the_same_seed_gives_the_same_history_and_another_does_not(name):
     task = ragged_task(SIZES, dtype=torch.float32)
-    first, again, other = (simulate(name, task, rounds=2, seeds=(seed,)) for seed in (0, 0, 1))
+    first, again, other = (evaluate(name, task, rounds=2, seeds=(seed,)) for seed in (0, 0, 1))
     same_rows(first[1], again[1], 0)
     for key in first[2]:
         assert_close(first[2][key], again[2][key], 0)
-    assert [row["loss"] for row in first[1]] != [row["loss"] for row in other[1]]
+    assert [one.row.loss for one in first[1]] != [one.row.loss for one in other[1]]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -81,14 +83,14 @@ def test_it_goes_on_from_its_declared_state_alone(name):
     rows = [row for round in (3, 4, 5) for row in first.step(round, train=round < 5)]
     for (_, a), (_, b) in zip(leaves(whole.servers), leaves(first.servers), strict=True):
         assert torch.equal(a, b)
-    assert [row["round"] for row in rows] == [2, 3, 4]
+    assert [row.round for row in rows] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_client_without_training_samples_keeps_what_it_received_and_has_no_weight(name):
     empty = SIZES.index(0)
     _, rows, models = simulate(name, ragged_task(SIZES), rounds=3)
-    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert all(np.isfinite(row.loss) for row in rows)
     if name == "fedala":
         assert_close(models[0, empty], models[0, None], 0)
     task = ragged_task(SIZES)
@@ -103,9 +105,9 @@ def test_a_client_without_training_samples_keeps_what_it_received_and_has_no_wei
 
 def test_t_rounds_give_t_plus_one_evaluations():
     _, rows, _ = simulate("fedavg", ragged_task(SIZES), rounds=3)
-    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    assert [row.round for row in rows] == [0, 1, 2, 3]
     _, rows, _ = simulate("fedavg", ragged_task(SIZES), rounds=3, eval_every=2)
-    assert [row["round"] for row in rows] == [0, 2, 3]
+    assert [row.round for row in rows] == [0, 2, 3]
 
 
 #: What goes to each client and what comes back, where it is not one model each way.
@@ -127,7 +129,7 @@ def test_what_is_sent_is_counted():
         _, rows, _ = simulate(name, ragged_task(SIZES), rounds=2)
         travels = parameters - head if name.startswith("fedrep") else parameters
         sent, uploaded = COMMUNICATION.get(name, lambda model: (model, model))(travels)
-        assert (rows[1]["sent"], rows[1]["uploaded"]) == (sent, uploaded), name
+        assert (rows[1].sent, rows[1].uploaded) == (sent, uploaded), name
 
 
 # --- what sets each apart --------------------------------------------------------------------------------------------
@@ -192,11 +194,12 @@ def test_fedala_without_layers_is_fedavg():
 
 def test_fedala_switched_on_late_is_fedavg_until_then():
     late, fedavg = final("fedala", {"fedala.start_round": 4}), final("fedavg")
-    same_rows(
-        [{k: v for k, v in row.items() if "ala" not in k} for row in late[1][:3]], fedavg[1][:3], 0
-    )
-    assert late[1][3]["ala_epochs"] > 1
-    assert late[1][3]["loss"] != fedavg[1][3]["loss"]
+    for row, other in zip(late[1][:3], fedavg[1][:3], strict=True):
+        for name, value in other.columns().items():
+            own = row.columns()[name]
+            assert name == "seconds" or own == pytest.approx(value, abs=0, nan_ok=True), name
+    assert late[1][3].metrics["ala_epochs"] > 1
+    assert late[1][3].loss != fedavg[1][3].loss
 
 
 def test_fedala_keeps_the_received_lower_layers_and_blends_the_upper_ones():
@@ -213,9 +216,9 @@ def test_fedala_keeps_the_received_lower_layers_and_blends_the_upper_ones():
 
 def test_the_first_round_is_skipped_and_later_ones_are_not():
     _, rows, _ = final("fedala")
-    assert rows[0]["ala_epochs"] == 0
-    assert rows[1]["ala_epochs"] > 1
-    assert 0 < rows[2]["ala_epochs"] <= 1
+    assert rows[0].metrics["ala_epochs"] == 0
+    assert rows[1].metrics["ala_epochs"] > 1
+    assert 0 < rows[2].metrics["ala_epochs"] <= 1
 
 
 def test_clients_that_join_late_start_their_initial_stage_late():
@@ -227,11 +230,11 @@ def test_clients_that_join_late_start_their_initial_stage_late():
     learned, late = set(), []
     for round in range(2, 13):
         joined = simulation.participants(0, round)
-        [row] = simulation.step(round, train=True)
-        newcomers = set(joined) - learned
-        assert row["ala_epochs"] > 10 if len(newcomers) == len(joined) else row["ala_epochs"] >= 1
+        [evaluation] = simulation.step(round, train=True)
+        newcomers, epochs = set(joined) - learned, evaluation.row.metrics["ala_epochs"]
+        assert epochs > 10 if len(newcomers) == len(joined) else epochs >= 1
         if not newcomers:
-            assert row["ala_epochs"] == 1
+            assert epochs == 1
         late += [round] * len(newcomers)
         learned |= newcomers
         assert all(bool(simulation.clients[0, client]["ala"]["trained"][0]) for client in joined)

@@ -63,7 +63,7 @@ def test_it_is_the_plain_loop(ala):
     assert_close(models[0, None], lane(received), 1e-9)
     for client in range(len(SIZES)):
         assert_close(models[0, client], lane(evaluated[client]), 1e-9)
-    assert [row["loss"] for row in rows] == pytest.approx(history, abs=1e-9)
+    assert [row.loss for row in rows] == pytest.approx(history, abs=1e-9)
 
 
 def trained_by_hand(**settings):

@@ -65,9 +65,7 @@ def test_the_upper_layers_are_personal_and_the_others_the_servers():
     personal = {name for name in simulation.start[0] if name.startswith(("out.", "hidden."))}
     assert models[0, None].keys() == simulation.start[0].keys() - personal
     assert (
-        rows[0]["sent"]
-        == rows[0]["uploaded"]
-        == sum(value.numel() for value in models[0, None].values())
+        rows[0].sent == rows[0].uploaded == sum(value.numel() for value in models[0, None].values())
     )
     for name in simulation.start[0]:
         if name in personal:

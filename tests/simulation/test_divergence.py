@@ -61,16 +61,16 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
     """After round 2, the others have what they have in an undisturbed run, and the bad client what round 1 left it."""
     calm = simulation_of(method, ragged_task(SIZES), lanes=lanes)
     for round in (1, 2):
-        [row] = calm.step(round, train=True)
-        assert row["diverged"] == 0
+        [evaluation] = calm.step(round, train=True)
+        assert evaluation.row.diverged == 0
         if round == 1:
             before = dict(calm.clients[0, BAD])
     poisoned()
     faults = []
     shaken = simulation_of(method, ragged_task(SIZES), lanes=lanes, on_fault=faults.append)
     shaken.step(1, train=True)
-    [row] = shaken.step(2, train=True)
-    assert row["diverged"] == 1
+    [evaluation] = shaken.step(2, train=True)
+    assert evaluation.row.diverged == 1
     [fault] = faults
     assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
     assert str(fault).endswith("diverged in round 1, first in step 2")
@@ -79,8 +79,8 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
         wanted = before if client == BAD else dict(calm.clients[0, client])
         assert all(map(torch.equal, leaves_of(kept), leaves_of(wanted))), f"client {client}"
     assert all(leaf.isfinite().all() for leaf in leaves_of(shaken.servers))
-    [row] = shaken.step(3, train=True)
-    assert row["diverged"] == 0
+    [evaluation] = shaken.step(3, train=True)
+    assert evaluation.row.diverged == 0
 
 
 def test_the_aggregate_is_that_of_the_others(poisoned):
@@ -106,7 +106,7 @@ def test_the_aggregate_is_that_of_the_others(poisoned):
 def test_infinite_models_are_seen(value, poisoned):
     poisoned(value=value)
     _, rows, _ = simulate("fedala", ragged_task(SIZES), rounds=3)
-    assert [row["diverged"] for row in rows] == [0, 1, 0, 0]
+    assert [row.diverged for row in rows] == [0, 1, 0, 0]
 
 
 def test_an_infinite_loss_is_seen_even_if_the_model_is_finite():
@@ -114,7 +114,7 @@ def test_an_infinite_loss_is_seen_even_if_the_model_is_finite():
         return torch.nn.functional.cross_entropy(output, y) + (torch.inf if len(y) == 3 else 0)
 
     _, rows, _ = simulate("fedavg", ragged_task([8, 4, 3], loss=loss), rounds=1)
-    assert rows[0]["diverged"] == 1
+    assert rows[0].diverged == 1
 
 
 def test_reset_starts_the_client_anew(poisoned):
@@ -140,14 +140,14 @@ def test_stop_stops_and_names_the_client(poisoned):
 def test_if_everybody_diverges_the_global_model_stays():
     task = ragged_task([9, 17, 12], lr=1e38, dtype=torch.float32)
     simulation, rows, _ = simulate("fedavg", task, rounds=2)
-    assert [row["diverged"] for row in rows] == [3, 3, 0]
+    assert [row.diverged for row in rows] == [3, 3, 0]
     assert_close(simulation.servers[0]["global"], simulation.start[0], 0)
 
 
 def test_rounds_without_evaluation_count_too(poisoned):
     poisoned()
     _, rows, _ = simulate("fedala", ragged_task(SIZES), rounds=3, eval_every=3)
-    assert [(row["round"], row["diverged"]) for row in rows] == [(0, 0), (3, 1)]
+    assert [(row.round, row.diverged) for row in rows] == [(0, 0), (3, 1)]
 
 
 def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
@@ -180,7 +180,7 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
     task = ragged_task(SIZES)
     simulation = Simulation(make(method), task, start_of(task), rounds=3, say=said.append)
     found = {}
-    rows = list(
+    evaluations = list(
         simulation.run(
             lambda personal: found.update({(personal.seed, personal.client): personal.model})
         )
@@ -190,8 +190,8 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
         said[0]
         == "The device's memory does not suffice for 5 clients side by side: going on with 2."
     )
-    for row, other in zip(rows, wanted, strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-9)
+    for one, other in zip(evaluations, wanted, strict=True):
+        assert one.row.loss == pytest.approx(other.loss, rel=1e-9)
     for key, model in models.items():
         assert_close(found[key], model, 1e-9)
 

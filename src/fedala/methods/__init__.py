@@ -14,7 +14,16 @@ from fedala.methods.fedala import WithALA
 from fedala.methods.fedavg import FedAvg
 from fedala.options import build, suggest
 
-__all__ = ["Method", "State", "WithALA", "catalogue", "everything", "make", "register"]
+__all__ = [
+    "Method",
+    "State",
+    "WithALA",
+    "catalogue",
+    "everything",
+    "make",
+    "register",
+    "setting_prefixes",
+]
 
 M = TypeVar("M", bound=Method)
 
@@ -81,6 +90,13 @@ def everything() -> list[str]:
         f"{name}+ala" for name, entry in catalogue().items() if entry.takes_ala and name != "fedavg"
     ]
     return [*catalogue(), *with_ala]
+
+
+def setting_prefixes(name: str) -> tuple[str, ...]:
+    """Return the prefixes of a method's hyperparameters: ditto and ala for ditto+ala."""
+    parts = name.split("+")
+    is_fedala = name in ("fedala", "fedavg+ala")
+    return tuple(dict.fromkeys([*parts, "fedala", "ala"] if is_fedala else parts))
 
 
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:

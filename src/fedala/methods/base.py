@@ -42,6 +42,9 @@ class Method:
     #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty where it does.
     refuses_ala: ClassVar[str] = ""
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that the method cannot train."""
+
     def shared(self, task: Task, model: Params) -> Params:
         """The part of a model that travels between server and clients; what does not stays with the client, in its state."""
         return model

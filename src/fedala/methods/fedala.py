@@ -44,6 +44,11 @@ class WithALA(Method):
     def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
         return self.base.schedule_depends_on_rounds
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model without as many layers as ALA blends."""
+        self.base.check_model(model)
+        self.governed(model, self.ala.layers)
+
     def governed(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.governed(model, layers)
 

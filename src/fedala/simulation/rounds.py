@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes, to_device
 from fedala.lanes.randomness import draw, torch_seed
 from fedala.lanes.trees import count, fits, join, leaves, take, tree_map
 from fedala.methods import Method, State
-from fedala.records import Fault, PersonalModel, Row
+from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel, WeightSummary
 from fedala.simulation.client_states import ClientStates, Lane
 
 #: What becomes of a client whose loss or model is no longer finite. In all cases its round does not count.
@@ -159,7 +159,7 @@ class Simulation:
         self,
         on_model: Callable[[PersonalModel], None] | None = None,
         after: Callable[[int], None] = lambda round: None,
-    ) -> Iterator[Row]:
+    ) -> Iterator[Evaluation]:
         """All rounds that are left: T rounds give evaluations 0 to T. The models of the last one go to `on_model`.
 
         `after` is called when a round has been trained and its rows have been taken.
@@ -199,7 +199,7 @@ class Simulation:
 
     def step(
         self, round: int, *, train: bool, on_model: Callable[[PersonalModel], None] | None = None
-    ) -> list[Row]:
+    ) -> list[Evaluation]:
         """Round `round`, counted from 1: its evaluation is number `round − 1`, after that many aggregations.
 
         If the device's memory does not suffice, the round begins anew with half as many lanes.
@@ -230,7 +230,7 @@ class Simulation:
 
     def _step(
         self, round: int, train: bool, on_model: Callable[[PersonalModel], None] | None
-    ) -> list[Row]:
+    ) -> list[Evaluation]:
         began = time.perf_counter()
         evaluates = not train or (round - 1) % self.eval_every == 0
         every = self.record_weights
@@ -283,10 +283,8 @@ class Simulation:
             self._row(run, round, joined[run], table, notes, sent[run])
             for run in range(len(self.seeds))
         ]
-        if learned:
-            self._record(learned, rows)
+        weights = self._record(learned) if learned else [[] for _ in rows]
         if train:
-            rows = [{**row, "uploaded": uploaded} for row in rows]
             self.servers, self.round = servers, round
             self.clients.settle()
         elif on_model:
@@ -294,7 +292,9 @@ class Simulation:
         if evaluates:
             self._diverged = {}
         seconds = time.perf_counter() - began
-        return [{**row, "seconds": seconds} for row in rows] if evaluates else []
+        rows = [replace(row, uploaded=uploaded, seconds=seconds) for row in rows]
+        results = zip(rows, table[:, :, 0], weights, strict=True)
+        return [Evaluation(*result) for result in results] if evaluates else []
 
     def _work(
         self, asked: RoundRequest, sent: list[Params], joined: list[list[int]]
@@ -524,7 +524,7 @@ class Simulation:
         table: np.ndarray,
         notes: dict[str, dict[Lane, float]],
         sent: Params,
-    ) -> Row:
+    ) -> HistoryRow:
         def shares(clients: Any, part: int) -> tuple[float, float]:
             correct, loss, samples = table[run, clients, part].sum(0)
             return (
@@ -535,35 +535,40 @@ class Simulation:
 
         evaluated = slice(None) if self.eval_clients == "all" else joined
         accuracy, loss = shares(evaluated, 0)
-        row: Row = {"seed": self.seeds[run], "round": round - 1, "accuracy": accuracy, "loss": loss}
-        row["accuracy_joined"] = shares(joined, 0)[0]
-        if "validation" in self.parts:
-            row["accuracy_validation"] = shares(evaluated, 1)[0]
+        metrics = {}
         for name, values in notes.items():
             own = [
                 value for lane, value in values.items() if lane[0] == run and not np.isnan(value)
             ]
-            row[name] = float(np.mean(own)) if own else float("nan")
-        row["sent"] = count(sent) // max(1, len(next(iter(sent.values())))) if sent else 0
-        row["uploaded"] = 0
-        row["diverged"] = sum(rounds for lane, rounds in self._diverged.items() if lane[0] == run)
-        row["clients"] = table[run, :, 0]
-        return row
+            metrics[name] = float(np.mean(own)) if own else float("nan")
+        return HistoryRow(
+            seed=self.seeds[run],
+            round=round - 1,
+            accuracy=accuracy,
+            loss=loss,
+            accuracy_joined=shares(joined, 0)[0],
+            accuracy_validation=shares(evaluated, 1)[0] if "validation" in self.parts else None,
+            metrics=metrics,
+            sent=count(sent) // max(1, len(next(iter(sent.values())))) if sent else 0,
+            diverged=sum(rounds for lane, rounds in self._diverged.items() if lane[0] == run),
+        )
 
-    @staticmethod
     def _record(
-        learned: list[tuple[Sequence[Lane], list[str], torch.Tensor]], rows: list[Row]
-    ) -> None:
-        """Puts how W is spread, by client and parameter, into the rows of its runs."""
+        self, learned: list[tuple[Sequence[Lane], list[str], torch.Tensor]]
+    ) -> list[list[WeightSummary]]:
+        """Return how W is spread, by run: for each of its clients and parameters."""
         figures = iter(torch.cat([figures for *_, figures in learned]).tolist())
-        found: dict[Lane, list[tuple[int, str, list[float]]]] = {}
+        found: dict[Lane, list[WeightSummary]] = {}
         for lanes, names, _ in learned:
             for lane in lanes:
-                found[lane] = [(lane[1], *own) for own in zip(names, next(figures), strict=True)]
-        for run, row in enumerate(rows):
-            row["weights"] = [
-                line for lane in sorted(found) if lane[0] == run for line in found[lane]
-            ]
+                found[lane] = [
+                    WeightSummary(lane[1], name, mean, shares)
+                    for name, (mean, *shares) in zip(names, next(figures), strict=True)
+                ]
+        return [
+            [line for lane in sorted(found) if lane[0] == run for line in found[lane]]
+            for run in range(len(self.seeds))
+        ]
 
     def _last_models(
         self, joined: list[list[int]], on_model: Callable[[PersonalModel], None]
