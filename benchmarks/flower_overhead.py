@@ -131,8 +131,9 @@ def measure(nodes: int, rounds: int, repeats: int) -> dict[str, list[float]]:
                     run = federation.run(folder / name, experiment=experiment, **options)
                     out = folder / "runs" / experiment
                     if name == "fedala":
-                        rows = follow(federation, run, RunFolder(out), seconds=1800).history()
-                        seconds = [row["seconds"] for row in rows[:-1]]
+                        finished = follow(federation, run, RunFolder(out), seconds=1800)
+                        [rows] = finished.history().values()
+                        seconds = [row.seconds for row in rows[:-1]]
                     else:
                         while not (out / "seconds.json").exists():
                             time.sleep(0.5)

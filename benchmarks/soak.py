@@ -17,8 +17,10 @@ from torch import nn
 
 from fedala import Config
 from fedala.data import Dataset, federate
-from fedala.records import Row
-from fedala.runs.execute import RunObserver, execute, plan
+from fedala.records import HistoryRow
+from fedala.runs.execute import execute
+from fedala.runs.observer import RunObserver
+from fedala.runs.plan import plan
 
 
 def tiny() -> nn.Module:
@@ -46,19 +48,21 @@ def main(rounds: int, folder: Path) -> None:
         "lr": 0.05,
         "join_ratio": 0.5,
     }
-    work = plan(Config.of({**options, "checkpoint_every": 50}), federate(data, "iid", 10), tiny)
+    work = plan(
+        Config.from_values({**options, "checkpoint_every": 50}), federate(data, "iid", 10), tiny
+    )
     every, seconds, seen = max(1, min(100, rounds // 4)), [], []
 
-    def look(method: str, row: Row) -> None:
-        seconds.append(row["seconds"])
-        if row["round"] and row["round"] % every == 0:
+    def look(method: str, row: HistoryRow) -> None:
+        seconds.append(row.seconds)
+        if row.round and row.round % every == 0:
             files = len(os.listdir("/proc/self/fd"))
             seen.append((memory(), files, statistics.median(seconds[-every:])))
             print(
-                f"round {row['round']:5}: {seen[-1][0]:7.1f} MiB, {files} open files, {1000 * seen[-1][2]:.2f} ms"
+                f"round {row.round:5}: {seen[-1][0]:7.1f} MiB, {files} open files, {1000 * seen[-1][2]:.2f} ms"
             )
 
-    execute(work, folder, watcher=RunObserver(row=look))
+    execute(work, folder, observer=RunObserver(on_row=look))
     first, last = seen[0], seen[-1]
     print(
         f"last to first: memory {last[0] / first[0]:.4f}, open files {last[1] - first[1]:+}, time {last[2] / first[2]:.2f}"

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from fedala.data import Dataset, federate
+from fedala.records import HistoryRow, WeightSummary
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 
@@ -13,6 +14,15 @@ from fedala.runs.folder import RunFolder
 def accuracy(method: str, seed: int, round: int) -> float:
     """A learning curve that is different for every method and seed."""
     return round / (round + 1 + len(method) / 4) + 0.01 * seed
+
+
+def weights_of(shares: np.ndarray, parameters: tuple[str, ...]) -> list[WeightSummary]:
+    """How W is spread, from [client, parameter, share]."""
+    return [
+        WeightSummary(client, name, 0.5, shares[client, k].tolist())
+        for client in range(len(shares))
+        for k, name in enumerate(parameters)
+    ]
 
 
 def made_up(
@@ -44,35 +54,26 @@ def made_up(
         pass  # nobody else works in it
     random = np.random.default_rng(0)
     dataset = Dataset("made up", torch.zeros(60, 2), torch.arange(60) % 3, 3, class_names)
-    folder.write_split(federate(dataset, "dir:1", clients))
+    folder.tables.write_split(federate(dataset, "dir:1", clients))
     for method in methods:
         last = rounds if reached is None or method != methods[-1] else reached
         for round in range(last + 1):
             for seed in range(seeds):
                 value = accuracy(method, seed, round)
-                row = {
-                    "seed": seed,
-                    "round": round,
-                    "accuracy": value,
-                    "loss": 2 - value,
-                    "accuracy_joined": value,
-                }
-                row |= {"sent": 10, "uploaded": 10, "seconds": 0.5}
-                share = random.dirichlet(np.ones(10), (clients, len(parameters)))
-                if "ala" in method:
-                    lines = [
-                        (client, name, [0.5, *share[client, k]])
-                        for client in range(clients)
-                        for k, name in enumerate(parameters)
-                    ]
-                    row |= {"ala_weight": 0.5, "weights": lines}
-                folder.add_history(method, [row])
-                folder.add_weights(method, row)
+                shares = random.dirichlet(np.ones(10), (clients, len(parameters)))
+                has_weights = "ala" in method
+                row = HistoryRow(
+                    seed, round, value, 2 - value, value, sent=10, uploaded=10, seconds=0.5,
+                    metrics={"ala_weight": 0.5} if has_weights else {},
+                )  # fmt: skip
+                folder.tables.add_history(method, row)
+                if has_weights:
+                    folder.tables.add_weights(method, row, weights_of(shares, parameters))
                 if round == rounds:
                     correct = np.minimum(10, np.floor(10 * value) + np.arange(clients) % 2)
-                    row["clients"] = np.stack([correct, 10 - correct, np.full(clients, 10.0)], 1)
-                    folder.add_clients(method, row)
-        folder.seal(method, finished=last == rounds)
+                    scores = np.stack([correct, 10 - correct, np.full(clients, 10.0)], 1)
+                    folder.tables.add_clients(method, row, scores)
+        folder.record_progress(method, is_finished=last == rounds)
     if reached is None:
         versions = {"python": "3", "torch": "2", "commit": None}
         folder.write_summary(

@@ -65,7 +65,7 @@ def start_of(task: Task, make_model: type[nn.Module] = Net):
 QUICK = {"fedavg-c": {"fedavg-c.epochs": 2}, "fedprox-c": {"fedprox-c.epochs": 2}}
 
 
-def evaluate_all(
+def evaluate(
     method: str, task: Task, *, settings: dict[str, object] | None = None, **options: object
 ):
     """Run all rounds of a method: the simulation, its evaluations, its models by (seed, client)."""
@@ -82,7 +82,7 @@ def evaluate_all(
 
 def simulate(method: str, task: Task, **options: object):
     """Do the same, with the rows of the history in place of the evaluations."""
-    simulation, evaluations, models = evaluate_all(method, task, **options)  # type: ignore[arg-type]
+    simulation, evaluations, models = evaluate(method, task, **options)  # type: ignore[arg-type]
     return simulation, [evaluation.row for evaluation in evaluations], models
 
 

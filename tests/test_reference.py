@@ -306,7 +306,7 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
         join_ratio=case.join_ratio,
         lanes=lanes,
     )
-    rows = list(simulation.run(keep))
+    rows = [evaluation.row for evaluation in simulation.run(keep)]
     outcomes = []
     for seed in by_seed:
         own = [row for row in rows if row.seed == seed]

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from fedala.ala import ALA
     from fedala.errors import UserError
     from fedala.runs.config import Config
-    from fedala.runs.execute import Result, run
+    from fedala.runs.execute import run
+    from fedala.runs.results import Result
 
 __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 
@@ -18,7 +19,7 @@ __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 _HOME = {
     "ALA": "ala",
     "Config": "runs.config",
-    "Result": "runs.execute",
+    "Result": "runs.results",
     "UserError": "errors",
     "run": "runs.execute",
 }

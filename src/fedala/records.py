@@ -1,14 +1,11 @@
 """The records that travel between rooms: rows of the history, diverged clients, personal models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-
-Row = dict[str, Any]
-"""One line of the history, as a dict. To be replaced by `HistoryRow`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class HistoryRow:
     def columns(self) -> dict[str, Any]:
         """Return the row as the cells of `history.csv`, without the method."""
         cells: dict[str, Any] = {}
-        for name, value in asdict(self).items():
+        for name, value in vars(self).items():
             if name == "metrics":
                 cells |= value
             elif value is not None:

@@ -85,7 +85,7 @@ def finished(tmp_path_factory):
 
 def test_history_has_a_row_for_every_method_seed_and_round(finished):
     folder, _ = finished
-    rows = folder.history()
+    rows = folder.rows("history.csv")
     assert [(row["method"], row["round"], row["seed"]) for row in rows] == [
         (method, round, seed)
         for method in ("fedala", "fedavg")
@@ -122,12 +122,7 @@ def test_summary_agrees_with_the_history(finished):
             )
         )
         runs = [
-            [
-                row["accuracy"]
-                for row in folder.history()
-                if (row["method"], row["seed"]) == (name, seed)
-            ]
-            for seed in (3, 4)
+            [row.accuracy for row in folder.history()[name] if row.seed == seed] for seed in (3, 4)
         ]
         for key, values in (
             ("best", [max(run) for run in runs]),
@@ -222,7 +217,7 @@ def test_the_saved_config_reproduces_the_run(finished, tmp_path):
 def untimed(folder):
     return [
         {name: repr(value) for name, value in row.items() if name != "seconds"}
-        for row in folder.history()
+        for row in folder.rows("history.csv")
     ]
 
 
@@ -451,7 +446,7 @@ def file_that_is_not_toml(path):
         (broken_image, "1.png is not a readable image"),
         (partition_of_other_data, "a partition fits one dataset only"),
         (existing_folder, "exists already"),
-        (existing_folder_that_is_no_run, "which is no part of a run"),
+        (existing_folder_that_is_no_run, "which is not part of a run"),
         (unknown_option_in_file, "has an unknown option cleints (did you mean clients?)"),
         (file_that_is_not_toml, "is not TOML"),
     ],
@@ -593,10 +588,10 @@ def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(numbe
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
-    rounds = [row["round"] for row in RunFolder(here / "run").history()]
+    rounds = [row.round for row in RunFolder(here / "run").history()["fedavg"]]
     assert rounds == list(range(len(rounds)))
     advice = (
-        "to go on, use fedala run --resume run"
+        "to resume it, use fedala run --resume run"
         if keeps
         else "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
     )
@@ -605,7 +600,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(numbe
         return
     result = call("run", "--resume", "run", "--rounds", str(len(rounds) + 1))
     assert result.exit_code == 0
-    assert [row["round"] for row in RunFolder(here / "run").history()] == list(
+    assert [row.round for row in RunFolder(here / "run").history()["fedavg"]] == list(
         range(len(rounds) + 2)
     )
 
@@ -634,7 +629,7 @@ def test_a_folder_whose_name_no_terminal_should_see(here):
 
 def test_resuming_takes_everything_from_its_folder(here):
     for arguments, sentence in (
-        (["--resume", "nowhere"], "nowhere is no run folder: there is no config.toml in it."),
+        (["--resume", "nowhere"], "nowhere is not a run folder: there is no config.toml in it."),
         (["--resume", "nowhere", "--force"], "--resume takes everything from its folder"),
         (["--resume", "nowhere", "--config", "x.toml"], "The config file x.toml cannot be read"),
     ):

@@ -366,15 +366,15 @@ def stopping_after(rows: int) -> Callable[[], None]:
     def before() -> None:
         execute, seen = cli.execute, 0
 
-        def watched(*arguments: Any, watcher: Any, **options: Any) -> Any:
-            def row(method: str, row: Any) -> None:
+        def watched(*arguments: Any, observer: Any, **options: Any) -> Any:
+            def on_row(method: str, row: Any) -> None:
                 nonlocal seen
-                watcher.row(method, row)
+                observer.on_row(method, row)
                 seen += 1
                 if seen == rows:
                     signal.raise_signal(signal.SIGTERM)
 
-            return execute(*arguments, watcher=replace(watcher, row=row), **options)
+            return execute(*arguments, observer=replace(observer, on_row=on_row), **options)
 
         cli.execute = fedala.paper.running.execute = watched  # type: ignore[assignment]
 

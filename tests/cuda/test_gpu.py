@@ -40,12 +40,12 @@ def go(method, task, model=small_cnn, rounds=2, **options):
         make(method, QUICK.get(method)), task, start_of(task, model), rounds=rounds, **options
     )
     models = {}
-    rows = list(
+    evaluations = list(
         simulation.run(
             lambda p: models.update({(p.seed, p.client): {n: v.cpu() for n, v in p.model.items()}})
         )
     )
-    return rows, models
+    return [one.row for one in evaluations], models
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -54,7 +54,7 @@ def test_lanes_on_the_gpu_are_each_client_alone_on_the_cpu(name):
     rows, models = go(name, image_task("cuda"), seeds=(0, 1))
     reference, plain = go(name, image_task("cpu", "float64"), seeds=(0, 1), lanes=1)
     for own, other in zip(rows, reference, strict=True):
-        assert own["loss"] == pytest.approx(other.loss, rel=2e-3)
+        assert own.loss == pytest.approx(other.loss, rel=2e-3)
     for key in plain:
         assert_close(models[key], plain[key], 2e-3)
 
@@ -130,7 +130,7 @@ def test_a_deep_network_with_batch_normalisation():
 def test_lower_precisions_are_near(precision):
     rows, _ = go("fedala", image_task("cuda", precision), rounds=3)
     exact, _ = go("fedala", image_task("cuda"), rounds=3)
-    assert rows[-1].loss == pytest.approx(exact[-1]["loss"], rel=0.05)
+    assert rows[-1].loss == pytest.approx(exact[-1].loss, rel=0.05)
 
 
 @pytest.mark.parametrize("max_epochs", [3, 20])

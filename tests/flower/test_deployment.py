@@ -52,9 +52,14 @@ def submit(federation, tmp_path, **options):
 
 
 def finish(federation, run, tmp_path, seconds=600):
-    return follow(
-        federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds
-    ).history()
+    folder = follow(federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds)
+    return only(folder.history())
+
+
+def only(histories):
+    """The history of the only method."""
+    [history] = histories.values()
+    return history
 
 
 def simulated(clients=2, **options):
@@ -62,10 +67,11 @@ def simulated(clients=2, **options):
 
 
 def assert_same_rows(there, here):
-    assert [row["round"] for row in there] == [row["round"] for row in here]
+    assert [row.round for row in there] == [row.round for row in here]
     for a, b in zip(there, here, strict=True):
         for key in ("accuracy", "loss", "accuracy_joined", "sent", "uploaded"):
-            assert a[key] == pytest.approx(b[key], rel=1e-5), f"{key} of round {b['round']}"
+            value, wanted = getattr(a, key), getattr(b, key)
+            assert value == pytest.approx(wanted, rel=1e-5), f"{key} of round {b.round}"
 
 
 def assert_same_models(federation, tmp_path, result):
@@ -299,7 +305,7 @@ def test_the_simulation_engine_is_the_simulation(simulate, tmp_path):
         said = simulate(APP, {**RUN, "clients": 2, **names})
         folder = RunFolder(tmp_path / "runs" / method)
         assert (folder.path / "summary.json").exists(), said
-        assert_same_rows(folder.history(), simulated(method=method).history)
+        assert_same_rows(only(folder.history()), simulated(method=method).history)
 
 
 #: Flower as it comes, which installs what an app depends on; and no index to install from.
@@ -330,8 +336,8 @@ def test_a_superlink_runs_a_generated_app(generated, tmp_path):
             federation.node(client)
         run = federation.run(generated)
         folder = RunFolder(federation.folder / "runs" / "fedala")
-        history = follow(federation, run, folder, seconds=240).history()
-        assert [row["round"] for row in history] == [0, 1]
+        history = only(follow(federation, run, folder, seconds=240).history())
+        assert [row.round for row in history] == [0, 1]
         assert "App dependencies installed successfully" in federation.run_log(run)
 
 

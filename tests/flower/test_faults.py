@@ -73,7 +73,7 @@ def assert_same_state(a, b):
 
 
 def figures(result):
-    return [(row["accuracy"], row["loss"], row["accuracy_joined"]) for row in result.history]
+    return [(row.accuracy, row.loss, row.accuracy_joined) for row in result.history]
 
 
 def test_a_server_needs_no_room_for_what_its_clients_keep(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def test_a_damaged_state_is_set_aside_and_survived_loudly(damage, tmp_path, capl
     assert "Round 3: client 1 had LOST its state and started over." in caplog.text
     aside = list(folder.glob("round-000002.safetensors.damaged-*"))
     assert len(aside) == (0 if damage == "gone" else 1)
-    assert [row["round"] for row in result.history] == [0, 1, 2, 3]
+    assert [row.round for row in result.history] == [0, 1, 2, 3]
     assert_weights_are_ones_where_nothing_was_learned(tmp_path)
 
 
@@ -330,12 +330,12 @@ def test_a_client_that_diverges_is_left_out_as_in_the_simulation(on_divergence, 
     options = {"method": "fedala", "lr": 1e9, "rounds": 2, "on_divergence": on_divergence}
     federated = federate(tmp_path, **options)
     simulated = fedala.run(dataset=together(), model=Net, lanes="1", **{**RUN, **options})
-    assert [row["diverged"] for row in federated.history] == [
-        row["diverged"] for row in simulated.history
+    assert [row.diverged for row in federated.history] == [
+        row.diverged for row in simulated.history
     ]
-    assert sum(row["diverged"] for row in federated.history) > 0
-    assert [row["accuracy"] for row in federated.history] == [
-        row["accuracy"] for row in simulated.history
+    assert sum(row.diverged for row in federated.history) > 0
+    assert [row.accuracy for row in federated.history] == [
+        row.accuracy for row in simulated.history
     ]
     assert (
         "This client's training diverged in round 1: nothing of it is kept or sent." in caplog.text

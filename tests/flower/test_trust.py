@@ -288,13 +288,13 @@ def test_a_loss_that_is_not_finite_is_told_and_costs_no_update(tmp_path, caplog)
         grid.meddle = meddle
         result = serve(grid, run_config, OWN)
         models = [path.read_bytes() for path in result.folder.rglob("global.safetensors")]
-        results.append((models, [row["accuracy"] for row in result.history]))
+        results.append((models, [row.accuracy for row in result.history]))
         if loss is not None:
             [line] = [record.getMessage() for record in caplog.records]
             assert line.startswith(
                 "Round 1: the loss of client 1 (node 101) on its test samples is not finite"
             )
-            assert not np.isfinite(result.history[0]["loss"])
+            assert not np.isfinite(result.history[0].loss)
             caplog.clear()
     assert results[0] == results[1] == results[2]
 

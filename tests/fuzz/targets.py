@@ -27,7 +27,9 @@ from fedala.cli import app as cli
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS
 from fedala.runs.config import Config
-from fedala.runs.execute import RunObserver, Stopped, execute, plan
+from fedala.runs.execute import execute
+from fedala.runs.observer import RunObserver, Stopped
+from fedala.runs.plan import plan
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (12, 28, 28), dtype=np.uint8)
@@ -381,11 +383,13 @@ def interrupted(path: Path, rounds: int, total: int = 4) -> None:
     }
     with contextlib.chdir(path), contextlib.suppress(Stopped):
         planned = plan(
-            Config.of(
+            Config.from_values(
                 {**config, "rounds": total, "method": "fedala", "set": {"fedala.max_epochs": 1}}
             )
         )
-        execute(planned, Path("run"), watcher=RunObserver(stop=lambda: next(asked) == rounds))
+        execute(
+            planned, Path("run"), observer=RunObserver(should_stop=lambda: next(asked) == rounds)
+        )
 
 
 def _resumed() -> Files:

@@ -342,7 +342,7 @@ def test_force_deletes_nothing_of_anybody_else(name, runs, tmp_path):
     file.write_text("years of work")
     before = sorted((tmp_path / "here" / "run").rglob("*"))
     refused(
-        "is no part of a run",
+        "is not part of a run",
         ["run", "--dataset", "my.npz", "--out", "run", "--force"],
         tmp_path / "here",
     )
@@ -354,13 +354,13 @@ def test_force_leaves_what_comes_while_it_looks(runs, tmp_path, monkeypatch):
     """Only what was recognised is deleted, one by one: a file that has come since keeps its folder."""
     shutil.copytree(runs / "stopped" / "run", tmp_path / "run")
     (tmp_path / "run" / "models").mkdir()
-    held = RunFolder.held
+    lock = RunFolder.lock
 
     def late(self):
         (tmp_path / "run" / "models" / "late.txt").write_text("mine")
-        return held(self)
+        return lock(self)
 
-    monkeypatch.setattr(RunFolder, "held", late)
+    monkeypatch.setattr(RunFolder, "lock", late)
     with pytest.raises(UserError), RunFolder.create(tmp_path / "run", Config(), force=True):
         pass
     assert (tmp_path / "run" / "models" / "late.txt").read_text() == "mine"
@@ -372,8 +372,8 @@ def test_force_does_not_follow_links(runs, tmp_path):
     file = tmp_path / "mine" / "fedala" / "seed-0" / "global.safetensors"
     file.write_text("years of work")
     (tmp_path / "run" / "models").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="no part of a run"):
-        RunFolder.check(tmp_path / "run", force=True)
+    with pytest.raises(UserError, match="not part of a run"):
+        RunFolder.check_output(tmp_path / "run", force=True)
     assert file.read_text() == "years of work"
 
 
@@ -433,8 +433,8 @@ def test_any_json_is_a_partition_or_a_sentence(clients, tmp_path_factory):
 )
 def test_any_values_are_a_config_or_a_sentence(values):
     with contextlib.suppress(UserError):
-        config = Config.of(values)
-        assert Config.of(tomllib.loads(config.text())) == config
+        config = Config.from_values(values)
+        assert Config.from_values(tomllib.loads(config.text())) == config
 
 
 @given(st.text(max_size=3000))

@@ -10,8 +10,8 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.lanes.cohort import Cohort
-from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task, model_state
+from fedala.lanes.randomness import draw
 from fedala.methods import make
 from fedala.simulation import Simulation
 
@@ -206,9 +206,9 @@ def test_models_of_clients_that_never_took_part_are_not_sent():
     size = sum(value.numel() for value in simulation.initial[0].values())
     seen, counts = set(), []
     for round in range(1, 6):
-        [row] = simulation.step(round, train=True)
+        [evaluation] = simulation.step(round, train=True)
         counts.append(len(seen))
-        assert row.sent == len(seen) * size
+        assert evaluation.row.sent == len(seen) * size
         seen |= set(simulation.draw_participants(0, round)) - {5}
     assert counts[0] == 0
     assert len(set(counts)) > 2, "clients should join at different times for this test to bite"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small import assert_close, evaluate_all, ragged_task, simulate, start_of
+from small import assert_close, evaluate, ragged_task, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
@@ -45,14 +45,14 @@ def test_lanes_are_independent_over_rounds(name, join_ratio):
     """One client after another, three at a time, all together, and two seeds together or each alone: the same."""
     task = ragged_task(SIZES)
     options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
-    _, evaluations, models = evaluate_all(name, task, lanes=1, **options)
+    _, evaluations, models = evaluate(name, task, lanes=1, **options)
     for lanes in (3, None):
-        _, others, other_models = evaluate_all(name, task, lanes=lanes, **options)
+        _, others, other_models = evaluate(name, task, lanes=lanes, **options)
         same_evaluations(evaluations, others, 1e-9)
         assert models.keys() == other_models.keys()
         for key in models:
             assert_close(models[key], other_models[key], 1e-10)
-    _, single, single_models = evaluate_all(name, task, **{**options, "seeds": (4,)})
+    _, single, single_models = evaluate(name, task, **{**options, "seeds": (4,)})
     same_evaluations([one for one in evaluations if one.row.seed == 4], single, 1e-9)
     for key in single_models:
         assert_close(models[key], single_models[key], 1e-10)

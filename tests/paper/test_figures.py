@@ -12,7 +12,8 @@ from fedala.errors import UserError
 from fedala.paper import figures
 from fedala.paper.experiments import drawings, settings
 from fedala.paper.running import Shelf
-from fedala.runs.execute import Stopped, build_simulation
+from fedala.runs.build import build_simulation
+from fedala.runs.observer import Stopped
 
 
 def drawn(name, data, out, **changes):

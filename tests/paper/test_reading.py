@@ -17,6 +17,7 @@ from fedala.errors import UserError, spreadsheet_safe
 from fedala.paper import report
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS, Results, Run, read_csv
+from fedala.records import HistoryRow
 from fedala.report.markup import escape_markdown
 from fedala.runs.folder import RunFolder
 
@@ -41,12 +42,11 @@ def cell(
     (folder / "config.toml").write_text(
         chosen.config(rounds=rounds, seeds=len(seeds), seed=seeds.start).text()
     )
-    rows = [
-        {"seed": seed, "round": r, "accuracy": accuracy, "loss": 1.0, "accuracy_joined": accuracy, "sent": 1,
-         "uploaded": 1, "diverged": 0, "seconds": 1.0}
-        for r in range(6) for seed in seeds
-    ]  # fmt: skip
-    RunFolder(folder).add_history(chosen.method, rows)
+    tables = RunFolder(folder).tables
+    for round in range(6):
+        for seed in seeds:
+            row = HistoryRow(seed, round, accuracy, 1.0, accuracy, sent=1, uploaded=1, seconds=1.0)
+            tables.add_history(chosen.method, row)
     return folder
 
 

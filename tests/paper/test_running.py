@@ -19,6 +19,7 @@ from fedala.paper import running
 from fedala.paper.board import Board
 from fedala.paper.experiments import tables
 from fedala.paper.results import Results, histories, write_about
+from fedala.records import HistoryRow
 from fedala.runs.folder import RunFolder
 
 PLACE = "mnist-pathological"
@@ -53,7 +54,7 @@ def lines(out):
 def untimed(folder):
     return [
         {key: repr(v) for key, v in row.items() if key != "seconds"}
-        for row in RunFolder(folder).history()
+        for row in RunFolder(folder).rows("history.csv")
     ]
 
 
@@ -91,7 +92,7 @@ def test_a_line_for_every_cell_and_seed_says_what_the_history_says(finished):
     ]  # fmt: skip
     for line in found:
         rows = histories(out / PLACE / line["method"] / "seeds-0-1")[int(line["seed"])]
-        accuracies = [row["accuracy"] for row in rows]
+        accuracies = [row.accuracy for row in rows]
         assert float(line["best"]) == pytest.approx(max(accuracies), rel=1e-5)
         assert int(line["best_round"]) == accuracies.index(max(accuracies))
         assert float(line["final"]) == pytest.approx(accuracies[-1], rel=1e-5)
@@ -141,7 +142,7 @@ def test_an_interrupted_cell_goes_on_and_gives_what_an_uninterrupted_one_gives(d
     cells = [COLUMN.cell("ditto")]
 
     def interrupt(cell, row):
-        if row["round"] == 2:
+        if row.round == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -206,7 +207,7 @@ def short_of_time(monkeypatch):
     """Time is up as soon as a row of round 1 has come."""
     left = [1.0]
     monkeypatch.setattr(running.Order, "left", property(lambda self: left[0]))
-    return Seen(lambda cell, row: left.__setitem__(0, -1.0 if row["round"] >= 1 else 1.0)), left
+    return Seen(lambda cell, row: left.__setitem__(0, -1.0 if row.round >= 1 else 1.0)), left
 
 
 def test_out_of_time_the_last_cell_stops_between_two_rounds_and_the_others_are_left_out(
@@ -293,11 +294,9 @@ def measured(out, method, seconds, rounds=6):
     folder.mkdir(parents=True)
     config = COLUMN.cell(method).config(rounds=2000, seeds=1)
     (folder / "config.toml").write_text(config.text(), encoding="utf-8")
-    rows = [
-        {"seed": 0, "round": r, "accuracy": 0.5, "accuracy_joined": 0.5, "seconds": seconds}
-        for r in range(rounds)
-    ]
-    RunFolder(folder).add_history(method, rows)
+    for round in range(rounds):
+        row = HistoryRow(0, round, accuracy=0.5, loss=1.0, accuracy_joined=0.5, seconds=seconds)
+        RunFolder(folder).tables.add_history(method, row)
 
 
 def test_what_is_left_of_a_cell_is_estimated_from_its_seconds_per_round(tmp_path):
@@ -394,7 +393,7 @@ def test_a_cell_that_another_process_runs_is_left_to_it(data, tmp_path):
 
 def test_what_one_process_leaves_out_another_may_have_run():
     board = Board(Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5)
-    board.row("a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0})
+    board.row("a", HistoryRow(0, 2, accuracy=0.2, loss=1.0, accuracy_joined=0.5, seconds=1.0))
     for cell, how in (
         ("a", "stopped"),
         ("a", "left out"),
@@ -410,9 +409,16 @@ def test_what_one_process_leaves_out_another_may_have_run():
     ]
 
 
+def test_a_round_without_a_number_is_not_shown_as_the_best():
+    board = Board(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
+    for round, accuracy in enumerate((0.5, float("nan"), 0.4)):
+        board.row("a", HistoryRow(0, round, accuracy, 1.0, accuracy))
+        assert board.lines["a"].best == {0: 0.5}
+
+
 def test_the_accuracy_beside_the_papers_is_counted_as_the_papers_is():
     board = Board(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
-    board.row("a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0})
+    board.row("a", HistoryRow(0, 2, accuracy=0.2, loss=1.0, accuracy_joined=0.5, seconds=1.0))
     [line] = [list(column.cells) for column in board.table().columns if column.header == "accuracy"]
     assert line == ["50.00"]
 

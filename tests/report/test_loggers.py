@@ -8,20 +8,14 @@ from typer.testing import CliRunner
 
 from fedala.cli import app as cli
 from fedala.errors import UserError
+from fedala.records import HistoryRow
 from fedala.report import loggers
 from fedala.report.loggers import Loggers
 from fedala.runs.folder import RunFolder
 
 
 def row(seed, round, accuracy):
-    return {
-        "seed": seed,
-        "round": round,
-        "accuracy": accuracy,
-        "loss": 1.0,
-        "clients": [[1, 2, 3]],
-        "note": None,
-    }
+    return HistoryRow(seed, round, accuracy, loss=1.0, accuracy_joined=accuracy)
 
 
 def follow(names, folder, rounds, **options):
@@ -175,7 +169,7 @@ def test_a_run_logs_what_its_history_says(tmp_path, monkeypatch):
         cli.app, [*arguments, "--no-save-models", "--out", str(tmp_path / "run")]
     )
     assert result.exit_code == 0, result.output
-    history = RunFolder(tmp_path / "run").history()
+    history = RunFolder(tmp_path / "run").rows("history.csv")
     for (_, key), told in fake.metrics.items():
         wanted = [
             (row["round"], row[key]) for row in history if row[key] is not None

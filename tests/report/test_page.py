@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -190,7 +191,8 @@ def test_what_is_read_is_held_against_its_digests(tmp_path):
 
 def test_rows_that_are_newer_than_the_digests_are_said_to_be_unverified(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True, seeds=1, reached=2)
-    folder.add_history("fedavg", [{**folder.history()[-1], "round": 3}])
+    last = folder.history()["fedavg"][-1]
+    folder.tables.add_history("fedavg", replace(last, round=3))
     said = []
     page.write([folder.path], say=said.append)
     assert said == [

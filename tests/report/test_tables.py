@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from fedala.records import HistoryRow
 from fedala.report import tables
 from fedala.report.progress import Watch, clock
 from fedala.runs.config import Config
@@ -71,14 +72,9 @@ def follow(watch):
     with watch:
         for round in range(3):
             for seed in (0, 1):
-                watch.row(
-                    "a+ala",
-                    {
-                        "seed": seed,
-                        "round": round,
-                        "accuracy": (0.5, 0.9, 0.7)[round] + 0.02 * seed,
-                    },
-                )
+                accuracy = (0.5, 0.9, 0.7)[round] + 0.02 * seed
+                row = HistoryRow(seed, round, accuracy, loss=1.0, accuracy_joined=accuracy)
+                watch.row("a+ala", row)
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(0, [0, 1, 2]), (1000, [2])])
@@ -104,3 +100,12 @@ def test_on_a_terminal_one_bar_for_each_method():
 
 def test_clock():
     assert [clock(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+
+
+def test_a_round_without_a_number_is_not_shown_as_the_best():
+    console = Console(force_terminal=False, width=40)
+    with console.capture() as capture, watch(console, every=0) as shown:
+        for round, accuracy in enumerate((0.5, float("nan"), 0.4)):
+            for seed in (0, 1):
+                shown.row("a+ala", HistoryRow(seed, round, accuracy, 1.0, accuracy))
+    assert ["best 50.00 %" in line for line in capture.get().splitlines()] == [True] * 3

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedala.runs.config import Config
 from fedala.errors import UserError
+from fedala.runs.config import Config
 
 TEXT = st.text(st.characters(codec="utf-8"))
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))
@@ -53,23 +53,23 @@ VALUES = st.fixed_dictionaries(
 @settings(deadline=None, max_examples=200)
 @given(VALUES)
 def test_what_is_written_can_be_read(values):
-    config = Config.of(values)
-    assert Config.of(tomllib.loads(config.text())) == config
+    config = Config.from_values(values)
+    assert Config.from_values(tomllib.loads(config.text())) == config
 
 
 def test_hyperparameters_are_the_same_in_tables_and_in_full(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text('[set]\n"fedavg.x" = 1\n[set.fedala]\neta = 0.5\n')
     assert Config.read(file) == {"set": {"fedavg.x": 1, "fedala.eta": 0.5}}
-    assert Config.of(Config.read(file)).set == {"fedavg.x": 1, "fedala.eta": 0.5}
+    assert Config.from_values(Config.read(file)).set == {"fedavg.x": 1, "fedala.eta": 0.5}
 
 
 def test_methods_are_split_and_spelled_in_one_way():
-    assert Config.of({"method": " FedALA, ditto+ala ,"}).methods == ("fedala", "ditto+ala")
+    assert Config.from_values({"method": " FedALA, ditto+ala ,"}).methods == ("fedala", "ditto+ala")
 
 
 def test_lanes_may_be_a_number_in_a_file():
-    assert Config.of({"lanes": 4}).lanes == "4"
+    assert Config.from_values({"lanes": 4}).lanes == "4"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_lanes_may_be_a_number_in_a_file():
 )
 def test_refusals(values, says):
     with pytest.raises(UserError, match=says) as caught:
-        Config.of(values)
+        Config.from_values(values)
     assert "\n" not in str(caught.value)
 
 

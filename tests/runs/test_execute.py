@@ -12,11 +12,12 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala import Config, UserError, run
-from fedala.runs import execute as running
 from fedala.data import Dataset, federate
 from fedala.methods import make
-from fedala.simulation.rounds import Simulation
 from fedala.runs.folder import RunFolder
+from fedala.runs.plan import plan
+from fedala.runs.provenance import command
+from fedala.simulation.rounds import Simulation
 
 
 def small_dataset(samples=60, classes=3):
@@ -46,18 +47,21 @@ def test_the_models_of_a_result_are_each_their_own():
 
 
 def test_the_command_of_a_summary_can_be_pasted_into_a_shell(tmp_path, monkeypatch):
-    command = ["fedala", "run", "--out", "my runs/it's $HOME", "--set", "fedala.layers=['a b']"]
-    monkeypatch.setattr(sys, "argv", command)
+    typed = ["fedala", "run", "--out", "my runs/it's $HOME", "--set", "fedala.layers=['a b']"]
+    monkeypatch.setattr(sys, "argv", typed)
     run(method="fedavg", dataset=small_dataset(), model=Net, out=tmp_path / "run", **QUICK)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
-    assert shlex.split(summary["command"]) == command
+    assert shlex.split(summary["command"]) == typed
 
 
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: run(Config.of({"rounds": 1}), rounds=7), "either a Config or options"),
-        (lambda: run(Config.of({"rounds": 1}), dataset="mnist"), "either a Config or options"),
+        (lambda: run(Config.from_values({"rounds": 1}), rounds=7), "either a Config or options"),
+        (
+            lambda: run(Config.from_values({"rounds": 1}), dataset="mnist"),
+            "either a Config or options",
+        ),
         (
             lambda: run(dataset=federate(small_dataset(), "iid", 3), partition="dir:0.1", rounds=1),
             "divided already",
@@ -96,7 +100,7 @@ def test_a_method_that_cannot_take_the_model_refuses_before_anything_is_written(
 
 def test_more_models_than_there_is_room_for_are_refused_and_need_not_be_kept(monkeypatch, tmp_path):
     one = sum(value.numel() * value.element_size() for value in Net().state_dict().values())
-    monkeypatch.setattr("fedala.runs.execute.free_memory", lambda: 6 * one)
+    monkeypatch.setattr("fedala.runs.plan.free_memory", lambda: 6 * one)
     many = {**QUICK, "clients": 4}
     with pytest.raises(UserError, match="Keeping 4 models takes"):
         run(method="fedala", dataset=small_dataset(), model=Net, **many)
@@ -152,7 +156,7 @@ def test_the_folder_tells_who_holds_what_and_how_w_is_spread(tmp_path):
 
 
 def test_a_model_of_which_not_one_client_fits_is_refused_with_the_numbers(monkeypatch):
-    monkeypatch.setattr("fedala.runs.execute.free_memory", lambda: 1_000)
+    monkeypatch.setattr("fedala.runs.plan.free_memory", lambda: 1_000)
     with pytest.raises(UserError, match=r"One client at a time takes about 0\.0 GiB"):
         run(method="fedala", dataset=small_dataset(), model=Net, **QUICK)
 
@@ -178,7 +182,7 @@ def test_more_state_than_there_is_disk_for_is_refused(monkeypatch, tmp_path):
 
 
 def test_every_method_compares():
-    config = Config.of({"method": "all"})
+    config = Config.from_values({"method": "all"})
     assert len(config.methods) == 23
     assert {"fedala", "apple", "partialfed+ala"} <= set(config.methods)
 
@@ -213,7 +217,7 @@ def test_a_model_that_draws_by_itself_runs_in_one_thread_and_repeats():
             make("fedavg"), task, start_of(task, Dropping), rounds=2, lanes=1, threads=3
         )
         assert simulation.threads == 1
-        return [row["loss"] for row in simulation.run()]
+        return [evaluation.row.loss for evaluation in simulation.run()]
 
     assert go() == go()
 
@@ -235,9 +239,7 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
         "local", ragged_task(sizes), threads=3, client_memory=9000, **options
     )
     _, wanted, reference = simulate("local", ragged_task(sizes), **options)
-    assert [row["loss"] for row in rows] == pytest.approx(
-        [row["loss"] for row in wanted], rel=1e-12
-    )
+    assert [row.loss for row in rows] == pytest.approx([row.loss for row in wanted], rel=1e-12)
     for key in reference:
         assert_close(models[key], reference[key], 1e-12)
 
@@ -252,7 +254,7 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
 )
 def test_the_command_is_told_as_one_would_type_it(monkeypatch, typed, told):
     monkeypatch.setattr("sys.argv", typed)
-    assert running._command() == told
+    assert command() == told
 
 
 class Drops(Net):
@@ -269,7 +271,7 @@ class Drops(Net):
 
 def test_a_model_that_needs_real_tensors_to_be_made():
     result = run(method="fedala", dataset=small_dataset(), model=Drops, **QUICK)
-    assert result.history[-1]["round"] == QUICK["rounds"]
+    assert result.history[-1].round == QUICK["rounds"]
 
 
 @pytest.mark.parametrize(
@@ -290,3 +292,43 @@ def test_a_model_that_does_not_fit_the_data_is_refused_before_work_starts(make, 
     with pytest.raises(UserError, match=says):
         run(method="fedavg", dataset=small_dataset(), model=make, out=tmp_path / "run", **QUICK)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("fedala", "fedala.eta"),
+        ("fedala", "ala.eta"),
+        ("fedavg+ala", "fedala.eta"),
+        ("fedavg+ala", "ala.eta"),
+        ("ditto+ala", "ala.eta"),
+        ("ditto+ala", "ditto.lam"),
+        ("fedavg,ditto", "ditto.lam"),
+    ],
+)
+def test_a_hyperparameter_of_a_method_of_the_run_is_taken(method, setting):
+    options = {"method": method, "set": {setting: 0.5}, **QUICK}
+    planned = plan(Config.from_values(options), small_dataset(), Net)
+    assert planned.config.set == {setting: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [("ditto", "ala.eta"), ("ditto+ala", "fedala.eta"), ("fedala", "ditto.lam")],
+)
+def test_a_hyperparameter_of_another_method_is_refused(method, setting):
+    options = {"method": method, "set": {setting: 0.5}, **QUICK}
+    with pytest.raises(UserError, match="is not among the methods of this run"):
+        plan(Config.from_values(options), small_dataset(), Net)
+
+
+def test_a_config_and_the_path_of_a_dataset_are_refused(tmp_path):
+    with pytest.raises(UserError, match="either a Config or options"):
+        run(Config(rounds=1), dataset=tmp_path / "own.npz")
+
+
+def test_client_scores_are_those_of_the_last_evaluation():
+    result = run(method="fedala", dataset=small_dataset(), model=Net, seeds=2, **QUICK)
+    scores = result.methods["fedala"].client_scores
+    last = {row.seed: row.accuracy for row in result.history}
+    assert {seed: (own[:, 0].sum() / own[:, 2].sum()) for seed, own in scores.items()} == last

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 from corrupt.worlds import accuracies
-from small import QUICK
 from runs.test_resume import planned, same
+from small import QUICK
 
 from fedala.methods import everything, make
 from fedala.runs.execute import execute
-from fedala.runs.folder import TABLES, RunFolder
+from fedala.runs.tables import TABLES, Tables
 
 KILLS = int(os.environ.get("FEDALA_KILLS", "4"))
 SEED = int(os.environ.get("FEDALA_KILL_SEED", "1"))
@@ -35,7 +35,7 @@ sys.path[:0] = {path!r}
 import torch
 torch.set_num_threads(1)
 from fedala.errors import RunError
-from fedala.runs.execute import Watcher, execute
+from fedala.runs.execute import execute
 from runs.test_resume import planned
 
 path = Path(sys.argv[1])
@@ -146,7 +146,7 @@ class Doomed:
         self.at, self.after, self.torn, self.count = at, after, torn, 0
         for name in OPERATIONS:
             setattr(os, name, self._counted(getattr(os, name)))
-        RunFolder._append = self._appended(RunFolder._append)  # type: ignore[method-assign]
+        Tables.append = self._appended(Tables.append)  # type: ignore[method-assign]
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -163,13 +163,13 @@ class Doomed:
     def _appended(self, function: Callable[..., None]) -> Callable[..., None]:
         """A line may also be cut short: what is not flushed may get to the disk in part."""
 
-        def appended(folder: RunFolder, name: str, lines: Any) -> None:
+        def appended(tables: Tables, name: str, lines: Any) -> None:
             self.count += 1
-            dies, path = self.count == self.at, folder.path / name
+            dies, path = self.count == self.at, tables.path / name
             if dies and not self.after:
                 os.kill(os.getpid(), signal.SIGKILL)
             size = path.stat().st_size if path.exists() else 0
-            function(folder, name, lines)
+            function(tables, name, lines)
             if dies:
                 os.truncate(path, max(size, path.stat().st_size - self.torn))
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,13 +10,16 @@ import torch
 from small import QUICK, Net
 
 from fedala import run
-from fedala.io import files
-from fedala.runs.config import Config
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
+from fedala.io import files
 from fedala.methods import everything
-from fedala.runs.execute import Stopped, RunObserver, execute, plan
+from fedala.runs.config import Config
+from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
+from fedala.runs.observer import RunObserver, Stopped
+from fedala.runs.plan import plan
+from fedala.runs.tables import Tables
 
 SIZES = [9, 5, 7, 12, 3]
 
@@ -43,26 +46,31 @@ def planned(method="fedala", **options):
         "device": "cpu",
         **options,
     }
-    return plan(Config.of({"method": method, **settings}), federation(), Net)
+    return plan(Config.from_values({"method": method, **settings}), federation(), Net)
 
 
 def stop_after(rounds):
     """Asked after every round of every method, says so the given number of times later."""
     asked = 0
 
-    def stop():
+    def should_stop():
         nonlocal asked
         asked += 1
         return asked == rounds
 
-    return RunObserver(stop=stop)
+    return RunObserver(should_stop=should_stop)
 
 
 def rows_of(path):
     """Everything that the history says but for the seconds, which differ from run to run."""
     return [
-        {k: repr(v) for k, v in row.items() if k != "seconds"} for row in RunFolder(path).history()
+        {k: repr(v) for k, v in row.items() if k != "seconds"}
+        for row in RunFolder(path).rows("history.csv")
     ]
+
+
+def seconds_of(path):
+    return [row["seconds"] for row in RunFolder(path).rows("history.csv")]
 
 
 def models_of(path):
@@ -82,10 +90,10 @@ def same(a, b):
             assert (a / name).read_text() == (b / name).read_text()
 
 
-def interrupted(path, rounds, method="fedala", watcher=None, **options):
+def interrupted(path, rounds, method="fedala", observer=None, **options):
     """A run that stops after some rounds, and goes on."""
     with pytest.raises(Stopped, match="after"):
-        execute(planned(method, **options), path, watcher=watcher or stop_after(rounds))
+        execute(planned(method, **options), path, observer=observer or stop_after(rounds))
     return execute(planned(method, **options), path, resume=True)
 
 
@@ -172,7 +180,7 @@ def test_what_a_run_is_cannot_change(tmp_path):
 def test_another_folder(tmp_path):
     execute(planned(), tmp_path / "whole")
     with pytest.raises(Stopped):
-        execute(planned(), tmp_path / "first", watcher=stop_after(2))
+        execute(planned(), tmp_path / "first", observer=stop_after(2))
     before = {p: p.read_bytes() for p in (tmp_path / "first").rglob("[!.]*") if p.is_file()}
     result = run(
         resume=tmp_path / "first", out=tmp_path / "second", dataset=federation(), model=Net
@@ -185,13 +193,13 @@ def test_another_folder(tmp_path):
 
 
 def test_no_run_folder(tmp_path):
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         run(resume=tmp_path)
 
 
 def test_one_at_a_time(tmp_path):
     execute(planned(rounds=1), tmp_path / "run")
-    with RunFolder(tmp_path / "run").held(), pytest.raises(UserError, match="is in use"):
+    with RunFolder(tmp_path / "run").lock(), pytest.raises(UserError, match="is in use"):
         execute(planned(rounds=2), tmp_path / "run", resume=True)
 
 
@@ -214,7 +222,7 @@ def failing(monkeypatch, at):
 
     monkeypatch.setattr(files, "flush", guard(files.flush))
     monkeypatch.setattr(os, "replace", guard(os.replace))
-    monkeypatch.setattr(RunFolder, "_append", guard(RunFolder._append))
+    monkeypatch.setattr(Tables, "append", guard(Tables.append))
     return lambda: calls
 
 
@@ -262,7 +270,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, tmp_path):
     options = {"checkpoint_every": 1}
     execute(planned(**options), tmp_path / "whole")
     with pytest.raises(Stopped):
-        execute(planned(**options), tmp_path / "run", watcher=stop_after(3))
+        execute(planned(**options), tmp_path / "run", observer=stop_after(3))
     folder = tmp_path / "run" / "checkpoint" / "0"
     newest, _ = sorted(folder.glob("*.json"), reverse=True)
     client = max(folder.glob("0-*"), key=lambda path: int(path.stem.split("-")[2]))
@@ -271,7 +279,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, tmp_path):
     ]
     victim.unlink() if how == "gone" else damaged(victim, how)
     said = []
-    execute(planned(**options), tmp_path / "run", resume=True, watcher=RunObserver(say=said.append))
+    execute(
+        planned(**options),
+        tmp_path / "run",
+        resume=True,
+        observer=RunObserver(on_message=said.append),
+    )
     same(tmp_path / "whole", tmp_path / "run")
     if not (which == "manifest" and how == "gone"):
         assert "Looking for an earlier checkpoint" in said[0]
@@ -281,11 +294,16 @@ def test_a_damaged_manifest_before_the_last_harms_nothing(tmp_path):
     options = {"checkpoint_every": 1}
     execute(planned(**options), tmp_path / "whole")
     with pytest.raises(Stopped):
-        execute(planned(**options), tmp_path / "run", watcher=stop_after(3))
+        execute(planned(**options), tmp_path / "run", observer=stop_after(3))
     _, older = sorted((tmp_path / "run" / "checkpoint" / "0").glob("*.json"), reverse=True)
     damaged(older, "shorter")
     said = []
-    execute(planned(**options), tmp_path / "run", resume=True, watcher=RunObserver(say=said.append))
+    execute(
+        planned(**options),
+        tmp_path / "run",
+        resume=True,
+        observer=RunObserver(on_message=said.append),
+    )
     same(tmp_path / "whole", tmp_path / "run")
     assert said == []
 
@@ -293,10 +311,10 @@ def test_a_damaged_manifest_before_the_last_harms_nothing(tmp_path):
 def test_no_checkpoint_left(tmp_path):
     options = {"checkpoint_every": 1}
     with pytest.raises(Stopped):
-        execute(planned(**options), tmp_path / "run", watcher=stop_after(2))
+        execute(planned(**options), tmp_path / "run", observer=stop_after(2))
     for manifest in (tmp_path / "run" / "checkpoint" / "0").glob("*.json"):
         manifest.write_text("{}")
-    with pytest.raises(UserError, match="is whole, so nothing can be resumed"):
+    with pytest.raises(UserError, match="are damaged, so nothing can be resumed"):
         execute(planned(**options), tmp_path / "run", resume=True)
 
 
@@ -307,7 +325,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
     from fedala.simulation.client_states import File
 
     with pytest.raises(Stopped):
-        execute(planned(checkpoint_every=2), tmp_path / "run", watcher=stop_after(2))
+        execute(planned(checkpoint_every=2), tmp_path / "run", observer=stop_after(2))
     [manifest] = (tmp_path / "run" / "checkpoint" / "0").glob("*.json")
     found = Checkpoint.unpack(manifest)
     for name in (
@@ -328,7 +346,9 @@ def test_the_last_two_are_kept_and_nothing_else(tmp_path):
         folder = tmp_path / "run" / "checkpoint" / "0"
         seen.append(sorted(path.name for path in folder.glob("*")) if folder.exists() else [])
 
-    execute(planned(rounds=5, checkpoint_every=1), tmp_path / "run", watcher=RunObserver(row=look))
+    execute(
+        planned(rounds=5, checkpoint_every=1), tmp_path / "run", observer=RunObserver(on_row=look)
+    )
     assert max(map(len, seen)) == 2 * (2 + len(SIZES))
     final = list((tmp_path / "run" / "checkpoint" / "0").iterdir())
     assert len(final) == 2 + len(SIZES)
@@ -336,7 +356,7 @@ def test_the_last_two_are_kept_and_nothing_else(tmp_path):
 
 def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path):
     with pytest.raises(Stopped):
-        execute(planned(checkpoint_every=0), tmp_path / "run", watcher=stop_after(2))
+        execute(planned(checkpoint_every=0), tmp_path / "run", observer=stop_after(2))
     assert not (tmp_path / "run" / "checkpoint").exists()
     before = content(tmp_path / "run")
     with pytest.raises(UserError, match="has no checkpoint of FedALA, so it cannot be resumed"):
@@ -348,7 +368,7 @@ def test_a_finished_run_without_checkpoints_stays_as_it_is(tmp_path):
     whole = execute(planned(checkpoint_every=0), tmp_path / "run")
     rows, models = rows_of(tmp_path / "run"), models_of(tmp_path / "run")
     again = execute(planned(checkpoint_every=0), tmp_path / "run", resume=True)
-    assert again.history[-1]["accuracy"] == whole.history[-1]["accuracy"]
+    assert again.history[-1].accuracy == whole.history[-1].accuracy
     assert (rows_of(tmp_path / "run"), models_of(tmp_path / "run")) == (rows, models)
     before = content(tmp_path / "run")
     with pytest.raises(UserError, match="kept no checkpoint, so it cannot get more rounds"):
@@ -391,7 +411,7 @@ def comparison(tmp_path_factory):
     execute(planned("fedala,ditto"), path / "finished")
     with pytest.raises(Stopped):
         execute(
-            planned("fedala,ditto", checkpoint_every=1), path / "stopped", watcher=stop_after(6)
+            planned("fedala,ditto", checkpoint_every=1), path / "stopped", observer=stop_after(6)
         )
     return path
 
@@ -439,7 +459,7 @@ def test_a_damaged_model_is_noticed_and_written_again(how, tmp_path):
     with pytest.raises(files.Damaged, match=r"client-00001\.safetensors"):
         RunFolder(path).model("fedala", 0, 1)
     said = []
-    execute(planned(), path, resume=True, watcher=RunObserver(say=said.append))
+    execute(planned(), path, resume=True, observer=RunObserver(on_message=said.append))
     assert "client-00001.safetensors is gone or damaged" in said[0]
     same(whole, path)
 
@@ -466,7 +486,7 @@ def test_what_can_be_written_again_is(name, how, tmp_path):
     (path / name).unlink() if how == "gone" else damaged(path / name, how)
     execute(planned(rounds=4), path, resume=True)
     assert (path / "split.csv").read_text() == split
-    assert RunFolder(path).verified("summary.json")
+    assert RunFolder(path).read_verified("summary.json")
     notes = [row["changed"] for row in RunFolder(path).rows("resumed.csv")]
     lost = (
         "missing: if it said anything before, it"
@@ -482,13 +502,13 @@ def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path)
     whole, path = tmp_path / "whole", tmp_path / "run"
     execute(planned(), whole)
     with pytest.raises(Stopped):
-        execute(planned(), path, watcher=stop_after(2))
+        execute(planned(), path, observer=stop_after(2))
     (path / "digests.json").unlink()
     said = []
-    execute(planned(), path, resume=True, watcher=RunObserver(say=said.append))
+    execute(planned(), path, resume=True, observer=RunObserver(on_message=said.append))
     assert said == [f"{path} has no digests.json, so nothing in it can be verified."]
     same(whole, path)
-    assert RunFolder(path).unverified() == []
+    assert RunFolder(path).list_unverified() == []
 
 
 def test_a_run_in_which_clients_diverged_is_resumed(tmp_path):
@@ -503,12 +523,10 @@ def test_a_run_that_is_resumed_without_checkpoints_is_finished_all_the_same(tmp_
     path = tmp_path / "run"
     execute(planned(rounds=2), path)
     execute(planned(rounds=4, checkpoint_every=0), path, resume=True)
-    rows, seconds = rows_of(path), [row["seconds"] for row in RunFolder(path).history()]
+    rows, seconds = rows_of(path), seconds_of(path)
     execute(planned(rounds=4, checkpoint_every=0), path, resume=True)
     assert rows_of(path) == rows
-    assert [
-        row["seconds"] for row in RunFolder(path).history()
-    ] == seconds  # nothing was trained again
+    assert seconds_of(path) == seconds  # nothing was trained again
     with pytest.raises(UserError, match="trained for 4 rounds already, which is more than 3"):
         execute(planned(rounds=3), path, resume=True)
     execute(planned(rounds=6), path, resume=True)
@@ -558,12 +576,12 @@ def test_who_looks_on_sees_a_resumed_run_as_it_is_now(tmp_path):
     path = tmp_path / "run"
     execute(planned(rounds=2), path)
     onlooker = RunFolder(path)
-    assert len(onlooker.history()) == 3
+    assert len(onlooker.history()["fedala"]) == 3
     execute(
         planned(rounds=4), path, resume=True
     )  # which writes the last row of before once more, with other seconds
-    assert len(onlooker.history()) == 5
-    assert b"rounds = 4" in onlooker.verified("config.toml")
+    assert len(onlooker.history()["fedala"]) == 5
+    assert b"rounds = 4" in onlooker.read_verified("config.toml")
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -591,7 +609,7 @@ def test_damaged_digests_are_refused(how, tmp_path):
 def test_checkpoints_that_are_gone_are_not_taken_for_a_new_run(tmp_path):
     path = tmp_path / "run"
     with pytest.raises(Stopped):
-        execute(planned(), path, watcher=stop_after(2))
+        execute(planned(), path, observer=stop_after(2))
     shutil.rmtree(path / "checkpoint")
     before = content(path)
     with pytest.raises(files.Damaged, match="The checkpoints of FedALA are gone"):
@@ -607,13 +625,15 @@ def test_another_model_or_version_is_noted(tmp_path, monkeypatch):
     path = tmp_path / "run"
     execute(planned(rounds=2), path)
     other = plan(
-        Config.of({"method": "fedala", "rounds": 3, "batch_size": 4, "lr": 0.1, "device": "cpu"}),
+        Config.from_values(
+            {"method": "fedala", "rounds": 3, "batch_size": 4, "lr": 0.1, "device": "cpu"}
+        ),
         federation(),
         Other,
     )
-    monkeypatch.setattr("fedala.runs.execute.__version__", "99")
+    monkeypatch.setattr("fedala.runs.provenance.__version__", "99")
     said = []
-    execute(other, path, resume=True, watcher=RunObserver(say=said.append))
+    execute(other, path, resume=True, observer=RunObserver(on_message=said.append))
     assert any("fedala: " in sentence and "→ 99" in sentence for sentence in said)
     assert any("it computes something else" in sentence for sentence in said)
     [row] = RunFolder(path).rows("resumed.csv")
@@ -624,9 +644,9 @@ def test_another_model_or_version_is_noted(tmp_path, monkeypatch):
 def test_a_resume_asks_for_the_room_that_is_missing_only(tmp_path, monkeypatch):
     path = tmp_path / "run"
     with pytest.raises(Stopped):
-        execute(planned(checkpoint_every=1), path, watcher=stop_after(3))
+        execute(planned(checkpoint_every=1), path, observer=stop_after(3))
     free = type("Usage", (), {"free": 2**30})
-    monkeypatch.setattr("fedala.runs.execute.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
     execute(planned(checkpoint_every=1), tmp_path / "copy")
     free.free = 10_000
     with pytest.raises(
@@ -660,11 +680,11 @@ def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeyp
             if "models" not in path.parts
         )
 
-    execute(planned(**options), tmp_path / "run", watcher=RunObserver(row=look))
+    execute(planned(**options), tmp_path / "run", observer=RunObserver(on_row=look))
     assert seen == {tmp_path / "run" / "checkpoint" / "0"}
     assert not (tmp_path / "run" / "checkpoint").exists()
     with pytest.raises(Stopped):
-        execute(planned(**options), tmp_path / "stopped", watcher=stop_after(2))
+        execute(planned(**options), tmp_path / "stopped", observer=stop_after(2))
     assert not (tmp_path / "stopped" / "checkpoint").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "stopped"]
 
@@ -679,14 +699,14 @@ def test_by_default_checkpoints_take_a_hundredth_of_the_time(tmp_path, monkeypat
     written = []
     for round in range(1, 200):
         now += 3
-        if kept.due(round):
+        if kept.is_due(round):
             written.append(now)
-            kept._ended, kept._took = now + 1, 1.0
+            kept._last_end, kept._last_seconds = now + 1, 1.0
             now += 1
     assert written[0] == 12
     assert [b - a for a, b in pairwise(written[1:])] == [103.0] * (len(written) - 2)
     large = checkpoint.Checkpoints(tmp_path, "x", size=2**30)  # eight seconds, by a guess
     now += 799
-    assert not large.due(1)
+    assert not large.is_due(1)
     now += 2
-    assert large.due(1)
+    assert large.is_due(1)

@@ -62,16 +62,16 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
     """After round 2, the others have what they have in an undisturbed run, and the bad client what round 1 left it."""
     calm = simulation_of(method, ragged_task(SIZES), lanes=lanes)
     for round in (1, 2):
-        [row] = calm.step(round, train=True)
-        assert row.diverged == 0
+        [evaluation] = calm.step(round, train=True)
+        assert evaluation.row.diverged == 0
         if round == 1:
             before = dict(calm.clients[0, BAD])
     poisoned()
     faults = []
     shaken = simulation_of(method, ragged_task(SIZES), lanes=lanes, on_fault=faults.append)
     shaken.step(1, train=True)
-    [row] = shaken.step(2, train=True)
-    assert row.diverged == 1
+    [evaluation] = shaken.step(2, train=True)
+    assert evaluation.row.diverged == 1
     [fault] = faults
     assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
     assert str(fault).endswith("diverged in round 1, first in step 2")
@@ -80,8 +80,8 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
         wanted = before if client == BAD else dict(calm.clients[0, client])
         assert all(map(torch.equal, leaves_of(kept), leaves_of(wanted))), f"client {client}"
     assert all(leaf.isfinite().all() for leaf in leaves_of(shaken.servers))
-    [row] = shaken.step(3, train=True)
-    assert row.diverged == 0
+    [evaluation] = shaken.step(3, train=True)
+    assert evaluation.row.diverged == 0
 
 
 def test_the_aggregate_is_that_of_the_others(poisoned):
@@ -159,11 +159,7 @@ def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
     poisoned(round=1, client=joined[0])
     simulation.step(1, train=True)
     score = Cohort(task, [joined[0]], [0]).evaluate(simulation.initial[0])
-    assert simulation.absent_scores[0, joined[0], 0].tolist() == [
-        score.correct.item(),
-        score.loss.item(),
-        3,
-    ]
+    assert simulation.absent_scores[0, joined[0], 0].tolist() == [score.correct.item(), score.loss.item(), 3]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
     task = ragged_task(SIZES)
     simulation = Simulation(make(method), task, start_of(task), rounds=3, on_message=said.append)
     found = {}
-    rows = list(
+    evaluations = list(
         simulation.run(
             lambda personal: found.update({(personal.seed, personal.client): personal.model})
         )
@@ -195,8 +191,8 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
         said[0]
         == "The device's memory does not suffice for 5 clients side by side: going on with 2."
     )
-    for row, other in zip(rows, wanted, strict=True):
-        assert row.loss == pytest.approx(other.loss, rel=1e-9)
+    for one, other in zip(evaluations, wanted, strict=True):
+        assert one.row.loss == pytest.approx(other.loss, rel=1e-9)
     for key, model in models.items():
         assert_close(found[key], model, 1e-9)
 

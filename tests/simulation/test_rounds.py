@@ -1,9 +1,11 @@
 """What a simulation records on the way: how W is spread, without changing anything."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from small import ragged_task, simulate
+from small import evaluate, ragged_task
 
 from fedala.ala import BINS, spread
 from fedala.lanes.trees import take
@@ -41,31 +43,30 @@ def test_what_is_lost_in_a_division_by_zero_is_in_no_tenth():
 @pytest.mark.parametrize("lanes", [1, 3, None])
 def test_the_record_is_the_w_of_every_client(lanes):
     task = ragged_task(SIZES)
-    simulation, rows, _ = simulate(
+    simulation, found, _ = evaluate(
         "fedala", task, rounds=3, seeds=(4, 5), lanes=lanes, record_weights=1
     )
-    assert [row.round for row in rows if "weights" in row] == [0, 0, 1, 1, 2, 2, 3, 3]
-    for row in rows:
-        assert [line[:2] for line in row["weights"]] == [
+    assert [one.row.round for one in found if one.weights] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for one in found:
+        assert [line[:2] for line in one.weights] == [
             (client, name) for client in range(4) for name in ("out.weight", "out.bias")
         ]
     # The clients' states are those that the last training round left: its record is that of evaluation 2.
-    for run, row in enumerate(row for row in rows if row.round == 2):
-        for client, name, figures in row["weights"]:
+    for run, one in enumerate(one for one in found if one.row.round == 2):
+        for client, name, mean, shares in one.weights:
             own = simulation.clients[run, client]["ala"]["weights"][name].numpy().ravel()
             counts, _ = np.histogram(own, BINS, (0, 1))
-            np.testing.assert_allclose(figures, [own.mean(), *counts / own.size], atol=1e-12)
+            np.testing.assert_allclose(
+                [mean, *shares], [own.mean(), *counts / own.size], atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("method", ["fedala", "ditto+ala", "fedavg", "fedfomo"])
 def test_recording_changes_nothing(method):
     def go(every):
-        _, rows, models = simulate(method, ragged_task(SIZES), rounds=3, record_weights=every)
-        plain = [
-            {k: repr(v) for k, v in row.items() if k not in ("weights", "seconds", "clients")}
-            for row in rows
-        ]
-        return plain, models, ["weights" in row for row in rows]
+        _, found, models = evaluate(method, ragged_task(SIZES), rounds=3, record_weights=every)
+        rows = [repr(replace(one.row, seconds=0)) for one in found]
+        return rows, models, [bool(one.weights) for one in found]
 
     rows, models, recorded = go(2)
     without, reference, nothing = go(0)
@@ -90,17 +91,16 @@ def test_recording_changes_nothing(method):
     ],
 )
 def test_records_are_made_at_the_first_evaluation_from_a_multiple_on(every, eval_every, recorded):
-    _, rows, _ = simulate(
+    _, found, _ = evaluate(
         "fedala", ragged_task(SIZES[:2]), rounds=7, eval_every=eval_every, record_weights=every
     )
-    assert [row.round for row in rows if "weights" in row] == recorded
+    assert [one.row.round for one in found if one.weights] == recorded
 
 
 def test_only_participants_are_recorded():
-    simulation, rows, _ = simulate(
+    simulation, found, _ = evaluate(
         "fedala", ragged_task(SIZES), rounds=4, join_ratio=0.5, record_weights=1
     )
-    for row in rows:
-        assert sorted({line[0] for line in row["weights"]}) == simulation.draw_participants(
-            0, row.round + 1
-        )
+    for one in found:
+        participants = simulation.draw_participants(0, one.row.round + 1)
+        assert sorted({line.client for line in one.weights}) == participants

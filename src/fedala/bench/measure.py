@@ -13,8 +13,9 @@ from fedala.bench.plain_loop import PlainLoop
 from fedala.data import Dataset, Federation, federate, load
 from fedala.errors import UserError
 from fedala.models import build_model
+from fedala.runs.build import build_simulation
 from fedala.runs.config import Config
-from fedala.runs.execute import build_simulation, plan
+from fedala.runs.plan import plan
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,13 @@ def measure(
     }  # fmt: skip
     options["eval_clients"] = "joined" if case.join_ratio < 1 else "all"
     began = time.perf_counter()
-    checked = plan(Config.of(options), federation)
+    checked = plan(Config.from_values(options), federation)
     simulation = build_simulation(checked, checked.methods[0])
     seconds = []
     accuracy = 0.0
     for round in range(1, rounds + 1):
         before = began if round == 1 else time.perf_counter()
-        accuracy = simulation.step(round, train=True)[0]["accuracy"]
+        accuracy = simulation.step(round, train=True)[0].row.accuracy
         _wait(checked.device)
         seconds.append(time.perf_counter() - before)
     steady = statistics.median(seconds[2:])

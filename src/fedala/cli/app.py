@@ -29,22 +29,18 @@ from fedala.data import federate, known, load, write_partition
 from fedala.errors import RunError, UserError, printable
 from fedala.methods import catalogue
 from fedala.options import suggest
-from fedala.records import Row
+from fedala.records import HistoryRow
 from fedala.report import loggers, page, plots, tables
 from fedala.report.progress import Watch
 from fedala.report.runs import find
 from fedala.runs.config import Config
-from fedala.runs.execute import (
-    Result,
-    RunObserver,
-    Stopped,
-    catch_stop_signals,
-    execute,
-    plan,
-    resume_advice,
-    versions,
-)
+from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
+from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
+from fedala.runs.plan import plan
+from fedala.runs.provenance import versions
+from fedala.runs.results import Result
+from fedala.runs.resume import resume_advice
 
 #: The panels of `fedala run --help`, each with the field of `Config` that it begins with.
 PANELS = {
@@ -264,16 +260,18 @@ def run(
             raise UserError(
                 "--resume takes everything from its folder: it cannot go with --config or --force."
             )
-        asked, folder = RunFolder.existing(resume).config().changed(given), out or resume
+        asked, folder = RunFolder.open(resume).config().with_changes(given), out or resume
         for name, what in (("model", asked.model), ("partition", asked.partition)):
             if what == "own":
                 raise UserError(
                     f"{resume} was made in Python with a {name} of its own: resume it there, by run(resume=…)."
                 )
     else:
-        asked = Config.of({**file, **given, "set": {**file.get("set", {}), **given["set"]}})
+        asked = Config.from_values(
+            {**file, **given, "set": {**file.get("set", {}), **given["set"]}}
+        )
         folder = out or Path("runs") / _name(asked)
-        RunFolder.check(folder, force=force)
+        RunFolder.check_output(folder, force=force)
     log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
     loggers.check(log)
     checked = plan(asked)
@@ -291,12 +289,12 @@ def run(
             catch_stop_signals() as asked_by,
         ):
 
-            def follow(method: str, row: Row) -> None:
+            def follow(method: str, row: HistoryRow) -> None:
                 watch.row(method, row)
                 live.row(method, row)
 
-            watcher = RunObserver(follow, watch.fault, watch.say, lambda: bool(asked_by))
-            result = execute(checked, folder, force=force, resume=resume, watcher=watcher)
+            observer = RunObserver(follow, watch.fault, watch.say, lambda: bool(asked_by))
+            result = execute(checked, folder, force=force, resume=resume, observer=observer)
     except Stopped as stopped:
         _say(f"{stopped}; {resume_advice(resolved, folder)}.")
         raise typer.Exit(128 + asked_by[0]) from None
@@ -315,7 +313,7 @@ def _show(result: Result) -> None:
         tables.results({name: method.summary() for name, method in result.methods.items()})
     )
     print("The best round is picked on test data, as in the paper.")
-    if any(row["diverged"] for method in result.methods.values() for row in method.history):
+    if any(row.diverged for method in result.methods.values() for row in method.history):
         print(
             f"Clients diverged: their rounds do not count (--on-divergence {config.on_divergence}); see faults.csv."
         )
@@ -376,7 +374,7 @@ def partition(
 ) -> None:
     """Show who holds what: divide a dataset among clients, without running anything."""
     given = _given(values)
-    config = Config.of(given)
+    config = Config.from_values(given)
     if plot:
         plots.check(plot)
     data = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
@@ -497,7 +495,7 @@ def bench(
         raise UserError(
             f"The table {out} cannot be written: there is no folder {out.absolute().parent}, or it is one."
         )
-    Config.of({"device": device, "precision": precision})
+    Config.from_values({"device": device, "precision": precision})
     figures = []
     for chosen in [known_cases[name] for name in case] if case else known_cases.values():
         _say(f"{chosen.name} …")
@@ -550,7 +548,7 @@ def new(
             raise UserError(
                 f"--{name.replace('_', '-')} has no meaning where every client has its own machine."
             )
-    config = Config.of({"method": "fedala", **given})
+    config = Config.from_values({"method": "fedala", **given})
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
     resolved = plan(config).config
@@ -590,12 +588,14 @@ def demo(
 
     given = _given(values)
     checked = plan(
-        Config.of({"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5", **given})
+        Config.from_values(
+            {"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5", **given}
+        )
     )
     if len(checked.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {checked.config.method}.")
     if out:
-        RunFolder.check(out, force=False)
+        RunFolder.check_output(out, force=False)
     with Watch(Console(stderr=True), checked) as watch:
         summary = show(checked, out, row=watch.row, say=watch.say)
     _console().print(tables.results(summary["methods"]))

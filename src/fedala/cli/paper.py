@@ -23,7 +23,7 @@ from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, ta
 from fedala.paper.results import CSV, Results
 from fedala.report.tables import console
 from fedala.runs.config import Config
-from fedala.runs.execute import Stopped, catch_stop_signals
+from fedala.runs.observer import Stopped, catch_stop_signals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -128,7 +128,7 @@ def run(
     began = time.monotonic()
     asked_rounds, rounds = rounds, rounds or int(preset()["rounds"])
     seeds = seeds or int(preset()["seeds"])
-    Config.of({"device": device})
+    Config.from_values({"device": device})
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
     if out.exists():

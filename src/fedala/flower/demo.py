@@ -11,13 +11,17 @@ from fedala.errors import RunError
 from fedala.flower.experiment import Deployment, data_at_nodes, with_absolute_paths
 from fedala.flower.local import LocalFederation
 from fedala.flower.new import write
-from fedala.records import Row
-from fedala.runs.execute import Plan
+from fedala.records import HistoryRow
 from fedala.runs.folder import RunFolder
+from fedala.runs.plan import Plan
 
 
 def demo(
-    plan: Plan, out: Path | None, *, row: Callable[[str, Row], None], say: Callable[[str], None]
+    plan: Plan,
+    out: Path | None,
+    *,
+    row: Callable[[str, HistoryRow], None],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run the plan's method on a SuperLink and one SuperNode per client; return the run's summary.
 
@@ -40,7 +44,7 @@ def demo(
             f"Run {run} is submitted; Flower starts a process for every message, which takes seconds"
         )
         follow(federation, run, RunFolder(folder), row)
-        summary: dict[str, Any] = json.loads(RunFolder(folder).verified("summary.json"))
+        summary: dict[str, Any] = json.loads(RunFolder(folder).read_verified("summary.json"))
         return summary
 
 
@@ -48,7 +52,7 @@ def follow(
     federation: LocalFederation,
     run: str,
     folder: RunFolder,
-    row: Callable[[str, Row], None] = lambda method, row: None,
+    row: Callable[[str, HistoryRow], None] = lambda method, row: None,
     seconds: float = float("inf"),
 ) -> RunFolder:
     """Waits for a run to end, and hands on the rows of its history as they come."""
@@ -56,11 +60,12 @@ def follow(
     seen = 0
     while True:
         done = (folder.path / "summary.json").exists()
-        rows = []
+        rows: list[tuple[str, HistoryRow]] = []
         with suppress(OSError, ValueError, TypeError):  # not there yet, or being written
-            rows = folder.history()
-        for line in rows[seen:]:
-            row(str(line.pop("method")), line)
+            for method, history in folder.history().items():
+                rows += [(method, line) for line in history]
+        for method, line in rows[seen:]:
+            row(method, line)
             seen += 1
         if done:
             return folder

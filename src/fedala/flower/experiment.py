@@ -18,8 +18,9 @@ from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
 from fedala.methods import Method
 from fedala.options import build, option, suggest
+from fedala.runs.build import build_task
 from fedala.runs.config import Config
-from fedala.runs.execute import Plan, build_task, plan
+from fedala.runs.plan import Plan, plan
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def read(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
             raise UserError(
                 f"The run config has an unknown option {key}{suggest(key, [*known, *own])}."
             )
-    config = Config.of({"method": "fedala", "checkpoint_every": 1, **values})
+    config = Config.from_values({"method": "fedala", "checkpoint_every": 1, **values})
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
     options = build(Deployment, deployment)

@@ -19,8 +19,11 @@ from fedala.flower.nodes import Nodes
 from fedala.flower.records import LARGEST, Reply, check, decode, quote, to_record
 from fedala.lanes.trees import Params, take
 from fedala.methods import Method, State
-from fedala.records import Fault, PersonalModel, Row
-from fedala.runs.execute import Plan, Result, RunObserver, execute
+from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel
+from fedala.runs.execute import execute
+from fedala.runs.observer import RunObserver
+from fedala.runs.plan import Plan
+from fedala.runs.results import Result
 from fedala.simulation.client_states import ClientStates, Lane
 from fedala.simulation.rounds import CohortResult, RoundRequest, Simulation
 
@@ -116,7 +119,7 @@ class Federated(Simulation):
         self,
         on_model: Callable[[PersonalModel], None] | None = None,
         after: Callable[[int], None] = lambda round: None,
-    ) -> Iterator[Row]:
+    ) -> Iterator[Evaluation]:
         """All rounds. Of their models, the clients' own stay with them."""
         return super().run(
             on_model and (lambda model: on_model(model) if model.client is None else None), after
@@ -297,30 +300,32 @@ def serve(grid: Grid, run_config: Mapping[str, Any], own: Own | None = None) -> 
         nodes.wait(deployment.start_timeout)
         return Federated(experiment, deployment, nodes, **options)
 
-    def note(method: str, row: Row) -> None:
+    def note(method: str, row: HistoryRow) -> None:
         log.info(
             "Round %d of %d: accuracy %.4f, loss %.4f",
-            row["round"],
+            row.round,
             config.rounds,
-            row["accuracy"],
-            row["loss"],
+            row.accuracy,
+            row.loss,
         )
 
     out = Path(deployment.out).absolute() / deployment.experiment
     resume = (out / "config.toml").is_file()
     log.info("%s %s", "Going on with" if resume else "Everything is kept in", out)
     result = execute(
-        replace(experiment.plan, here=False),
+        replace(experiment.plan, has_local_clients=False),
         out,
         resume=resume,
-        watcher=RunObserver(
-            row=note, fault=lambda method, fault: log.warning("%s.", fault), say=log.warning
+        observer=RunObserver(
+            on_row=note,
+            on_fault=lambda method, fault: log.warning("%s.", fault),
+            on_message=log.warning,
         ),
         simulate=simulate,
     )
     log.info(
         "Finished: accuracy %.4f after the last round, %.4f in the best.",
-        result.history[-1]["accuracy"],
+        result.history[-1].accuracy,
         result.best_accuracy,
     )
     return result

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedala.paper.running import BUSY
-from fedala.records import Row
+from fedala.records import HistoryRow
 from fedala.report.progress import clock
 
 _SHOWN = 12  # ended cells that stay in view
@@ -63,18 +63,18 @@ class Board:
         if not self.plain:
             self.live.stop()
 
-    def row(self, cell: str, row: Row) -> None:
-        line, seed = self.lines[cell], row["seed"]
-        accuracy = row["accuracy_joined"]  # with ρ < 1, the paper counts the participants alone
+    def row(self, cell: str, row: HistoryRow) -> None:
+        line, seed = self.lines[cell], row.seed
+        accuracy = row.accuracy_joined  # with ρ < 1, the paper counts the participants alone
         if line.how != "running":
             line.how, line.began, line.first = (
                 "running",
-                time.monotonic() - row["seconds"],
-                row["round"] - 1,
+                time.monotonic() - row.seconds,
+                row.round - 1,
             )
-        line.round = row["round"]
+        line.round = row.round
         line.now[seed] = accuracy
-        line.best[seed] = max(accuracy, line.best.get(seed, 0.0))
+        line.best[seed] = float(np.fmax(accuracy, line.best.get(seed, accuracy)))
         if self.plain and time.monotonic() - self.printed_at >= 10:
             self.printed_at = time.monotonic()
             self._say(f"{cell}: {self._progress(line)}")

@@ -81,7 +81,7 @@ class Cell:
             "shuffle": self.shuffle,
             **options,
         }
-        return Config.of(
+        return Config.from_values(
             {**values, "method": self.method, "set": dict(self.set), "save_models": False}
         )
 

@@ -20,8 +20,10 @@ from fedala.methods.base import State
 from fedala.paper.experiments import Cell, Drawing, Setting
 from fedala.paper.running import Shelf
 from fedala.report import plots
-from fedala.runs.execute import Plan, Stopped, build_simulation, plan
-from fedala.runs.folder import csv_text
+from fedala.runs.build import build_simulation
+from fedala.runs.observer import Stopped
+from fedala.runs.plan import Plan, plan
+from fedala.runs.tables import csv_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

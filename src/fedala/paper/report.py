@@ -17,7 +17,7 @@ from fedala.paper.experiments import Column, Printed, Table, drawings, tables
 from fedala.paper.results import Figure, Results
 from fedala.report.markup import Html, escape_markdown, join, tag
 from fedala.report.progress import clock
-from fedala.runs.folder import csv_text
+from fedala.runs.tables import csv_text
 
 #: How far apart two accuracies are, in points, up to which we say so.
 AGREEMENT = {"agrees": 1.0, "near": 3.0, "differs": float("inf")}

@@ -23,11 +23,12 @@ from fedala.io.untrusted import read, read_json, regular
 from fedala.methods import make
 from fedala.options import build, convert
 from fedala.paper.experiments import Cell, preset, settings, tables, text
-from fedala.records import Row
+from fedala.records import HistoryRow
 from fedala.runs.config import FREE, Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
-from fedala.runs.folder import RunFolder, csv_text
+from fedala.runs.folder import RunFolder
+from fedala.runs.tables import csv_text
 
 #: The file in a results folder into which `fedala paper run` writes a line for each cell and seed.
 CSV = "results.csv"
@@ -270,7 +271,7 @@ class Results:
         ]
         data = csv_text(COLUMNS, lines, header=True).encode()
         record = Digests.read(path.parent) or Digests()
-        record.note(path, data)
+        record.add_version(path, data)
         files.replace(path.parent / DIGESTS, record.pack())
         files.replace(path, data)
 
@@ -345,9 +346,9 @@ def cell_config(folder: Path) -> Config:
     experiment. And it must be the config of the cell whose folder it lies in.
     """
     try:
-        RunFolder(folder).verified("config.toml")
-        values = Config.read(folder / "config.toml")
-        config = Config.of(values)
+        path = folder / "config.toml"
+        values = Config.parse(RunFolder(folder).read_verified("config.toml"), path)
+        config = Config.from_values(values)
     except UserError as error:
         raise UserError(f"{folder} is not the run of a cell: {error}") from None
     missing = [name for name in _stated() if name not in values]
@@ -414,37 +415,49 @@ def runs_in(folder: Path, words: dict[str, Any], notes: list[str]) -> Iterator[R
         ) from None
 
 
-def _run_of(folder: Path, config: Config, seed: int, rows: list[Row], words: dict[str, Any]) -> Run:
-    best, joined = (max(rows, key=lambda row: row[key]) for key in ("accuracy", "accuracy_joined"))
-    seconds = [row["seconds"] for row in rows]
+def _run_of(
+    folder: Path, config: Config, seed: int, rows: list[HistoryRow], words: dict[str, Any]
+) -> Run:
+    best = max(rows, key=lambda row: row.accuracy)  # no accuracy is NaN: that is refused before
+    seconds = [row.seconds for row in rows]
     values = {
         "setting": folder.parent.parent.name,
         "method": config.method,
         "set": " ".join(f"{key}={text(value)}" for key, value in config.set.items()),
         "shuffle": config.shuffle,
         "seed": seed,
-        "rounds": rows[-1]["round"],
+        "rounds": rows[-1].round,
         "planned": config.rounds,
         "eval_every": config.eval_every,
-        "best": best["accuracy"],
-        "best_round": best["round"],
-        "best_joined": joined["accuracy_joined"],
-        "final": rows[-1]["accuracy"],
+        "best": best.accuracy,
+        "best_round": best.round,
+        "best_joined": max(row.accuracy_joined for row in rows),
+        "final": rows[-1].accuracy,
         # The first two pay for the start and for ALA's initial stage, and the last does not train.
         "seconds_per_round": float(np.mean(seconds[2:-1] or seconds)),
         "together": config.seeds,
-        "diverged": sum(row["diverged"] > 0 for row in rows),
-        "sent": max(row["sent"] for row in rows),
-        "uploaded": max(row["uploaded"] for row in rows),
+        "diverged": sum(row.diverged > 0 for row in rows),
+        "sent": max(row.sent for row in rows),
+        "uploaded": max(row.uploaded for row in rows),
         **words,
     }
     return make_run(values, f"{folder}, seed {seed}")
 
 
-def _checked_histories(folder: Path, config: Config, notes: list[str]) -> dict[int, list[Row]]:
+def _checked_histories(
+    folder: Path, config: Config, notes: list[str]
+) -> dict[int, list[HistoryRow]]:
     """The rows of a cell's run folder by seed, if they are those of its config: its method, its seeds, its rounds."""
     first, last = _seeds_of(folder)
-    found = histories(folder, notes)
+    run = RunFolder(folder)
+    history = run.history()
+    found = _by_seed(history)
+    if found:
+        notes += run.list_unverified()
+    for method in history:
+        if method != config.method:
+            told = f"its history.csv is of {method}, and its config.toml of {config.method}"
+            raise UserError(f"{folder} is not the run of a cell: {told}.")
     if not found and regular(folder / "summary.json").exists():
         raise UserError(
             f"{folder} is not the run of a cell: it has a summary.json but no history.csv."
@@ -455,28 +468,26 @@ def _checked_histories(folder: Path, config: Config, notes: list[str]) -> dict[i
                 f"{folder} is not the run of a cell: its history.csv has a seed {seed}."
             )
         for row in rows:
-            if row["method"] != config.method:
-                told = (
-                    f"its history.csv is of {row['method']}, and its config.toml of {config.method}"
-                )
-                raise UserError(f"{folder} is not the run of a cell: {told}.")
             for key in ("accuracy", "accuracy_joined"):
-                if not 0 <= row[key] <= 1:
-                    told = f"its history.csv has {key} = {row[key]} in round {row['round']}, which is not from 0 to 1"
+                value = getattr(row, key)
+                if not 0 <= value <= 1:
+                    told = f"its history.csv has {key} = {value} in round {row.round}, which is not from 0 to 1"
                     raise UserError(f"{folder} is not the run of a cell: {told}.")
-        if any(before["round"] >= after["round"] for before, after in pairwise(rows)):
+        if any(before.round >= after.round for before, after in pairwise(rows)):
             raise UserError(
                 f"{folder} is not the run of a cell: the rounds in its history.csv are not in order."
             )
     return found
 
 
-def histories(folder: Path, notes: list[str] | None = None) -> dict[int, list[Row]]:
+def histories(folder: Path) -> dict[int, list[HistoryRow]]:
     """The rows of a run folder of one method, by seed; none if there is no history yet."""
-    rows: dict[int, list[Row]] = {}
-    run = RunFolder(folder)
-    for row in run.history():
-        rows.setdefault(int(row["seed"]), []).append(row)
-    if notes is not None and rows:
-        notes += run.unverified()
+    return _by_seed(RunFolder(folder).history())
+
+
+def _by_seed(history: Mapping[str, list[HistoryRow]]) -> dict[int, list[HistoryRow]]:
+    rows: dict[int, list[HistoryRow]] = {}
+    for method in history.values():
+        for row in method:
+            rows.setdefault(row.seed, []).append(row)
     return rows

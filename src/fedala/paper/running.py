@@ -21,10 +21,13 @@ from fedala.errors import RunError, UserError
 from fedala.io import files
 from fedala.paper.experiments import Cell, Setting
 from fedala.paper.results import about, histories, run_folders, write_about
-from fedala.records import Row
+from fedala.records import HistoryRow
 from fedala.runs.config import Config
-from fedala.runs.execute import Plan, RunObserver, Stopped, execute, plan, versions
+from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
+from fedala.runs.observer import RunObserver, Stopped
+from fedala.runs.plan import Plan, plan
+from fedala.runs.provenance import versions
 
 #: Why a cell is left to somebody else.
 BUSY = "another process is running it"
@@ -61,7 +64,7 @@ class Order:
 class Watch(Protocol):
     """Who follows what happens to the cells."""
 
-    def row(self, cell: str, row: Row) -> None:
+    def row(self, cell: str, row: HistoryRow) -> None:
         """One seed's evaluation of a round."""
 
     def ended(self, cell: str, how: str, why: str = "") -> None:
@@ -166,13 +169,15 @@ def _run(
     begun = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
     reached = -1
 
-    def follow(_: str, row: Row) -> None:
+    def follow(_: str, row: HistoryRow) -> None:
         nonlocal reached
-        reached = row["round"]
+        reached = row.round
         watch.row(str(cell), row)
 
     write_about(folder.parent / "cell.json", words)
-    watcher = RunObserver(row=follow, stop=lambda: reached >= order.rounds or order.left <= 0)
+    observer = RunObserver(
+        on_row=follow, should_stop=lambda: reached >= order.rounds or order.left <= 0
+    )
     # A run that has ended and kept no checkpoint is made again: it gives the same, and more.
     ended = begun and not begun.keep_checkpoint and _rounds(folder, seeds) >= int(begun.rounds or 0)
     try:
@@ -181,14 +186,14 @@ def _run(
                 _plan(_changed(begun, order), cell, federation),
                 folder,
                 resume=True,
-                watcher=watcher,
+                observer=observer,
             )
         else:
             execute(
                 _plan(_new(cell, seeds, order), cell, federation),
                 folder,
                 force=True,
-                watcher=watcher,
+                observer=observer,
             )
     except Stopped:
         if reached < order.rounds:
@@ -208,7 +213,9 @@ def _new(cell: Cell, seeds: range, order: Order) -> Config:
 
 def _changed(begun: Config, order: Order) -> Config:
     """A run as it was begun, with at least as many rounds as are asked for."""
-    return begun.changed({"rounds": max(order.rounds, int(begun.rounds or 0)), **_machine(order)})
+    return begun.with_changes(
+        {"rounds": max(order.rounds, int(begun.rounds or 0)), **_machine(order)}
+    )
 
 
 def _machine(order: Order) -> dict[str, Any]:
@@ -241,7 +248,7 @@ def _parts(cell: Cell, order: Order) -> list[range]:
 def _rounds(folder: Path, seeds: range) -> int:
     """How many rounds all of these seeds have had; −1 where one has none, not even the evaluation before the first."""
     rows = histories(folder)
-    return min(int(rows[seed][-1]["round"]) if seed in rows else -1 for seed in seeds)
+    return min(rows[seed][-1].round if seed in rows else -1 for seed in seeds)
 
 
 def is_finished(cell: Cell, order: Order) -> bool:
@@ -257,7 +264,7 @@ def seconds_left(cell: Cell, order: Order) -> float:
     for folder in (here, *sorted(here.parent.glob(f"{cell.method},*")), here.parent / cell.method):
         for part in run_folders(folder):
             rows = next(iter(histories(part).values()), [])
-            seconds = [row["seconds"] for row in rows][2:-1]
+            seconds = [row.seconds for row in rows][2:-1]
             if seconds:
                 per_seed = float(np.mean(seconds)) / len(histories(part))
                 done = [max(0, _rounds(here / f"seeds-{p.start}-{p.stop - 1}", p)) for p in parts]
@@ -315,11 +322,8 @@ class Relay:
         os.read(0, 1)
         self.asked.append(signal.SIGTERM)
 
-    def row(self, cell: str, row: Row) -> None:
-        plain = {
-            key: row[key] for key in ("seed", "round", "accuracy", "accuracy_joined", "seconds")
-        }
-        print(json.dumps({"cell": cell, "row": plain}), flush=True)
+    def row(self, cell: str, row: HistoryRow) -> None:
+        print(json.dumps({"cell": cell, "row": row.columns()}), flush=True)
 
     def ended(self, cell: str, how: str, why: str = "") -> None:
         print(json.dumps({"cell": cell, "how": how, "why": why}), flush=True)
@@ -352,7 +356,7 @@ def side_by_side(
             event = json.loads(line)
             with guard:
                 if "row" in event:
-                    watch.row(event["cell"], event["row"])
+                    watch.row(event["cell"], HistoryRow.from_columns(event["row"]))
                 else:
                     watch.ended(event["cell"], event["how"], event["why"])
 

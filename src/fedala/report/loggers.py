@@ -6,14 +6,13 @@ Every method and seed is a run of its own there. A run that is resumed goes on w
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedala.data.dataset import first_line, need
 from fedala.errors import UserError
 from fedala.options import suggest
-from fedala.records import Row
+from fedala.records import HistoryRow
 
 
 class Logger(Protocol):
@@ -138,18 +137,18 @@ class Loggers:
         )
         self.open: dict[tuple[str, str, int], Logger] = {}
 
-    def row(self, method: str, row: Row) -> None:
+    def row(self, method: str, row: HistoryRow) -> None:
         figures = {
             name: float(value)
-            for name, value in row.items()
-            if isinstance(value, Real) and name not in ("seed", "round")
+            for name, value in row.columns().items()
+            if name not in ("seed", "round")
         }
         for name in list(self.names):
-            key = (name, method, int(row["seed"]))
+            key = (name, method, row.seed)
             try:
                 if key not in self.open:
                     self.open[key] = KINDS[name][0](self.folder, method, key[2], self.config)
-                self.open[key].log(figures, int(row["round"]))
+                self.open[key].log(figures, row.round)
             except Exception as error:
                 self.names.remove(name)
                 self.complain(

@@ -24,7 +24,7 @@ from fedala.report.runs import (
     reaches,
     spread,
 )
-from fedala.runs.execute import MethodResult
+from fedala.runs.results import MethodResult
 
 #: The most points of a curve, rows of a table, and clients that the page shows; the csv files have all of them.
 POINTS, LINES, CLIENTS = 400, 25, 200
@@ -273,7 +273,7 @@ def _warnings(run: Run) -> list[str]:
     if note := run.summary.get("data"):
         found.append(f"The data of {run.name}: {note}.")
     for result in run.results.values():
-        if lost := sum(row["diverged"] for row in result.history):
+        if lost := sum(row.diverged for row in result.history):
             found.append(
                 f"{result.title} in {run.name}: {_counted(lost, 'client round')} diverged and did not count."
             )
@@ -301,7 +301,7 @@ def results(series: Sequence[Series]) -> Html:
     for one in series:
         for key, figure in one.figures["accuracy"].items():
             place = _task(one.run), key
-            top[place] = max(figure["mean"], top.get(place, 0.0))
+            top[place] = float(np.fmax(figure["mean"], top.get(place, 0.0)))
     rows = []
     for one, found, other in zip(series, figures, references, strict=True):
         cells = [_accuracy(found.get(key), top.get((_task(one.run), key), 0.0)) for key in shown]
@@ -375,11 +375,12 @@ def learning(series: Sequence[Series]) -> Html:
 
 
 def _most_seeds(series: Sequence[Series]) -> int:
-    return max(len({row["seed"] for row in one.result.history}) for one in series)
+    return max(len({row.seed for row in one.result.history}) for one in series)
 
 
 def _equal(result: MethodResult, first: str, second: str) -> bool:
-    return all(row[first] == row[second] or row[first] != row[first] for row in result.history)
+    pairs = [(getattr(row, first), getattr(row, second)) for row in result.history]
+    return all(a == b or a != a for a, b in pairs)
 
 
 def _curves(
@@ -395,7 +396,7 @@ def _curves(
     )
     chosen = [choose if len(names) > 1 else None]
     if controls:
-        seeds = sorted({row["seed"] for one in series for row in one.result.history})
+        seeds = sorted({row.seed for one in series for row in one.result.history})
         if len(seeds) > 1:
             each = [(str(seed), f"seed {seed}") for seed in seeds]
             chosen.append(
@@ -845,7 +846,7 @@ def _curve_data(one: Series) -> dict[str, Any]:
         "label": one.label,
         "rounds": [rounds[place] for place in kept],
         "seconds": _nested(seconds[kept]),
-        "seeds": sorted({row["seed"] for row in one.result.history}),
+        "seeds": sorted({row.seed for row in one.result.history}),
         "values": {name: _nested(found) for name, found in values.items()},
         "speed": [
             _told(*found) for found in reaches(one.result, [target / 100 for target in range(101)])

@@ -6,8 +6,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fedala.records import Fault, Row
-from fedala.runs.execute import Plan
+from fedala.records import Fault, HistoryRow
+from fedala.runs.plan import Plan
 
 
 class Watch(Progress):
@@ -33,15 +33,15 @@ class Watch(Progress):
         self.best: dict[int, float] = {}
         self.began = self.seen = self.printed = time.monotonic()
 
-    def row(self, method: str, row: Row) -> None:
+    def row(self, method: str, row: HistoryRow) -> None:
         """One run's evaluation of a round. The runs of a method go side by side, so what is shown is their mean."""
         if method != self.method:
             # A method's first row comes at the end of its first round: it began when the method before it ended.
             self.method, self.began, self.now, self.best = method, self.seen, {}, {}
-            self.first, self.named = row["round"], set()
-        seed, round, accuracy = row["seed"], row["round"], row["accuracy"]
+            self.first, self.named = row.round, set()
+        seed, round, accuracy = row.seed, row.round, row.accuracy
         self.now[seed] = accuracy
-        self.best[seed] = max(accuracy, self.best.get(seed, accuracy))
+        self.best[seed] = float(np.fmax(accuracy, self.best.get(seed, accuracy)))
         if seed != self.last_seed:
             return
         self.seen = time.monotonic()

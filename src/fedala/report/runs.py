@@ -13,9 +13,10 @@ from fedala.data.dataset import first_line
 from fedala.errors import UserError, printable
 from fedala.io.untrusted import read_json
 from fedala.methods import make
+from fedala.records import HistoryRow
 from fedala.runs.config import FREE
-from fedala.runs.execute import MethodResult
 from fedala.runs.folder import RunFolder
+from fedala.runs.results import MethodResult
 
 Rows = list[dict[str, Any]]
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -92,7 +93,7 @@ class Run:
         )
 
     def reached(self, method: str) -> int:
-        return int(self.results[method].history[-1]["round"])
+        return self.results[method].history[-1].round
 
     @property
     def missing(self) -> list[str]:
@@ -185,7 +186,7 @@ def read(path: Path) -> Run:
     """One run folder; what is not there yet is empty."""
     folder = RunFolder(path)
     try:
-        text = folder.verified("config.toml").decode()
+        text = folder.read_verified("config.toml").decode()
         config = tomllib.loads(text)
         summary = read_json(path / "summary.json", 2**28) if folder.has("summary.json") else {}
     except UserError:
@@ -208,13 +209,12 @@ def read(path: Path) -> Run:
         name = row["method"]
         if name not in results:
             results[name] = MethodResult(name, str(titles.get(name) or _title(name)))
-        # Before there was such a column, nobody looked.
-        results[name].history.append({**row, "diverged": row.get("diverged") or 0})
+        results[name].history.append(HistoryRow.from_columns(row))
     names = ("clients.csv", "split.csv", "weights.csv", "resumed.csv")
     clients, split, weights, resumed = (_table(folder, name) for name in names)
     tables = (clients, split, weights, resumed)
     return Run(
-        path, path.resolve().name, config, text, results, *tables, summary, folder.unverified()
+        path, path.resolve().name, config, text, results, *tables, summary, folder.list_unverified()
     )
 
 
@@ -288,20 +288,17 @@ def _cube(rows: Rows, axes: Sequence[str], *values: str) -> tuple[Array, list[li
 
 def curves(result: MethodResult, column: str) -> tuple[list[int], Array]:
     """The evaluated rounds, and seeds × rounds of a column of the history (NaN where a seed has not got there)."""
-    cube, (_, rounds) = _cube(result.history, ("seed", "round"), column)
+    rows = [row.columns() for row in result.history]
+    cube, (_, rounds) = _cube(rows, ("seed", "round"), column)
     return rounds, cube[..., 0]
 
 
 def columns(result: MethodResult) -> list[str]:
     """What the history says about every round, besides which one it is and what it cost."""
     aside = {"method", "seed", "round", "sent", "uploaded", "seconds"}
-    if not any(row["diverged"] for row in result.history):
+    if not any(row.diverged for row in result.history):
         aside.add("diverged")
-    return [
-        name
-        for name in result.history[0]
-        if name not in aside and result.history[0][name] is not None
-    ]
+    return [name for name in result.history[0].columns() if name not in aside]
 
 
 def elapsed(result: MethodResult) -> Array:

@@ -1,8 +1,9 @@
-"""Checkpoints: everything a simulation is between two rounds, so that it goes on as if it had never stopped.
+"""Checkpoints: the state of a simulation between two rounds, so that it can be resumed exactly.
 
-A checkpoint is a small manifest that names files and their digests: one for the servers and one for every client that
-has a state. Files are never changed, so a manifest that is there is whole: it is written last, in one step. The last two
-are kept; if the last one is damaged, the one before serves.
+A checkpoint is a small manifest that names files and their digests: one for the servers and one for
+every client that has a state. Files are never changed, and the manifest is written last, in one
+step, so a manifest that exists is complete. The last two are kept; if the last one is damaged, the
+one before is used.
 """
 
 import re
@@ -13,12 +14,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
+from fedala.errors import UserError
 from fedala.io import files
 from fedala.simulation.client_states import NOTHING, File, Lane
-from fedala.errors import UserError
-from fedala.simulation.rounds import Simulation
+from fedala.simulation import Simulation
 
-KEPT = 2
+CHECKPOINTS_KEPT = 2
 LARGEST = 2**28  # bytes of a manifest: a million clients
 #: The only names that a manifest can refer to: no path leads out of its folder.
 NAME = re.compile(r"(server-\d+|\d+-\d+-\d+)\.safetensors", re.ASCII)
@@ -26,22 +27,22 @@ NAME = re.compile(r"(server-\d+|\d+-\d+-\d+)\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a manifest says."""
+    """The content of a manifest."""
 
     config: str
-    """The digest of everything that may not change when a run is resumed."""
+    """The digest of the options that may not change when a run is resumed, and of the data."""
     round: int
     done: bool
-    """Whether the method is finished: its last evaluation, too, and its models."""
+    """Whether the method is finished, with its last evaluation and its models."""
     device: str
     lanes: int | None
     threads: int
-    """What was chosen, perhaps by itself: the same again gives the same bits."""
+    """Lanes and threads as they were, perhaps chosen by default: the same give the same bits."""
     server: File
     clients: dict[Lane, File]
 
-    def _sound(self) -> bool:
-        """Whether every value is of its kind: a manifest may come from anywhere, and its checksum along with it."""
+    def _is_valid(self) -> bool:
+        """Tell whether every value is possible: anybody can write a manifest and its checksum."""
         lanes = 1 if self.lanes is None else self.lanes
         limits = [(self.round, 0, 2**31), (lanes, 1, 2**31), (self.threads, 1, 2**10)]
         limits += [(n, 0, 2**31) for n in chain(*self.clients)]
@@ -76,8 +77,8 @@ class Checkpoint:
                 (run, client): File(*file) for run, client, *file in values["clients"]
             }
             found = cls(**values)
-            if not found._sound():
-                raise ValueError("it says what no run has said")
+            if not found._is_valid():
+                raise ValueError("it has values that no run writes")
             if strange := [name for name in found.names if not NAME.fullmatch(name)]:
                 raise ValueError(f"it refers to {strange[0]!r}")
             return found
@@ -87,14 +88,14 @@ class Checkpoint:
 class FoundCheckpoints:
     """The checkpoints of a method that are on the disk."""
 
-    whole: list[Checkpoint] = field(default_factory=list)
+    intact: list[Checkpoint] = field(default_factory=list)
     """The newest first."""
     damaged: list[str] = field(default_factory=list)
     """Names of manifests that cannot be used."""
 
     @property
     def newest(self) -> Checkpoint | None:
-        return self.whole[0] if self.whole else None
+        return self.intact[0] if self.intact else None
 
 
 class Checkpoints:
@@ -107,35 +108,37 @@ class Checkpoints:
         *,
         every: int | None = None,
         size: int = 0,
-        say: Callable[[str], None] = lambda sentence: None,
+        on_message: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """`config` is the digest of what the run is; a checkpoint is due `every` so many rounds, never if that is 0.
+        """Write checkpoints into a folder, or find them there.
 
-        `size` is how many bytes one will have, about.
+        `config` is the digest of what the run is. A checkpoint is due every `every` rounds: never
+        if that is 0, seldom by default. `size` is a guess of its bytes.
         """
-        self.folder, self.config, self.every, self.say = folder, config, every, say
+        self.folder, self.config, self.every, self.on_message = folder, config, every, on_message
         self.bytes = self.written = 0
         self.seconds = 0.0
-        self._kept: list[Checkpoint] = []  # the newest first
-        self._ended, self._took = (
-            time.monotonic(),
-            size / 2**27,
-        )  # a guess for the first, at 128 MiB a second
+        self._checkpoints: list[Checkpoint] = []  # the newest first
+        self._last_end = time.monotonic()
+        self._last_seconds = size / 2**27  # before the first: 128 MiB a second
 
     @property
     def round(self) -> int | None:
         """The round of the newest checkpoint; None if there is none."""
-        return self._kept[0].round if self._kept else None
+        return self._checkpoints[0].round if self._checkpoints else None
 
-    def due(self, round: int) -> bool:
-        """By default, so seldom that checkpoints take less than 1 % of the time, and not within ten seconds."""
+    def is_due(self, round: int) -> bool:
+        """Tell whether to write one now: by default, if that takes less than 1 % of the time.
+
+        Two are at least ten seconds apart.
+        """
         if self.every is not None:
             return self.every > 0 and round % self.every == 0
-        return time.monotonic() - self._ended > max(10, 100 * self._took)
+        return time.monotonic() - self._last_end > max(10, 100 * self._last_seconds)
 
     def write(self, simulation: Simulation) -> None:
-        """Keeps what the simulation is now. If anything fails, what was kept before is still good."""
-        if self._kept and self._kept[0].round == simulation.round:
+        """Write the state of a simulation. If that fails, the checkpoints before are still good."""
+        if self._checkpoints and self._checkpoints[0].round == simulation.round:
             return
         began = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,79 +150,79 @@ class Checkpoints:
             round=simulation.round,
             done=False,
             device=simulation.task.device.type,
-            lanes=simulation.lanes,
-            threads=simulation.threads,
+            lanes=simulation.transport.lanes,
+            threads=simulation.transport.threads,
             server=File(server, digest),
             clients=clients,
         )
-        self._note(new)
-        self._keep([new, *self._kept][:KEPT])
-        needed = self._needed
+        self._write_manifest(new)
+        self._drop_manifests_except([new, *self._checkpoints][:CHECKPOINTS_KEPT])
+        referenced = self._referenced
         for path in self.folder.glob("server-*.safetensors"):
-            if path.name not in needed:
+            if path.name not in referenced:
                 path.unlink()
-        simulation.clients.hold(needed)
+        simulation.clients.hold(referenced)
         self.bytes = sum((self.folder / name).stat().st_size for name in new.names)
-        self._ended = time.monotonic()
-        self._took = self._ended - began
-        self.seconds += self._took
+        self._last_end = time.monotonic()
+        self._last_seconds = self._last_end - began
+        self.seconds += self._last_seconds
         self.written += 1
 
     def finish(self, *, keep: bool) -> None:
-        """Notes that the method is done; without `keep`, its files are not needed any more."""
-        if not self._kept:
+        """Mark the method as finished. Without `keep`, remove the files of its last checkpoint."""
+        if not self._checkpoints:
             return
-        last = replace(self._kept[0], done=True)
+        last = replace(self._checkpoints[0], done=True)
         last = last if keep else replace(last, server=NOTHING, clients={})
-        self._note(last)
-        self._keep([last])
-        self._sweep()
+        self._write_manifest(last)
+        self._drop_manifests_except([last])
+        self._remove_unreferenced()
 
-    def _note(self, checkpoint: Checkpoint) -> None:
+    def _write_manifest(self, checkpoint: Checkpoint) -> None:
         files.replace(self._manifest(checkpoint), checkpoint.pack())
 
-    def _keep(self, kept: list[Checkpoint]) -> None:
-        """Forgets the others: their manifests go first, so that none is there whose files are not."""
+    def _drop_manifests_except(self, kept: list[Checkpoint]) -> None:
+        """Remove the other manifests. Their files go later, so that no manifest lacks its files."""
         paths = {self._manifest(checkpoint) for checkpoint in kept}
         for path in self._manifests():
             if path not in paths:
                 path.unlink()
-        self._kept = kept
+        self._checkpoints = kept
 
     @property
-    def _needed(self) -> set[str]:
-        """The files that a checkpoint refers to."""
-        return set[str]().union(*(checkpoint.names for checkpoint in self._kept))
+    def _referenced(self) -> set[str]:
+        """The names of the files that a checkpoint refers to."""
+        return set[str]().union(*(checkpoint.names for checkpoint in self._checkpoints))
 
     def find(self) -> FoundCheckpoints:
-        """Look for checkpoints and change nothing. Damaged ones are named; if there is no other, that is an error."""
+        """Look for checkpoints and change nothing. If all of them are damaged, that is an error."""
         found = FoundCheckpoints()
         damage = ""
         for path in self._manifests():
             try:
                 checkpoint = Checkpoint.unpack(path)
                 self._check_identity(checkpoint, path)
-                if (
-                    found.newest is None
-                ):  # of the older ones it is enough that they say which files are theirs
+                if found.newest is None:  # of older ones, only the names of their files matter
                     self._check_files(checkpoint)
             except files.Damaged as error:
                 damage = str(error)
                 if found.newest is None:
-                    self.say(f"{damage} Looking for an earlier checkpoint.")
+                    self.on_message(f"{damage} Looking for an earlier checkpoint.")
                 found.damaged.append(path.name)
             else:
-                found.whole.append(checkpoint)
+                found.intact.append(checkpoint)
         if found.newest is None and (damage or any(self.folder.glob("*.damaged"))):
             raise files.Damaged(
-                f"No checkpoint in {self.folder} is whole, so nothing can be resumed. {damage}".strip()
+                f"All checkpoints in {self.folder} are damaged, so nothing can be resumed. "
+                f"{damage}".strip()
             )
         return found
 
     def _check_identity(self, checkpoint: Checkpoint, path: Path) -> None:
         if checkpoint.config != self.config:  # that is a mistake of the user's, not damage
             raise UserError(
-                f"{path} belongs to a run with another configuration: its options or its data are not the ones given now."
+                f"{path} belongs to a run with another configuration: "
+                "its options or its data are not the ones given now."
             )
 
     def _check_files(self, checkpoint: Checkpoint) -> None:
@@ -227,25 +230,28 @@ class Checkpoints:
             if file != NOTHING:
                 files.read(self.folder / file.name, file.digest)
 
-    def take_up(self, found: FoundCheckpoints) -> None:
-        """Set damaged manifests aside, and go on from the others."""
+    def continue_from(self, found: FoundCheckpoints) -> None:
+        """Rename damaged manifests, and write further checkpoints after the intact ones."""
         for name in found.damaged:
             path = self.folder / name
             path.rename(path.with_suffix(".damaged"))
-        self._kept = list(found.whole)
-        self._sweep()
+        self._checkpoints = list(found.intact)
+        self._remove_unreferenced()
 
     def discard(self) -> None:
-        """Remove the client states that a run without checkpoints has put here."""
-        self._sweep()
+        """Remove the client states that a run without checkpoints has written here."""
+        self._remove_unreferenced()
         for folder in (self.folder, self.folder.parent):
             with suppress(OSError):  # not there, or not empty
                 folder.rmdir()
 
     def restore(
-        self, checkpoint: Checkpoint, simulation: Simulation, *, anew: bool = False
+        self, checkpoint: Checkpoint, simulation: Simulation, *, restores_lanes: bool = True
     ) -> None:
-        """Brings the simulation to where it was; with `anew`, not to the lanes and threads that it had."""
+        """Give a simulation the state of a checkpoint.
+
+        On the same kind of device, it gets the lanes and threads of the checkpoint, too.
+        """
         path = self.folder / checkpoint.server.name
         state, _ = files.load(path, checkpoint.server.digest)
         try:
@@ -255,20 +261,21 @@ class Checkpoints:
                 f"{path} does not fit this run: it is a checkpoint of something else."
             ) from None
         simulation.clients.adopt(checkpoint.clients)
-        simulation.clients.hold(self._needed)
-        if simulation.task.device.type == checkpoint.device and not anew:
-            simulation.lanes, simulation.threads = checkpoint.lanes, checkpoint.threads
+        simulation.clients.hold(self._referenced)
+        if restores_lanes and simulation.task.device.type == checkpoint.device:
+            transport = simulation.transport
+            transport.lanes, transport.threads = checkpoint.lanes, checkpoint.threads
 
     def _manifest(self, checkpoint: Checkpoint) -> Path:
         return self.folder / f"{checkpoint.round:07d}.json"
 
     def _manifests(self) -> list[Path]:
-        """The newest first."""
+        """Return the manifests on the disk, the newest first."""
         return sorted(self.folder.glob("[0-9]*.json"), reverse=True)
 
-    def _sweep(self) -> None:
-        """Removes what a fault has left: files that no manifest refers to, and those that were never finished."""
-        needed = self._needed
+    def _remove_unreferenced(self) -> None:
+        """Remove what a fault left: files that no manifest refers to, and half-written ones."""
+        referenced = self._referenced
         for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.new")]:
-            if path.name not in needed:
+            if path.name not in referenced:
                 path.unlink()

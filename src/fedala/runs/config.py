@@ -1,4 +1,7 @@
-"""What a run is asked to do. A field is an option of `fedala run`, a key of the config file, an argument of `run`."""
+"""The options of a run.
+
+A field is an option of `fedala run`, a key of the config file, and an argument of `run`.
+"""
 
 import json
 import math
@@ -13,9 +16,11 @@ from fedala.errors import UserError
 from fedala.io.untrusted import read
 from fedala.options import build, option, suggest
 
+LARGEST = 2**20  # bytes of a config file
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
-#: What may be changed when a run is resumed. Device and lanes change results by rounding only; the rest decides what a run is.
+#: The options that may change when a run is resumed. Device and lanes change results by rounding
+#: only.
 FREE = (
     "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
     "record_weights", "save_models", "checkpoint_every", "keep_checkpoint",
@@ -24,7 +29,7 @@ FREE = (
 
 @dataclass(frozen=True)
 class Config:
-    """A run, or a comparison of several methods. `None` stands for the paper's value for that dataset and model."""
+    """A run, or a comparison of methods. `None`: the paper's value for the dataset and model."""
 
     method: str = option(
         "fedala,fedavg",
@@ -74,7 +79,7 @@ class Config:
     eval_every: int = option(1, "evaluate every so many rounds, and after the last", least=1)
     eval_clients: str = option(
         "all",
-        "whom to evaluate where not everybody joins: all clients, or joined",
+        "which clients to evaluate with join_ratio < 1: all clients, or joined",
         choices=("all", "joined"),
     )
     validation: float = option(
@@ -96,25 +101,27 @@ class Config:
     )
     feature_memory: float | None = option(
         None,
-        "GiB for features under the upper layers, which ALA and evaluation keep where they fit and compute again where they do "
-        "not; without it, 1, or an eighth of a GPU's memory",
+        "GiB for features under the upper layers, which ALA and evaluation keep if they fit and "
+        "compute again if they do not; without it, 1, or an eighth of a GPU's memory",
         least=0,
     )
     on_divergence: str = option(
         "skip",
-        "a client whose loss or model is no longer finite is left out of the round and keeps its last good model (skip), "
-        "or starts anew (reset); or the run ends (stop)",
+        "a client whose loss or model is no longer finite is left out of the round and keeps its "
+        "last good model (skip), or starts over (reset); or the run ends (stop)",
         choices=("skip", "reset", "stop"),
     )
     record_weights: int | None = option(
         None,
-        "record how ALA's W is spread every so many rounds, 0 for never; without it, about 20 times a run",
+        "record how ALA's W is spread every so many rounds, 0 for never; without it, about 20 "
+        "times a run",
         least=0,
     )
     save_models: bool = option(True, "keep the global and every client's personal model at the end")
     checkpoint_every: int | None = option(
         None,
-        "rounds between checkpoints; without it, as often as takes less than 1 % of the time; 0: none",
+        "rounds between checkpoints; without it, as often as takes less than 1 % of the time; "
+        "0: none",
         least=0,
     )
     keep_checkpoint: bool = option(
@@ -122,8 +129,8 @@ class Config:
     )
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Config":
-        """A checked config from names and values, wherever they come from."""
+    def from_values(cls, values: Mapping[str, Any]) -> "Config":
+        """Return a checked config of names and values from a file, a command line or a program."""
         plain = {name: value for name, value in values.items() if name != "set"}
         if plain.get("method") == "all":
             from fedala.methods import everything
@@ -140,12 +147,21 @@ class Config:
 
     @classmethod
     def read(cls, path: Path) -> dict[str, Any]:
-        """The values that stand in a config file, not yet checked. Hyperparameters are flat: `fedala.eta`."""
+        """Return the values of a config file, not yet checked. Hyperparameters: `fedala.eta`."""
         try:
-            values = tomllib.loads(read(path, 2**20).decode())
-        except UserError:
-            raise
-        except (OSError, UnicodeDecodeError) as error:
+            data = read(path, LARGEST)
+        except OSError as error:
+            raise UserError(f"The config file {path} cannot be read: {error}.") from error
+        return cls.parse(data, path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path) -> dict[str, Any]:
+        """Return the values of a config file's content. `path` is for messages."""
+        if len(data) > LARGEST:
+            raise UserError(f"The config file {path} is larger than 1 MiB.")
+        try:
+            values = tomllib.loads(data.decode())
+        except UnicodeDecodeError as error:
             raise UserError(f"The config file {path} cannot be read: {error}.") from error
         except (ValueError, RecursionError) as error:  # not only TOMLDecodeError
             raise UserError(f"The config file {path} is not TOML: {error}.") from error
@@ -161,43 +177,49 @@ class Config:
     def methods(self) -> tuple[str, ...]:
         return tuple(name.strip().lower() for name in self.method.split(",") if name.strip())
 
-    def changed(self, changes: Mapping[str, Any]) -> "Config":
-        """The config of a run that is resumed; what a run is cannot change on the way."""
-        table = {**self.set, **_flat(changes.get("set", {}))}
-        asked = Config.of(
-            {**{f.name: getattr(self, f.name) for f in fields(self)}, **changes, "set": table}
-        )
+    def with_changes(self, changes: Mapping[str, Any]) -> "Config":
+        """Return the config of a run that is resumed. Only the options in `FREE` may change."""
+        settings = {**self.set, **_flat(changes.get("set", {}))}
+        changed = Config.from_values({**self._values(), **changes, "set": settings})
         differences = [
             f"{name} ({change})"
-            for name, change in self.differences(asked).items()
+            for name, change in self.differences(changed).items()
             if name not in FREE
         ]
         if differences:
             raise UserError(
-                f"A run that is resumed must stay what it is, and this would change {', '.join(differences)}. "
-                f"What may change is {', '.join(FREE)}."
+                "A run that is resumed must stay what it is, and this would change "
+                f"{', '.join(differences)}. What may change is {', '.join(FREE)}."
             )
-        return asked
+        return changed
+
+    def _values(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def differences(self, other: "Config") -> dict[str, str]:
-        """What the other says otherwise, by option: `0.1 → 0.2`."""
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return {name: f"{_plainly(a)} → {_plainly(b)}" for name, (a, b) in pairs.items() if a != b}
+        """Return what the other config changes, by option: `0.1 → 0.2`."""
+        changes = {}
+        for name, value in self._values().items():
+            new = getattr(other, name)
+            if new != value:
+                changes[name] = f"{_to_text(value)} → {_to_text(new)}"
+        return changes
 
     def identity(self) -> dict[str, Any]:
-        """What a run is: the options that may not change when it is resumed."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
+        """Return the options that may not change when a run is resumed."""
+        return {name: value for name, value in self._values().items() if name not in FREE}
 
     def text(self) -> str:
-        """The config as TOML, to be read again by `--config`."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "set"}
-        lines = [f"{name} = {toml(value)}" for name, value in plain.items() if value is not None]
+        """Return the config as TOML, as `--config` reads it."""
+        values = self._values()
+        del values["set"]
+        lines = [f"{name} = {toml(value)}" for name, value in values.items() if value is not None]
         lines += ["", "[set]", *(f"{toml(key)} = {toml(value)}" for key, value in self.set.items())]
         return "\n".join(lines) + "\n"
 
 
 def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
-    """Hyperparameters by their full names: `[set.fedala] eta = 0.5` and `"fedala.eta" = 0.5` are the same."""
+    """Return hyperparameters by full name: `[set.fedala] eta = 0.5` is `"fedala.eta" = 0.5`."""
     if not isinstance(table, Mapping):
         raise UserError("set must be a table of hyperparameters, such as {'fedala.eta' = 0.5}.")
     flat: dict[str, str | float] = {}
@@ -214,7 +236,7 @@ def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
     return flat
 
 
-def _plainly(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return (
         ", ".join(f"{key} = {item}" for key, item in value.items())
         if isinstance(value, Mapping)
@@ -223,5 +245,5 @@ def _plainly(value: Any) -> str:
 
 
 def toml(value: str | float) -> str:
-    """A JSON scalar is a TOML scalar, but for one character that JSON leaves as it is."""
+    """Return a value as TOML. A JSON scalar is one, except for one character that JSON allows."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

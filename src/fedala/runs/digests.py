@@ -1,9 +1,10 @@
 """Record what a run has written, so that damage to its folder is noticed.
 
-`digests.json` holds the digest of each file that a run writes as a whole, of each method's rows in each table, and of each
-saved model. Tables grow line by line and the record is written at checkpoints, so it covers the first rows of a table; the
-rest is newer than the record. A crash between two writes must not look like damage. That is why a file has the digests of
-its last two versions, and why the record is shortened before a table is.
+`digests.json` holds the digest of each file that a run writes as a whole, of each method's rows in
+each table, and of each saved model. Tables grow line by line and the record is written at
+checkpoints, so it covers the first rows of a table; the rest is newer than the record. A crash
+between two writes must not look like damage. That is why a file has the digests of its last two
+versions, and why the record is shortened before a table is.
 """
 
 import hashlib
@@ -70,7 +71,7 @@ class Digests:
 
     @classmethod
     def read(cls, folder: Path) -> "Digests | None":
-        """Return the record of a run folder, or None if it has none; raise `Damaged` if it is not what a run wrote."""
+        """Return the record of a run folder, or None. Raise `Damaged` if no run wrote it."""
         path = folder / NAME
         try:
             values = files.read_json(path, "digests", LARGEST)
@@ -85,10 +86,11 @@ class Digests:
             probe = [float(value) for value in values["probe"]]
             return cls(written, methods, str(values["identity"]), versions, probe)
 
-    def note(self, path: Path, data: bytes) -> bool:
-        """Record a file's next version beside the one on the disk; return whether it is another one.
+    def add_version(self, path: Path, data: bytes) -> bool:
+        """Record a file's next version along with the present one; tell whether the record changed.
 
-        The version on the disk may be older than the last one recorded: the process that recorded it may have been killed.
+        The present version may be older than the last one recorded: the process that recorded that
+        may have been killed.
         """
         present = read(path, LARGEST) if path.is_file() else None
         kept = [sha256(present)] if present is not None and self.expects(path.name, present) else []
@@ -101,7 +103,7 @@ class Digests:
         return sha256(data) in self.written.get(name, ())
 
     def check_rows(self, path: Path, rows: Iterable[Mapping[str, str]]) -> int:
-        """Compare a table's rows with the record; return how many rows are newer than the record."""
+        """Compare a table's rows with the record; return how many are newer than the record."""
         hashes: dict[str, RowHash] = {}
         newer = 0
         for row in rows:
@@ -113,7 +115,7 @@ class Digests:
                 seen.add(row)
                 if seen.count == expected and seen.value[1] != value:
                     raise files.Damaged(
-                        f"{path} is damaged: its rows of {method} are not the ones that the run wrote."
+                        f"{path} is damaged: its rows of {method} are not those that the run wrote."
                     )
             elif record.finished:
                 raise files.Damaged(
@@ -126,7 +128,8 @@ class Digests:
             found = hashes[method].count if method in hashes else 0
             if found < expected:
                 raise files.Damaged(
-                    f"{path} is damaged: it has {found} of the {expected} rows of {method} that the run wrote."
+                    f"{path} is damaged: it has {found} of the {expected} rows of {method} "
+                    "that the run wrote."
                 )
         return newer
 

@@ -47,6 +47,9 @@ class Transport(ABC):
 
     #: What clients keep between rounds, as far as it is kept here.
     client_states: ClientStates
+    #: The most clients in a cohort (None: all), and how many cohorts work at a time.
+    lanes: int | None = None
+    threads: int = 1
 
     @abstractmethod
     def run_round(

@@ -1,0 +1,81 @@
+"""Build the task and the simulations of a plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fedala.lanes.trees import Params
+from fedala.lanes.task import Task, model_state
+from fedala.lanes.randomness import torch_seed
+from fedala.methods import Method
+from fedala.runs.plan import Plan
+from fedala.simulation import Simulation
+
+
+def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
+    """Return the task, and a function that makes the initial model Θ⁰ of a seed."""
+    config, federation = plan.config, plan.federation
+    task = Task(
+        plan.make_skeleton(),
+        federation.dataset.x,
+        federation.dataset.y,
+        federation.train,
+        federation.test,
+        federation.validation,
+        batch_size=config.batch_size,
+        lr=float(config.lr or 0),
+        epochs=config.local_epochs,
+        shuffle=config.shuffle,
+        device=plan.device,
+        precision=config.precision,
+        feature_memory=_to_bytes(config.feature_memory),
+    )
+
+    def start(seed: int) -> Params:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch_seed(seed, "initial model"))
+            state = model_state(plan.make_model())
+        return {
+            name: value.to(plan.device, task.dtype if value.is_floating_point() else value.dtype)
+            for name, value in state.items()
+        }
+
+    return task, start
+
+
+def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
+    """Build one method's simulation, ready for its first round."""
+    config = plan.config
+    task, start = build_task(plan)
+    one_thread_each = config.lanes == "auto" and plan.device.type == "cpu"
+    return Simulation(
+        method,
+        task,
+        start,
+        seeds=range(config.seed, config.seed + config.seeds),
+        rounds=int(config.rounds or 1),
+        join_ratio=config.join_ratio,
+        lanes=_count_lanes(config.lanes, plan.device),
+        threads=torch.get_num_threads() if one_thread_each else 1,
+        eval_every=config.eval_every,
+        eval_clients=config.eval_clients,
+        client_memory=_to_bytes(config.client_memory),
+        record_weights=int(config.record_weights or 0),
+        on_divergence=config.on_divergence,
+        **options,
+    )
+
+
+def _to_bytes(gibibytes: float | None) -> int | None:
+    return None if gibibytes is None else int(gibibytes * 2**30)
+
+
+def _count_lanes(lanes: str, device: torch.device) -> int | None:
+    """Return how many clients are one tensor program; None: all of them.
+
+    On a CPU, one client per thread is faster than lanes.
+    """
+    if lanes == "auto":
+        return None if device.type == "cuda" else 1
+    return None if lanes == "all" else int(lanes)

@@ -1,0 +1,46 @@
+"""Follow a run as it happens, and ask it to stop."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fedala.errors import RunError
+from fedala.records import Fault, HistoryRow
+
+
+class Stopped(RunError):
+    """A run that was asked to stop, and did so between two rounds."""
+
+
+@dataclass(frozen=True)
+class RunObserver:
+    """Functions that a run calls as things happen; `method` is a method's name."""
+
+    on_row: Callable[[str, HistoryRow], None] = lambda method, row: None
+    on_fault: Callable[[str, Fault], None] = lambda method, fault: None
+    on_message: Callable[[str], None] = lambda sentence: None
+    should_stop: Callable[[], bool] = lambda: False
+    """Called after every round."""
+
+
+@contextmanager
+def catch_stop_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask to stop, so that the round can end. The second interrupts it."""
+    caught: list[int] = []
+
+    def catch(number: int, _: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        # Past Python's buffers, which the program may be writing to at this very moment.
+        os.write(2, b"Finishing this round, then stopping; once more to stop at once.\n")
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

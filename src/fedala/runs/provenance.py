@@ -1,0 +1,122 @@
+"""Say what a run is and where it ran: its identity, versions, commit, command and device."""
+
+import hashlib
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedala.errors import printable
+from fedala.lanes.randomness import torch_seed
+from fedala.runs.digests import Digests
+from fedala.runs.plan import Plan, first_output
+from fedala.runs.results import Result
+from fedala.version import __version__
+
+
+def describe(plan: Plan) -> Digests:
+    """Start the record of a run: what it is, and which program runs it."""
+    return Digests(identity=_identity(plan), versions=versions(), probe=_probe(plan))
+
+
+def _identity(plan: Plan) -> str:
+    """Return the digest of the options that may not change on a resume, and of the data."""
+    what = {
+        **plan.config.identity(),
+        "set": dict(plan.config.set),
+        "data": plan.federation.digest(),
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def _probe(plan: Plan) -> list[float]:
+    """Return the first outputs of the first seed's initial model; none if it cannot run alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(plan.config.seed, "initial model"))
+        model = plan.make_model()
+    try:
+        output = first_output(model, plan.federation.dataset)
+        return [round(value, 6) for value in output.double().flatten()[:16].tolist()]
+    except Exception:  # a user's own model may need other samples than these
+        return []
+
+
+def list_program_changes(record: Digests | None, about: Digests) -> list[str]:
+    """Return how the program or the model differs from the one that the run began with."""
+    if record is None:
+        return []
+    changes = [
+        f"{name}: {record.versions[name]} → {version}"
+        for name, version in about.versions.items()
+        if record.versions.get(name, version) != version
+    ]
+    is_same = len(record.probe) == len(about.probe) and np.allclose(
+        record.probe, about.probe, rtol=1e-3, atol=1e-5, equal_nan=True
+    )
+    if record.probe and not is_same:
+        changes.append("model: it computes something else from the same initial state")
+    return changes
+
+
+def summarize(plan: Plan, result: Result, seconds: float) -> dict[str, Any]:
+    """Return the content of `summary.json`."""
+    return {
+        "methods": {name: method.summary() for name, method in result.methods.items()},
+        "note": "best: the best round, picked on test data as in the paper; final: the last round",
+        "rounds": result.config.rounds,
+        "seeds": result.config.seeds,
+        "seconds": seconds,
+        "command": command(),
+        "data": plan.federation.dataset.note,
+        "versions": {**versions(), "commit": _commit(), "device": _device_name(plan.device)},
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "fedala": __version__,
+    }
+
+
+def command() -> str:
+    """Return the running command as one would type it."""
+    program = Path(sys.argv[0])
+    is_own = program.stem == "fedala" or program.parts[-2:] in (
+        ("cli", "app.py"),
+        ("fedala", "__main__.py"),
+    )
+    return printable(shlex.join(["fedala" if is_own else sys.argv[0], *sys.argv[1:]]), 100_000)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str | None:
+    """Return the git commit of the source tree that runs; None if fedala is installed."""
+    here = Path(__file__).resolve().parent
+    if not (here.parents[2] / "pyproject.toml").is_file():
+        return None  # a repository around an installed package is somebody else's
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None

@@ -1,0 +1,162 @@
+"""The results of a run: one `MethodResult` per method, with its history and headline figures."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedala.records import HistoryRow
+from fedala.runs.checkpoint import Checkpoints
+from fedala.runs.config import Config
+
+Models = dict[tuple[int, int | None], dict[str, Tensor]]
+
+
+def best_row(rows: Sequence[HistoryRow], column: str) -> HistoryRow | None:
+    """Return the first row with the largest number in a column; None if no row has a number."""
+    candidates = [row for row in rows if not math.isnan(_number(row, column))]
+    return max(candidates, key=lambda row: _number(row, column), default=None)
+
+
+def _number(row: HistoryRow, column: str) -> float:
+    value = getattr(row, column)
+    return math.nan if value is None else float(value)
+
+
+@dataclass
+class MethodResult:
+    """The results of one method, over all runs."""
+
+    method: str
+    title: str
+    history: list[HistoryRow] = field(default_factory=list)
+    models: Models = field(default_factory=dict)
+    """By seed and client (None: the global model), unless they are saved in a run folder."""
+    client_scores: dict[int, np.ndarray] = field(default_factory=dict)
+    """By seed: [client, (correct answers, summed loss, samples)] of the last evaluation."""
+    checkpoints: Checkpoints | None = None
+
+    def _per_run(self, figure: Callable[[list[HistoryRow]], float]) -> np.ndarray:
+        histories: dict[int, list[HistoryRow]] = {}
+        for row in self.history:
+            histories.setdefault(row.seed, []).append(row)
+        return np.array([figure(rows) for rows in histories.values()])
+
+    def _picked_by(self, column: str, figure: str) -> np.ndarray:
+        """Return each run's figure in the round that is best by a column; NaN without one."""
+
+        def pick(rows: list[HistoryRow]) -> float:
+            row = best_row(rows, column)
+            return math.nan if row is None else _number(row, figure)
+
+        return self._per_run(pick)
+
+    @property
+    def best(self) -> np.ndarray:
+        """Each run's accuracy in its best round: the paper's headline, picked on test data."""
+        return self._picked_by("accuracy", "accuracy")
+
+    @property
+    def best_joined(self) -> np.ndarray:
+        """The same over the participants of the round alone, as in the paper's ρ = 0.5 column."""
+        return self._picked_by("accuracy_joined", "accuracy_joined")
+
+    @property
+    def final(self) -> np.ndarray:
+        """Each run's accuracy after the last round."""
+        return self._per_run(lambda rows: rows[-1].accuracy)
+
+    @property
+    def validation_picked(self) -> np.ndarray | None:
+        """Each run's accuracy in the round that the validation samples pick; None without them."""
+        if self.history[0].accuracy_validation is None:
+            return None
+        return self._picked_by("accuracy_validation", "accuracy")
+
+    @property
+    def best_accuracy(self) -> float:
+        """Mean over the runs of the best round's accuracy."""
+        return float(self.best.mean())
+
+    @property
+    def seconds_per_round(self) -> float:
+        """Mean over the evaluated rounds, of all runs together.
+
+        The first two rounds do not count, because they include the start and ALA's initial stage,
+        and neither does the last, which does not train.
+        """
+        seconds = [row.seconds for row in self.history if row.seed == self.history[0].seed]
+        return float(np.mean(seconds[2:-1] or seconds[:-1] or seconds))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the method's part of `summary.json`."""
+        sent = max(row.sent for row in self.history)
+        uploaded = max(row.uploaded for row in self.history)
+        summary = {
+            "title": self.title,
+            "accuracy": self._accuracies(),
+            "seconds_per_round": self.seconds_per_round,
+            "parameters_per_client_and_round": {
+                "sent": sent,
+                "uploaded": uploaded,
+                "together": sent + uploaded,
+            },
+            "client_rounds_that_diverged": sum(row.diverged for row in self.history),
+        }
+        if self.checkpoints and self.checkpoints.written:
+            summary["checkpoints"] = {
+                "written": self.checkpoints.written,
+                "bytes": self.checkpoints.bytes,
+                "seconds": self.checkpoints.seconds,
+            }
+        return summary
+
+    def _accuracies(self) -> dict[str, dict[str, Any]]:
+        """Return mean, standard deviation and runs of each kind of accuracy."""
+        kinds = {"best": self.best, "final": self.final}
+        if self.validation_picked is not None:
+            kinds["validation_picked"] = self.validation_picked
+        if any(row.accuracy != row.accuracy_joined for row in self.history):
+            kinds["best_joined"] = self.best_joined
+        return {
+            kind: {
+                "mean": float(values.mean()),
+                "std": float(values.std()),
+                "runs": values.tolist(),
+            }
+            for kind, values in kinds.items()
+        }
+
+
+@dataclass
+class Result:
+    """The results of a run, by method. With a single method, its figures are the result's own."""
+
+    config: Config
+    methods: dict[str, MethodResult]
+    folder: Path | None = None
+
+    @property
+    def _only(self) -> MethodResult:
+        if len(self.methods) != 1:
+            first = next(iter(self.methods))
+            raise AttributeError(
+                f"This result holds several methods: use result.methods[{first!r}]."
+            )
+        return next(iter(self.methods.values()))
+
+    @property
+    def history(self) -> list[HistoryRow]:
+        return self._only.history
+
+    @property
+    def best_accuracy(self) -> float:
+        return self._only.best_accuracy
+
+    @property
+    def models(self) -> Models:
+        return self._only.models

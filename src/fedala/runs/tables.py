@@ -1,0 +1,294 @@
+"""The csv tables of a run folder: rows are appended one by one, and verified when read."""
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, fields
+from datetime import UTC, datetime
+from typing import IO, Any
+
+import numpy as np
+
+from fedala.data.federation import PARTS, Federation
+from fedala.errors import printable, spreadsheet_safe
+from fedala.io import files
+from fedala.io.untrusted import check_room, regular
+from fedala.records import Fault, HistoryRow, WeightSummary
+from fedala.runs.digests import NAME as DIGESTS
+from fedala.runs.digests import RowHash
+from fedala.runs.record import RunRecord
+
+#: Tables to which a run appends rows. Each row has its method and its round.
+TABLES = ("history.csv", "clients.csv", "weights.csv", "faults.csv")
+
+#: Columns that are not numbers.
+_TEXT_COLUMNS = {"method", "parameter", "name", "time", "changed", "policy"}
+
+Lines = list[dict[str, str]]
+
+
+class Tables:
+    """The tables of one run folder."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.path, self._record = record.path, record
+        self._hashes: dict[tuple[str, str], RowHash] = {}  # by table and method
+        self._unrecorded: dict[str, int] = {}  # by table: rows that the record does not cover
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def add_history(self, method: str, row: HistoryRow) -> None:
+        """Append an evaluation, so that a later fault does not lose it."""
+        self.append("history.csv", [{"method": method, **row.columns()}])
+
+    def add_clients(self, method: str, row: HistoryRow, scores: np.ndarray) -> None:
+        """Append each client's accuracy and loss.
+
+        `scores`: [client, (correct answers, summed loss, samples)].
+        """
+        lines = []
+        for client, (correct, loss, samples) in enumerate(scores):
+            shares = (correct / samples, loss / samples) if samples else (np.nan, np.nan)
+            line = {"method": method, "seed": row.seed, "round": row.round, "client": client}
+            line |= {"samples": int(samples), "accuracy": shares[0], "loss": shares[1]}
+            lines.append(line)
+        self.append("clients.csv", lines)
+
+    def add_weights(self, method: str, row: HistoryRow, weights: Sequence[WeightSummary]) -> None:
+        """Append how the W of each participant is spread, if the round recorded it."""
+        lines = []
+        for client, parameter, mean, shares in weights:
+            line = {"method": method, "seed": row.seed, "round": row.round, "client": client}
+            line |= {"parameter": parameter, "mean": round(mean, 6)}
+            line |= {f"bin{k}": round(share, 6) for k, share in enumerate(shares)}
+            lines.append(line)
+        if lines:
+            self.append("weights.csv", lines)
+
+    def add_fault(self, method: str, fault: Fault, policy: str) -> None:
+        """Append a client that diverged, and what follows from it."""
+        line = {"method": method, "round": fault.round, **asdict(fault), "policy": policy}
+        self.append("faults.csv", [line])
+
+    def append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines of the same columns to a table. Columns that it does not have are added."""
+        texts = [{column: _cell(value) for column, value in line.items()} for line in lines]
+        (self.path / name).touch()
+        with self._open(name, "r+") as file:
+            columns = next(csv.reader(file), [])
+            new = [column for column in texts[0] if column not in columns]
+            if not new:
+                file.seek(0, os.SEEK_END)
+                file.write(csv_text(columns, texts))
+            else:  # the rows before have empty cells there
+                file.seek(0)
+                table = [*csv.DictReader(file), *texts]
+        if new:
+            text = csv_text([*columns, *new], table, header=True)
+            files.replace(self.path / name, text.encode())
+        for line in texts:
+            self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
+
+    def write_split(self, federation: Federation) -> None:
+        """Write how many samples of each class each client holds, if any."""
+        names = federation.dataset.class_names or range(federation.dataset.classes)
+        counts = {part: federation.counts(part) for part in PARTS}
+        columns = ["client", "class", "name", *counts]
+        lines = [
+            {"client": client, "class": label, "name": spreadsheet_safe(names[label])}
+            | {part: count[client, label] for part, count in counts.items()}
+            for client, label in np.argwhere(federation.counts()).tolist()
+        ]
+        self._record.replace("split.csv", csv_text(columns, lines, header=True))
+
+    def add_resumption(self, changes: str) -> None:
+        """Note that the run is resumed, and what is different from now on."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        lost = ""
+        columns, lines = ["time", "changed"], Lines()
+        digests = self._record.digests
+        if (self.path / "resumed.csv").exists():
+            try:
+                self._record.read_verified("resumed.csv")
+                columns, lines = self._read_lines("resumed.csv")
+            except files.Damaged:
+                lost = "resumed.csv was damaged: what it said before is lost"
+        elif digests and "resumed.csv" in digests.written:
+            lost = "resumed.csv was missing: if it said anything before, it is lost"
+        if lost:
+            lines = [{"time": now, "changed": lost}]
+        lines.append({"time": now, "changed": printable(changes, 10_000)})
+        self._record.replace("resumed.csv", csv_text(columns, lines, header=True))
+
+    def flush(self) -> None:
+        """Wait until the tables are on the disk."""
+        for name in TABLES:
+            if (self.path / name).is_file():
+                with (self.path / name).open("rb") as file:
+                    files.flush(file.fileno())
+
+    # --- digests of rows, and fewer rows --------------------------------------------------------
+
+    @property
+    def methods(self) -> set[str]:
+        """The methods that have rows."""
+        return {method for _, method in self._hashes}
+
+    def row_digests(self, method: str) -> dict[str, tuple[int, str]]:
+        """Return, by table, the number of a method's rows, and their digest."""
+        hashes = self._hashes.items()
+        return {table: rows.value for (table, other), rows in hashes if other == method}
+
+    def without_rows_from(self, first_rounds: Mapping[str, int]) -> dict[str, str]:
+        """Return the text of each table without a method's rows from its given round on.
+
+        The digests of rows become those of these texts. Nothing is written.
+        """
+        present = [name for name in TABLES if (self.path / name).is_file()]
+        self._hashes, texts = {}, {}
+        for name in present:
+            columns, lines = self._read_lines(name)
+            kept = Lines()
+            for line in lines:
+                if int(line["round"]) < first_rounds.get(line["method"], 2**63):
+                    self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
+                    kept.append(line)
+            texts[name] = csv_text(columns, kept, header=True)
+        return texts
+
+    def replace(self, texts: Mapping[str, str]) -> None:
+        """Write tables, each in one step, if they differ from those on the disk."""
+        for name, text in texts.items():
+            if (self.path / name).read_bytes() != text.encode():
+                files.replace(self.path / name, text.encode())
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def history(self) -> dict[str, list[HistoryRow]]:
+        """Return the rows of history.csv by method."""
+        histories: dict[str, list[HistoryRow]] = {}
+        for cells in self.rows("history.csv"):
+            if problem := _find_problem(cells):
+                raise files.Damaged(f"{self.path / 'history.csv'} is damaged: a row {problem}.")
+            row = HistoryRow.from_columns(cells)
+            histories.setdefault(cells["method"], []).append(row)
+        return histories
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a table, verified, with numbers as numbers and empty cells as None."""
+        return self._record.read_again_if_stale(lambda: self._read_rows(name))
+
+    def _read_rows(self, name: str) -> list[dict[str, Any]]:
+        digests = self._record.digests  # before the table, which may grow meanwhile
+        if name not in TABLES and not self._record.has(name):
+            return []
+        lines = self._read_lines(name)[1] if regular(self.path / name).exists() else []
+        if name in TABLES and digests:
+            self._unrecorded[name] = digests.check_rows(self.path / name, lines)
+        try:
+            return [_values(line) for line in lines]
+        except ValueError as error:
+            raise files.Damaged(f"{self.path / name} is damaged: {error}.") from None
+
+    def list_unrecorded(self) -> list[str]:
+        """Say, in sentences, which rows that have been read are newer than the record."""
+        return [
+            f"{count} of the rows in {self.path / name} came after {DIGESTS} was written, "
+            "so they are not verified."
+            for name, count in self._unrecorded.items()
+            if count
+        ]
+
+    def _read_lines(self, name: str) -> tuple[list[str], Lines]:
+        """Return a table's columns and lines, without a last line that was being written."""
+        columns, lines, is_cut = self._parse(name)
+        if is_cut and not self._may_be_growing():
+            raise files.Damaged(f"{self.path / name} is damaged: it ends in the middle of a row.")
+        return columns, lines
+
+    def _may_be_growing(self) -> bool:
+        """Tell whether a row may be half written: as long as a method is not finished."""
+        digests = self._record.digests
+        if digests is None or not (self.path / "config.toml").is_file():
+            return True
+        finished = {name for name, method in digests.methods.items() if method.finished}
+        return not finished.issuperset(self._record.read_config().methods)
+
+    def _parse(self, name: str) -> tuple[list[str], Lines, bool]:
+        """Return a table's columns, its complete lines, and whether an incomplete one follows."""
+        with self._open(name) as file:
+            reader = csv.DictReader(file, restkey="", restval=None)
+            lines, broken = [], 0
+            for line in reader:
+                if broken:
+                    raise ValueError(f"line {broken} has not as many columns as the first")
+                if "" in line or None in line.values():
+                    broken = reader.line_num
+                else:
+                    lines.append(line)
+            for line in lines if name in TABLES else ():
+                line["method"], int(line["round"])  # raise if this is another table
+            return list(reader.fieldnames or ()), lines, bool(broken)
+
+    @contextmanager
+    def _open(self, name: str, mode: str = "r") -> Iterator[IO[str]]:
+        """Open a table. Content that is not a table's is damage."""
+        path = self.path / name
+        try:
+            check_room(regular(path).stat().st_size, str(path))
+            with path.open(mode, newline="", encoding="utf-8") as file:
+                yield file
+        except (ValueError, KeyError, csv.Error) as error:
+            raise files.Damaged(f"{path} is damaged, or not the table of a run: {error}.") from None
+
+
+def csv_text(
+    columns: Sequence[str], lines: Iterable[Mapping[str, Any]], *, header: bool = False
+) -> str:
+    """Return lines of a table as text; with `header`, the column names first."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    """Return the text of a value in a table; a float can be read back exactly."""
+    return "" if value is None else repr(float(value)) if isinstance(value, float) else str(value)
+
+
+def _values(line: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a table's line. An accuracy must be from 0 to 1, or NaN."""
+    values: dict[str, Any] = {
+        column: text if column in _TEXT_COLUMNS else _number(text) for column, text in line.items()
+    }
+    accuracy = values.get("accuracy")
+    if accuracy is not None and (accuracy < 0 or accuracy > 1):
+        raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
+    return values
+
+
+def _find_problem(cells: Mapping[str, Any]) -> str:
+    """Say what keeps cells from being a row of the history, or nothing."""
+    for column in fields(HistoryRow):
+        value = cells.get(column.name)
+        is_required = column.default is MISSING and column.default_factory is MISSING
+        if value is None and is_required:
+            return f"lacks {column.name!r}"
+        if column.type is int and not isinstance(value, int | None):
+            return f"has {column.name} = {value}, which is not a whole number"
+    return ""
+
+
+def _number(text: str) -> float | int | None:
+    if not text:
+        return None
+    if not text.lstrip("-").isdecimal():
+        return float(text)
+    if len(text) > 19:
+        raise ValueError(f"{text[:19]}… is a number of more than 64 bits")
+    return int(text)
