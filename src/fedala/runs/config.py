@@ -133,9 +133,9 @@ class Config:
         """Return a checked config of names and values from a file, a command line or a program."""
         plain = {name: value for name, value in values.items() if name != "set"}
         if plain.get("method") == "all":
-            from fedala.methods import everything
+            from fedala.methods import list_methods
 
-            plain["method"] = ",".join(everything())
+            plain["method"] = ",".join(list_methods())
         config = replace(build(cls, plain), set=_flat(values.get("set", {})))
         if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")

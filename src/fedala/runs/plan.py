@@ -15,7 +15,7 @@ from fedala.data.dataset import first_line
 from fedala.errors import UserError, byte_size
 from fedala.io.untrusted import free_memory
 from fedala.lanes.task import Task, model_state
-from fedala.methods import Method, catalogue, make, setting_prefixes
+from fedala.methods import Method, ServerRound, catalogue, make, setting_prefixes
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.runs.config import Config
