@@ -1451,7 +1451,7 @@ def endless_batches():
     ids=["stream", "loader", "sampler", "batch-sampler", "long"],
 )
 def test_data_that_does_not_end_is_refused(data, monkeypatch):
-    monkeypatch.setattr("fedala.ala.STREAM_LIMIT", 1000)
+    monkeypatch.setattr("fedala.data.collect.STREAM_LIMIT", 1000)
     local, received = twins(mlp)
     before = entries(local)
     with pytest.raises(UserError, match=r"has not ended after 1000 samples.*__len__"):
@@ -1472,7 +1472,7 @@ def test_data_that_does_not_end_is_refused(data, monkeypatch):
 )
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 def test_a_stream_is_followed_up_to_its_length(data, monkeypatch):
-    monkeypatch.setattr("fedala.ala.STREAM_LIMIT", 25)
+    monkeypatch.setattr("fedala.data.collect.STREAM_LIMIT", 25)
     assert_same(learned_on(data), learned_on((X, Y)), **FINE)
 
 

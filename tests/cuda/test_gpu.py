@@ -6,10 +6,13 @@ from small import QUICK, assert_close, ragged_task, start_of
 from torch import nn
 
 from fedala import ALA, UserError
-from fedala.ala import Settings, fresh, initialize
+from fedala.ala import make_reports
+from fedala.cuda.head_learner import choose_learner
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
+from fedala.lanes.local_aggregation import init_state, initialize
 from fedala.lanes.trees import join
+from fedala.lanes.weight_learning import Settings
 from fedala.methods import everything, make
 from fedala.models import cnn, resnet18
 from fedala.simulation.rounds import Simulation
@@ -147,14 +150,20 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_in_the_kernel_too(max_epoch
             join([start(first + i) for i in range(len(clients))]) for first in (0, 50)
         )
         governed = upper(task.model, 1)
-        state = fresh(local, governed)
+        state = init_state(local, governed)
         initialized, state, outcome = initialize(
-            cohort, settings, state, local, received, governed=governed
+            cohort,
+            settings,
+            state,
+            local,
+            received,
+            governed=governed,
+            choose_learner=choose_learner,
         )
         found.append((initialized, state, outcome, received))
     (sound, good, _, _), (initialized, state, outcome, received) = found
     others = [lane for lane in range(len(SIZES)) if lane != 1]
-    assert [report.fault is not None for report in outcome.reports(settings)] == [
+    assert [report.fault is not None for report in make_reports(outcome, settings)] == [
         lane == 1 for lane in range(len(SIZES))
     ]
     assert state["trained"].tolist() == [

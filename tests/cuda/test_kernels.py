@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from fedala.ala import are_finite
 from fedala.cuda.kernels import LaneKernels
-from fedala.cuda.weights import Head, learn
+from fedala.cuda.weights import Head, learn_weights
+from fedala.lanes.weight_learning import are_losses_finite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -140,7 +140,7 @@ def test_weight_learning_is_the_plain_loops(classes):
         Head(w.to(DEVICE), w0.to(DEVICE)),
         Head((g - w).to(DEVICE), (g0 - w0).to(DEVICE)),
     )
-    losses, epochs = learn(
+    losses, epochs = learn_weights(
         *moved,
         local,
         update,
@@ -197,7 +197,7 @@ def test_weight_learning_that_is_not_finite_shows_in_its_losses(classes, what):
     moved = [t.to(DEVICE) for t in (features, places, places % classes, *counts)]
     local, update = (Head(*(t.to(DEVICE) for t in head)) for head in (w, d))
     learned = Head(*(torch.ones_like(t) for t in local))
-    done = learn(
+    done = learn_weights(
         *moved, local, update, learned, batch_size=2, eta=1.0, threshold=0.0, most=3, window=10
     )
-    assert are_finite(*done).tolist() == [True, False, True]
+    assert are_losses_finite(*done).tolist() == [True, False, True]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeVar
 
-from fedala.ala import Settings
 from fedala.errors import UserError
+from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method, State
 from fedala.methods.fedala import WithALA
 from fedala.methods.fedavg import FedAvg

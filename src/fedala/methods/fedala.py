@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fedala import ala
-from fedala.ala import Outcome
+from fedala.cuda.head_learner import choose_learner
+from fedala.lanes import local_aggregation
 from fedala.lanes.cohort import Cohort, Params, Task
+from fedala.lanes.local_aggregation import Outcome
+from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method, State
 from fedala.methods.fedavg import FedAvg
 
@@ -18,7 +20,7 @@ class WithALA(Method):
     """`base`, with its local model initialised by ALA(received, local). On FedAvg, this is FedALA."""
 
     base: Method
-    ala: ala.Settings
+    ala: Settings
 
     @property
     def is_fedala(self) -> bool:
@@ -62,15 +64,22 @@ class WithALA(Method):
         return self.base.aggregate(server, uploads, weights, clients)
 
     def fresh(self, task: Task, start: Params) -> State:
-        learned = ala.fresh(start, self.governed(task.model, self.ala.layers))
+        learned = local_aggregation.init_state(start, self.governed(task.model, self.ala.layers))
         return self._state(self.base.fresh(task, start), start, learned)
 
     def initialize(self, cohort: Cohort, received: Params, state: State) -> tuple[Params, State]:
         names = self.governed(cohort.task.model, self.ala.layers)
         local = state["base"].get("local", state.get("local"))
         start = {**local, **received}  # what the server does not send is the client's own
-        initialized, learned, outcome = ala.initialize(
-            cohort, self.ala, state["ala"], local, received, governed=names, start=start
+        initialized, learned, outcome = local_aggregation.initialize(
+            cohort,
+            self.ala,
+            state["ala"],
+            local,
+            received,
+            governed=names,
+            start=start,
+            choose_learner=choose_learner,
         )
         self.note(cohort, outcome)
         return initialized, {**state, "ala": learned}

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedala.ala import spread
 from fedala.errors import RunError
 from fedala.lanes.cohort import Cohort, Params, Task, broadcast_lanes, to_device
+from fedala.lanes.local_aggregation import summarize_weights
 from fedala.lanes.randomness import draw, torch_seed
 from fedala.lanes.trees import count, fits, join, leaves, take, tree_map
 from fedala.methods import Method, State
@@ -250,7 +250,7 @@ class Simulation:
         for done in self._work(asked, sent, joined):
             noted.append((done.lanes, done.notes))
             if done.weights:
-                learned.append((done.lanes, list(done.weights), spread(done.weights)))
+                learned.append((done.lanes, list(done.weights), summarize_weights(done.weights)))
             self._note(done.lanes, done.scores, table)
             if left is not None:
                 self._note(done.lanes, done.left, left)
