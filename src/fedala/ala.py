@@ -159,7 +159,7 @@ class ALA:
         Data of unknown length may have at most `fedala.data.collect.STREAM_LIMIT` samples.
         `loss(output, target)` is the mean loss of a batch, a tensor of one number.
 
-        Numbers that are not finite do no lasting harm; `report.fault` says what was wrong:
+        Numbers that are not finite do no lasting harm. `report.fault` says what was wrong:
 
         - In the received model: `local_model` stays as it is, and so does W.
         - In the governed layers of the local model: the received model replaces it, and W stays.

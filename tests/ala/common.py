@@ -79,7 +79,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def scripted(values: Sequence[float], then: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
+def script_loss(values: Sequence[float], then: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a loss that takes these values, batch after batch, and has no gradient."""
     remaining = iter(values)
     return lambda output, target: output.sum() * 0 + next(remaining, then)
@@ -92,7 +92,7 @@ PAIR = (normal(11, 4), normal(11, 2, seed=1))
 X, Y = normal(25, 4), labels(25)
 
 
-def learned_on(data: Any, **options: Any) -> dict[str, Tensor]:
+def learn_on(data: Any, **options: Any) -> dict[str, Tensor]:
     local, received = twins(mlp)
     ALA(layers=2, batch_size=4, max_epochs=2, **options).initialize(local, received, data)
     return entries(local)
@@ -101,7 +101,7 @@ def learned_on(data: Any, **options: Any) -> dict[str, Tensor]:
 GOOD = (normal(8, 4), labels(8))
 
 
-def learned_once(**options: Any) -> ALA:
+def make_learned_ala(**options: Any) -> ALA:
     """Return an ALA that has one good round behind it."""
     ala = ALA(batch_size=4, max_epochs=2, sample=1.0, **options)
     assert ala.initialize(*twins(mlp, 1), GOOD).fault is None
@@ -109,7 +109,7 @@ def learned_once(**options: Any) -> ALA:
     return ala
 
 
-def poisoned(tensor: Tensor, value: float = float("nan")) -> Tensor:
+def poison(tensor: Tensor, value: float = float("nan")) -> Tensor:
     copied = tensor.clone()
     copied.view(-1)[-1] = value
     return copied

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ala.common import EXACT, FINE, PAIR, X, Y, assert_same, entries, labels, learned_on, mlp, twins
+from ala.common import EXACT, FINE, PAIR, X, Y, assert_same, entries, labels, learn_on, mlp, twins
 from ala.models import TEXTS, Attention, TwoInputs
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -72,7 +72,7 @@ SAME_DATA: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", SAME_DATA)
 def test_the_same_samples_give_the_same_result_in_whatever_they_come(kind):
-    assert_same(learned_on(SAME_DATA[kind](), sample=0.6), learned_on((X, Y), sample=0.6), **FINE)
+    assert_same(learn_on(SAME_DATA[kind](), sample=0.6), learn_on((X, Y), sample=0.6), **FINE)
 
 
 RESTRICTED: dict[str, Callable[[], DataLoader]] = {
@@ -98,8 +98,8 @@ RESTRICTED: dict[str, Callable[[], DataLoader]] = {
 def test_a_loader_that_leaves_samples_out_is_obeyed(kind):
     """A sampler says which samples are the client's own. The others may be the test set."""
     assert_same(
-        learned_on(RESTRICTED[kind](), sample=1.0),
-        learned_on((X[5:15], Y[5:15]), sample=1.0),
+        learn_on(RESTRICTED[kind](), sample=1.0),
+        learn_on((X[5:15], Y[5:15]), sample=1.0),
         **FINE,
     )
 
@@ -107,8 +107,8 @@ def test_a_loader_that_leaves_samples_out_is_obeyed(kind):
 def test_a_shuffled_loader_draws_nothing_from_the_users_generators():
     generator = torch.Generator().manual_seed(1)
     before = torch.get_rng_state(), generator.get_state()
-    learned_on(DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True))
-    learned_on(DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True, generator=generator))
+    learn_on(DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True))
+    learn_on(DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True, generator=generator))
     for now, then in zip((torch.get_rng_state(), generator.get_state()), before, strict=True):
         assert torch.equal(now, then)
 
@@ -267,7 +267,7 @@ def test_data_that_does_not_end_is_refused(data, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 def test_a_stream_is_followed_up_to_its_length(data, monkeypatch):
     monkeypatch.setattr("fedala.data.collect.STREAM_LIMIT", 25)
-    assert_same(learned_on(data), learned_on((X, Y)), **FINE)
+    assert_same(learn_on(data), learn_on((X, Y)), **FINE)
 
 
 class WithoutLength(Dataset):

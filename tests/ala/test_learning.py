@@ -19,7 +19,7 @@ from ala.common import (
     mlp,
     normal,
     numbers,
-    scripted,
+    script_loss,
     twins,
 )
 from hypothesis import given, settings
@@ -159,14 +159,14 @@ def test_only_the_local_model_is_changed_and_nothing_is_shared():
 
 
 def test_the_initial_stage_needs_eleven_epochs_even_of_equal_losses():
-    report = ALA().initialize(*twins(mlp), ONE, loss=scripted([], then=2.0))
+    report = ALA().initialize(*twins(mlp), ONE, loss=script_loss([], then=2.0))
     assert report.losses == (2.0,) * 11
     assert (report.initial, report.converged, report.capped) == (True, True, False)
 
 
 def test_the_initial_stage_ends_when_ten_losses_in_a_row_have_settled():
     """The last restless loss is the fourth: the window is free of it after epoch 4 + 10."""
-    report = ALA().initialize(*twins(mlp), ONE, loss=scripted([5, 1, 5, 1], then=2.0))
+    report = ALA().initialize(*twins(mlp), ONE, loss=script_loss([5, 1, 5, 1], then=2.0))
     assert report.epochs == 14
     assert report.converged
 
@@ -175,7 +175,7 @@ def test_the_initial_stage_ends_when_ten_losses_in_a_row_have_settled():
 def test_the_spread_is_the_population_std(threshold, epochs):
     """Losses 0, 2, 0, 2, …: the population std of ten is 1, the sample std √(10/9) = 1.054."""
     ala = ALA(threshold=threshold, max_epochs=40)
-    report = ala.initialize(*twins(mlp), ONE, loss=scripted([0, 2] * 20))
+    report = ala.initialize(*twins(mlp), ONE, loss=script_loss([0, 2] * 20))
     assert report.epochs == epochs
     assert report.converged == (threshold > 1)
     assert report.capped == (threshold < 1)
@@ -184,25 +184,25 @@ def test_the_spread_is_the_population_std(threshold, epochs):
 def test_the_spread_must_be_below_the_threshold_not_at_it():
     assert (
         ALA(threshold=1, max_epochs=20)
-        .initialize(*twins(mlp), ONE, loss=scripted([0, 2] * 20))
+        .initialize(*twins(mlp), ONE, loss=script_loss([0, 2] * 20))
         .capped
     )
-    assert ALA(threshold=0, max_epochs=20).initialize(*twins(mlp), ONE, loss=scripted([])).capped
+    assert ALA(threshold=0, max_epochs=20).initialize(*twins(mlp), ONE, loss=script_loss([])).capped
 
 
 def test_an_epochs_loss_is_the_mean_of_its_batches():
     """Two batches an epoch: steady means settle, steady last batches alone do not."""
     steady = ALA(batch_size=1, sample=1, max_epochs=30)
-    report = steady.initialize(*twins(mlp), TWO, loss=scripted([1, 3, 3, 1] * 30))
+    report = steady.initialize(*twins(mlp), TWO, loss=script_loss([1, 3, 3, 1] * 30))
     assert report.losses == (2.0,) * 11
     restless = ALA(batch_size=1, sample=1, max_epochs=30)
-    report = restless.initialize(*twins(mlp), TWO, loss=scripted([1, 2, 3, 2] * 30))
+    report = restless.initialize(*twins(mlp), TWO, loss=script_loss([1, 2, 3, 2] * 30))
     assert report.losses[:2] == (1.5, 2.5)
     assert report.epochs == 30
 
 
 def test_the_cap_ends_the_initial_stage_and_is_reported():
-    report = ALA(max_epochs=5).initialize(*twins(mlp), ONE, loss=scripted([0, 9] * 9))
+    report = ALA(max_epochs=5).initialize(*twins(mlp), ONE, loss=script_loss([0, 9] * 9))
     assert (report.epochs, report.initial, report.converged, report.capped) == (
         5,
         True,
@@ -215,7 +215,7 @@ def test_every_later_round_is_one_epoch():
     ala = ALA()
     assert ala.initialize(*twins(mlp), ONE).initial
     for seed in (1, 2):
-        report = ala.initialize(*twins(mlp, seed), ONE, loss=scripted([0, 9] * 9))
+        report = ala.initialize(*twins(mlp, seed), ONE, loss=script_loss([0, 9] * 9))
         assert (report.epochs, report.initial, report.converged, report.capped) == (
             1,
             False,
@@ -226,11 +226,11 @@ def test_every_later_round_is_one_epoch():
 
 def test_min_epochs_holds_in_every_round():
     ala = ALA(min_epochs=13)
-    assert ala.initialize(*twins(mlp), ONE, loss=scripted([], then=1.0)).epochs == 13
-    assert ala.initialize(*twins(mlp), ONE, loss=scripted([], then=1.0)).epochs == 13
+    assert ala.initialize(*twins(mlp), ONE, loss=script_loss([], then=1.0)).epochs == 13
+    assert ala.initialize(*twins(mlp), ONE, loss=script_loss([], then=1.0)).epochs == 13
     ala = ALA(min_epochs=6)
-    assert ala.initialize(*twins(mlp), ONE, loss=scripted([], then=1.0)).epochs == 11
-    assert ala.initialize(*twins(mlp), ONE, loss=scripted([], then=1.0)).epochs == 6
+    assert ala.initialize(*twins(mlp), ONE, loss=script_loss([], then=1.0)).epochs == 11
+    assert ala.initialize(*twins(mlp), ONE, loss=script_loss([], then=1.0)).epochs == 6
 
 
 def test_before_start_round_the_received_model_overwrites_and_the_initial_stage_waits():
@@ -286,7 +286,7 @@ def test_one_element_that_differs_is_not_equal():
 # --- on which samples -----------------------------------------------------------------------------
 
 
-def visited(ala: ALA, size: int, seed: int = 0) -> list[list[int]]:
+def visit_samples(ala: ALA, size: int, seed: int = 0) -> list[list[int]]:
     """Which samples one round's weight learning saw, batch by batch: sample i has the target i."""
     seen: list[list[int]] = []
 
@@ -313,7 +313,7 @@ def visited(ala: ALA, size: int, seed: int = 0) -> list[list[int]]:
 )
 def test_the_sample_is_its_share_without_replacement_in_order(share, size, count):
     """0.29 · 100 and 0.57 · 100 are a little less than whole numbers in floating point."""
-    batches = visited(ALA(sample=share, batch_size=4, max_epochs=1), size)
+    batches = visit_samples(ALA(sample=share, batch_size=4, max_epochs=1), size)
     seen = [sample for batch in batches for sample in batch]
     assert len(seen) == count
     assert seen == sorted(set(seen))
@@ -323,16 +323,17 @@ def test_the_sample_is_its_share_without_replacement_in_order(share, size, count
 
 def test_the_sample_stays_within_a_round_and_changes_from_round_to_round():
     ala = ALA(sample=0.5, batch_size=10, max_epochs=3)
-    first = visited(ala, 20)
+    first = visit_samples(ala, 20)
     assert first[0] == first[1] == first[2]
-    later = [visited(ala, 20)[0] for _ in range(3)]
+    later = [visit_samples(ala, 20)[0] for _ in range(3)]
     assert len({tuple(sample) for sample in [first[0], *later]}) == 4
     assert len({sample for samples in [first[0], *later] for sample in samples}) > 15
 
 
 def test_the_sample_is_random_not_a_window():
     samples = [
-        visited(ALA(sample=0.5, batch_size=99, max_epochs=1, seed=seed), 20)[0] for seed in range(5)
+        visit_samples(ALA(sample=0.5, batch_size=99, max_epochs=1, seed=seed), 20)[0]
+        for seed in range(5)
     ]
     assert any(max(sample) - min(sample) > 10 for sample in samples)
     assert len({tuple(sample) for sample in samples}) > 1

@@ -13,10 +13,10 @@ from ala.common import (
     assert_same,
     entries,
     labels,
-    learned_once,
+    make_learned_ala,
     mlp,
     normal,
-    poisoned,
+    poison,
     twins,
 )
 from ala.models import normalised
@@ -38,7 +38,7 @@ def infinite_slope(output: Tensor, target: Tensor) -> Tensor:
 
 
 BAD_ROUNDS: dict[str, tuple[Any, Callable[[Any, Any], Tensor]]] = {
-    "data": ((poisoned(GOOD[0]), GOOD[1]), F.cross_entropy),
+    "data": ((poison(GOOD[0]), GOOD[1]), F.cross_entropy),
     "loss": (GOOD, lambda output, target: F.cross_entropy(output, target) * float("nan")),
     "late loss": (GOOD, fails_late(1)),
     "gradient": (GOOD, infinite_slope),
@@ -48,7 +48,7 @@ BAD_ROUNDS: dict[str, tuple[Any, Callable[[Any, Any], Tensor]]] = {
 @pytest.mark.parametrize("case", BAD_ROUNDS)
 def test_a_bad_round_leaves_what_was_learned_and_blends_with_it(case):
     data, loss = BAD_ROUNDS[case]
-    ala = learned_once()
+    ala = make_learned_ala()
     before = {name: value.clone() for name, value in ala.weights.items()}
     local, received = twins(mlp, 2)
     old, new = entries(local), entries(received)
@@ -58,8 +58,8 @@ def test_a_bad_round_leaves_what_was_learned_and_blends_with_it(case):
     assert_same(ala.weights, before, **EXACT)
     blend = {n: old[n] + (new[n] - old[n]) * before[n] if n in before else new[n] for n in old}
     assert_same(local, blend, **EXACT)
-    # And the next round goes on from there, as if the bad one had been skipped.
-    other = learned_once()
+    # The next round starts from there, as if the bad one had been skipped.
+    other = make_learned_ala()
     other.round = 2
     results = []
     for each in (ala, other):
@@ -94,7 +94,7 @@ def spoil(model: nn.Module, name: str, value: float = float("nan")) -> nn.Module
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_local_model_that_is_not_finite_gives_way_to_the_received_one(value):
-    ala = learned_once()
+    ala = make_learned_ala()
     before = {name: tensor.clone() for name, tensor in ala.weights.items()}
     local, received = twins(mlp, 2)
     report = ala.initialize(spoil(local, "4.weight", value), received, GOOD)
@@ -134,7 +134,7 @@ def test_a_received_model_that_is_not_finite_changes_nothing(make, name, data, o
 
 
 def test_two_models_that_are_not_finite_are_refused():
-    ala = learned_once()
+    ala = make_learned_ala()
     before = ala.state_dict()
     local, received = twins(mlp, 2)
     with pytest.raises(UserError, match=r"4\.bias of the received.*0\.weight of the local"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ala.common import EXACT, X, Y, assert_same, entries, learned_once, mlp, poisoned, twins
+from ala.common import EXACT, X, Y, assert_same, entries, make_learned_ala, mlp, poison, twins
 from safetensors.torch import load_file, save_file
 
 from fedala import ALA, UserError
@@ -15,7 +15,7 @@ from fedala import ALA, UserError
 def test_a_saved_and_loaded_ala_goes_on_as_if_uninterrupted(rounds, tmp_path):
     options = {"layers": 2, "sample": 0.5, "batch_size": 4, "max_epochs": 3, "seed": 3}
 
-    def go_on(ala: ALA, seeds: Sequence[int]) -> list[Any]:
+    def run_rounds(ala: ALA, seeds: Sequence[int]) -> list[Any]:
         given = []
         for seed in seeds:
             local, received = twins(mlp, seed)
@@ -23,13 +23,13 @@ def test_a_saved_and_loaded_ala_goes_on_as_if_uninterrupted(rounds, tmp_path):
             given.append((report, [value.tolist() for value in entries(local).values()]))
         return given
 
-    uninterrupted = go_on(ALA(**options), range(4))
+    uninterrupted = run_rounds(ALA(**options), range(4))
     before = ALA(**options)
-    go_on(before, range(rounds))
+    run_rounds(before, range(rounds))
     save_file(before.state_dict(), tmp_path / "ala.safetensors")
     after = ALA(**options)
     after.load_state_dict(load_file(tmp_path / "ala.safetensors"))
-    assert go_on(after, range(rounds, 4)) == uninterrupted[rounds:]
+    assert run_rounds(after, range(rounds, 4)) == uninterrupted[rounds:]
     assert list(after.weights) == ["2.weight", "2.bias", "4.weight", "4.bias"]
 
 
@@ -68,10 +68,10 @@ SOUND = {
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"weights.4.bias": poisoned(torch.ones(3))}, r"4\.bias must be between 0 and 1"),
-        ({"weights.4.bias": poisoned(torch.ones(3), float("inf"))}, r"4\.bias must be between"),
-        ({"weights.4.bias": poisoned(torch.ones(3), 1.5)}, r"4\.bias must be between"),
-        ({"weights.4.bias": poisoned(torch.ones(3), -0.1)}, r"4\.bias must be between"),
+        ({"weights.4.bias": poison(torch.ones(3))}, r"4\.bias must be between 0 and 1"),
+        ({"weights.4.bias": poison(torch.ones(3), float("inf"))}, r"4\.bias must be between"),
+        ({"weights.4.bias": poison(torch.ones(3), 1.5)}, r"4\.bias must be between"),
+        ({"weights.4.bias": poison(torch.ones(3), -0.1)}, r"4\.bias must be between"),
         (
             {"weights.4.bias": torch.ones(3, dtype=torch.int64)},
             r"4\.bias must be a tensor of floating",
@@ -90,7 +90,7 @@ SOUND = {
     ],
 )
 def test_a_state_that_is_not_sound_is_refused_and_changes_nothing(change, sentence):
-    ala = learned_once()
+    ala = make_learned_ala()
     before = ala.state_dict()
     with pytest.raises(UserError, match=sentence):
         ala.load_state_dict({**SOUND, **change})

@@ -166,14 +166,19 @@ class _LaneGroup:
             ),
         )
 
+    @cached_property
+    def _batch_counts(self) -> Tensor:
+        task = self.problem.cohort.task
+        counts = [-(-length // task.batch_size) for length in self.lengths]
+        return torch.tensor(counts, device=task.device)
+
     def run_epoch(self) -> list[float]:
         """Take a step for every batch, and return each lane's mean loss."""
         task = self.problem.cohort.task
-        batches = torch.tensor([-(-n // task.batch_size) for n in self.lengths], device=task.device)
         total = torch.zeros(len(self.lengths), device=task.device, dtype=task.dtype)
         for lanes, columns in steps(self.lengths, task.batch_size, drop_last=False):
             total[lanes] += self._take_step(lanes, columns)
-        means: list[float] = (total / batches).tolist()
+        means: list[float] = (total / self._batch_counts).tolist()
         return means
 
     def _take_step(self, lanes: slice, columns: slice) -> Tensor:
