@@ -1,8 +1,9 @@
-"""FedAvg and FedALA against a plain federated loop: whole modules, `torch.optim.SGD`, one client after another.
+"""FedAvg and FedALA against a plain federated loop.
 
-The loop below knows nothing of lanes, stacked parameters or cached features. It shares with the package only
-`fedala.lanes.randomness.draw`, so that both see the same batches, ALA samples and participants. What `Simulation` gives, in
-one lane at a time or in all of them side by side, must be what this loop gives.
+The loop has whole modules, `torch.optim.SGD`, one client after another, and the paper's ALA. It
+knows nothing of lanes, stacked parameters or cached features. It shares only
+`fedala.lanes.randomness.draw` with the package, so that both see the same batches, ALA samples and
+participants. `Simulation` must give the same results with any number of lanes.
 """
 
 import copy
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import PaperALA
 from torch import Tensor, nn
 
 from fedala.lanes.randomness import draw
@@ -26,14 +28,15 @@ from fedala.simulation import Simulation
 BATCH, LR, ROUNDS, SEED = 5, 0.05, 3, 3
 ETA, SHARE, CAP, THRESHOLD = 2.0, 0.6, 14, 0.01
 SIZES = (13, 0, 3, 22, 5, 1, 10, 9)
-"""Training samples: none, fewer than a batch, exactly one batch, exactly two, several and a remainder."""
+"""Training samples: none, less than a batch, one or two whole batches, several and a remainder."""
 TESTS = (4, 2, 0, 7, 3, 5, 1, 6)
 
 
 class Small(nn.Module):
-    """A foreign model with list_methods that goes wrong in lanes: running statistics, dropout's mode, a log-softmax at the end.
+    """A foreign model with all that is difficult in lanes.
 
-    Dropout has p = 0, so that training is the same for everybody, and evaluating in training mode is caught by the BatchNorm.
+    It has running statistics, dropout, and a log-softmax at the end. Dropout has p = 0, so that
+    training is the same on both sides. The BatchNorm shows an evaluation in training mode.
     """
 
     def __init__(self, affine: bool = True, frozen: bool = False) -> None:
@@ -79,7 +82,10 @@ class Case:
 def images(
     shape: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, list[np.ndarray], list[np.ndarray]]:
-    """Byte images whose class shows, their labels, and who trains and tests on which; clients hold few of the classes."""
+    """Return byte images whose class shows, their labels, and each client's rows.
+
+    Clients hold few of the classes.
+    """
     random = np.random.default_rng(0)
     owner = np.repeat(np.arange(len(SIZES)), np.add(SIZES, TESTS))
     y = (owner + random.integers(2, size=len(owner))) % 4
@@ -98,14 +104,13 @@ def first_model(case: Case) -> nn.Module:
         return MODELS[case.model][0]().to(case.dtype)
 
 
-# --- the plain loop --------------------------------------------------------------------------------------------------
+# --- the plain loop -------------------------------------------------------------------------------
 
 
 @dataclass
 class Client:
     model: nn.Module
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    trained: bool = False
+    ala: PaperALA
 
 
 @dataclass
@@ -113,9 +118,9 @@ class Outcome:
     server: dict[str, Tensor]
     personal: dict[int, dict[str, Tensor]]
     history: list[tuple[float, float, float]]
-    """Of each evaluation: accuracy over all clients, over the participants alone, and loss over all."""
+    """Each evaluation: accuracy over all clients and over the participants, loss over all."""
     ala_epochs: list[float]
-    """Mean over the participants, each evaluation."""
+    """Each evaluation: mean over the participants."""
     absent: set[int] = field(default_factory=set)
     """Clients that never took part."""
 
@@ -126,7 +131,15 @@ class PlainLoop:
         x, self.y, self.train_rows, self.test_rows = images(MODELS[case.model][1])
         self.x = (x.to(case.dtype) / 255 - 0.5) / 0.5
         self.server = first_model(case)
-        self.clients = {i: Client(copy.deepcopy(self.server)) for i in range(len(SIZES))}
+        self.clients = {
+            i: Client(copy.deepcopy(self.server), self.make_ala(i)) for i in range(len(SIZES))
+        }
+
+    def make_ala(self, i: int) -> PaperALA:
+        options = {"eta": ETA, "share": SHARE, "max_epochs": CAP, "threshold": THRESHOLD}
+        options |= {"client": i, "seed": self.case.seed, "batch_size": BATCH}
+        names = MODELS[self.case.model][2][: 2 * self.case.layers]
+        return PaperALA(self.x, self.y, self.train_rows[i], names, **options)
 
     def run(self) -> Outcome:
         history, ala_epochs, personal, absent = [], [], {}, set(range(len(SIZES)))
@@ -167,48 +180,12 @@ class PlainLoop:
         )
 
     def initialise(self, i: int, round: int) -> tuple[nn.Module, int]:
-        """The model that the client trains from, and how many epochs ALA took for it."""
-        start = copy.deepcopy(self.server)
+        """Return the model that the client trains from, and how many epochs ALA took for it."""
         client = self.clients[i]
-        names = MODELS[self.case.model][2][: 2 * self.case.layers]
-        local, received = (
-            dict(client.model.named_parameters()),
-            dict(self.server.named_parameters()),
-        )
-        equal = all(torch.equal(local[name], received[name]) for name in names)
-        if self.case.method == "fedavg" or SIZES[i] == 0 or equal:
-            return start, 0
-        old = {name: local[name].detach() for name in names}
-        update = {name: received[name].detach() - old[name] for name in names}
-        if not client.weights:
-            client.weights = {name: torch.ones_like(old[name]) for name in names}
-        share = max(1, int(SHARE * SIZES[i] + 1e-9))
-        chosen = draw(self.case.seed, "ala sample", client=i, round=round).permutation(SIZES[i])[
-            :share
-        ]
-        rows = self.train_rows[i][np.sort(chosen)]
-        losses: list[float] = []
-        while not losses or (not client.trained and not settled(losses)):
-            of_batches = []
-            for batch in np.split(rows, range(BATCH, len(rows), BATCH)):
-                hat = copy.deepcopy(self.server).eval()
-                parameters = dict(hat.named_parameters())
-                with torch.no_grad():
-                    for name in names:
-                        parameters[name].copy_(old[name] + update[name] * client.weights[name])
-                loss = F.cross_entropy(hat(self.x[batch]), self.y[batch])
-                loss.backward()
-                for name in names:
-                    step = ETA * parameters[name].grad * update[name]
-                    client.weights[name] = (client.weights[name] - step).clamp(0, 1)
-                of_batches.append(loss.item())
-            losses.append(float(np.mean(of_batches)))
-        client.trained = True
-        with torch.no_grad():
-            for name, parameter in start.named_parameters():
-                if name in names:
-                    parameter.copy_(old[name] + update[name] * client.weights[name])
-        return start, len(losses)
+        if self.case.method == "fedavg":
+            return copy.deepcopy(self.server), 0
+        start = client.ala(self.server, client.model, self.server, round=round)
+        return start, client.ala.epochs
 
     def fit(self, start: nn.Module, i: int, round: int) -> nn.Module:
         model = copy.deepcopy(start).train()
@@ -253,17 +230,12 @@ def round_half_up(value: float) -> int:
     return int(value + 0.5)
 
 
-def settled(losses: list[float]) -> bool:
-    spread = np.sqrt(np.mean((np.array(losses[-10:]) - np.mean(losses[-10:])) ** 2))
-    return len(losses) >= CAP or (len(losses) >= 11 and spread < THRESHOLD)
-
-
 @functools.cache
 def expected(case: Case) -> Outcome:
     return PlainLoop(case).run()
 
 
-# --- the package -----------------------------------------------------------------------------------------------------
+# --- the package ----------------------------------------------------------------------------------
 
 
 def task(case: Case) -> Task:
@@ -277,7 +249,7 @@ def task(case: Case) -> Task:
 
 
 def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
-    """What the package gives for cases that differ in nothing but their seed."""
+    """Return the package's outcomes for cases that differ in their seed only."""
     case = cases[0]
     ala = {
         "eta": ETA,
@@ -306,11 +278,11 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
         join_ratio=case.join_ratio,
         lanes=lanes,
     )
-    rows = [evaluation.row for evaluation in simulation.run(keep)]
+    rows = list(simulation.run(keep))
     outcomes = []
     for seed in by_seed:
-        own = [row for row in rows if row.seed == seed]
-        history = [(row.accuracy, row.accuracy_joined, row.loss) for row in own]
+        own = [row for row in rows if row["seed"] == seed]
+        history = [(row["accuracy"], row["accuracy_joined"], row["loss"]) for row in own]
         personal = {
             client: model
             for (s, client), model in models.items()
@@ -379,14 +351,14 @@ def test_in_single_precision_it_is_the_plain_loop_up_to_rounding(model, lanes):
 @pytest.mark.parametrize("lanes", [1, None], ids=["one lane", "all lanes"])
 @pytest.mark.parametrize("model", ["buffers without parameters", "frozen"])
 def test_a_model_of_the_users_own_is_trained_as_it_is(model, lanes):
-    """Statistics of a normalisation that has no parameters travel; parameters that require no gradient do not learn."""
+    """Statistics without parameters travel. Parameters that require no gradient do not learn."""
     case = Case("fedala", model, shuffle=False, join_ratio=1.0)
     [found] = simulate(case, lanes=lanes)
     assert_agree(found, expected(case), case)
 
 
-def test_a_client_that_never_took_part_is_left_with_the_initial_model():
-    """Evaluation counts it with Θ⁰ (the accuracies above), so that is the personal model to save."""
+def test_a_client_that_never_took_part_ends_with_the_initial_model():
+    """Evaluation counts it with Θ⁰ (the accuracies above), so this is its personal model."""
     case = CASES["fedala-small-shuffled-0.5"]
     wanted = expected(case)
     assert wanted.absent
@@ -410,14 +382,14 @@ def test_runs_side_by_side_are_the_runs_alone(lanes):
 
 
 def test_the_comparison_is_about_something():
-    """ALA learns in the cases above: it settles for some and is capped for others, W leaves 1, and FedALA is not FedAvg."""
+    """ALA learns in the cases above: epochs vary, W leaves 1, and FedALA is not FedAvg."""
     case = CASES["fedala-cnn-shuffled-1.0"]
     loop = PlainLoop(case)
     outcome = loop.run()
     assert outcome.ala_epochs[0] == 0
     assert 11 <= outcome.ala_epochs[1] * len(SIZES) / (len(SIZES) - 1) <= CAP
     weights = torch.cat(
-        [w.flatten() for client in loop.clients.values() for w in client.weights.values()]
+        [w.flatten() for client in loop.clients.values() for w in client.ala.weights.values()]
     )
     assert weights.min() == 0
     assert ((weights > 0) & (weights < 1)).any()

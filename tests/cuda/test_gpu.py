@@ -1,4 +1,4 @@
-"""The fast path on a GPU against the plain one: the foundation's equivalences, where there is a GPU to show them on."""
+"""The fast path on a GPU against the plain one. Without a GPU, these tests are skipped."""
 
 import pytest
 import torch
@@ -6,10 +6,12 @@ from small import QUICK, assert_close, ragged_task, start_of
 from torch import nn
 
 from fedala import ALA, UserError
-from fedala.ala import Settings, fresh, initialize
+from fedala.ala import make_reports
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
+from fedala.lanes.local_aggregation import init_state, initialize
 from fedala.lanes.trees import join
+from fedala.lanes.weight_learning import Settings
 from fedala.methods import list_methods, make
 from fedala.models import cnn, resnet18
 from fedala.simulation import Simulation
@@ -50,7 +52,7 @@ def go(method, task, model=small_cnn, rounds=2, **options):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_lanes_on_the_gpu_are_each_client_alone_on_the_cpu(name):
-    """Two rounds of float32 kernels, graphs and all lanes, against one lane after another in float64 on the CPU."""
+    """Two rounds: float32 kernels, graphs and lanes, against float64 lane by lane on the CPU."""
     rows, models = go(name, image_task("cuda"), seeds=(0, 1))
     reference, plain = go(name, image_task("cpu", "float64"), seeds=(0, 1), lanes=1)
     for own, other in zip(rows, reference, strict=True):
@@ -99,7 +101,7 @@ def test_captured_steps_are_the_steps_themselves(monkeypatch):
 
 
 def test_a_deep_network_with_batch_normalisation():
-    """Normalising batches of four makes rounding errors grow: what can be asked of float32 is what it gives on the CPU."""
+    """Normalising batches of four magnifies rounding. The measure is float32 on the CPU."""
 
     def deep():
         return resnet18((3, 32, 32), 3)
@@ -114,7 +116,7 @@ def test_a_deep_network_with_batch_normalisation():
     start = start_of(image_task("cpu", "float64", deep, 32), deep)(0)
 
     def error(found):
-        """The largest deviation of any parameter, in shares of how far training has moved it."""
+        """Return the largest deviation of a parameter, relative to how far training moved it."""
         return max(
             ((found[key][name] - value).norm() / ((value - start[name]).norm() + 1e-5)).item()
             for key in exact
@@ -135,7 +137,7 @@ def test_lower_precisions_are_near(precision):
 
 @pytest.mark.parametrize("max_epochs", [3, 20])
 def test_a_lane_that_is_not_finite_keeps_its_weights_in_the_kernel_too(max_epochs):
-    """ALA in one kernel: a NaN in one client's data leaves its W alone, and the others' bits as they are."""
+    """A NaN in one client's data changes neither its W nor the others' bits."""
     settings, found = Settings(max_epochs=max_epochs, sample=1.0), []
     for value in (1.0, float("nan")):
         task = image_task("cuda")
@@ -147,14 +149,19 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_in_the_kernel_too(max_epoch
             join([start(first + i) for i in range(len(clients))]) for first in (0, 50)
         )
         governed = upper(task.model, 1)
-        state = fresh(local, governed)
+        state = init_state(local, governed)
         initialized, state, outcome = initialize(
-            cohort, settings, state, local, received, governed=governed
+            cohort,
+            settings,
+            state,
+            local,
+            received,
+            governed=governed,
         )
         found.append((initialized, state, outcome, received))
     (sound, good, _, _), (initialized, state, outcome, received) = found
     others = [lane for lane in range(len(SIZES)) if lane != 1]
-    assert [report.fault is not None for report in outcome.reports(settings)] == [
+    assert [report.fault is not None for report in make_reports(outcome, settings)] == [
         lane == 1 for lane in range(len(SIZES))
     ]
     assert state["trained"].tolist() == [
@@ -192,7 +199,7 @@ class Views(nn.Module):
     def forward(self, x):
         h = self.conv(x).relu().flatten(1)
         if self.fussy:
-            h.data_ptr()  # which a batch of lanes does not have
+            h.data_ptr()  # a batch of lanes does not have one
         return self.fc(h)
 
 

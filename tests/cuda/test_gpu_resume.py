@@ -1,4 +1,4 @@
-"""On a GPU, too, a resumed run is the run that was never interrupted, to the bit."""
+"""On a GPU, too, a resumed run equals the uninterrupted one to the bit."""
 
 import pytest
 from runs.test_resume import interrupted, planned, same

@@ -1,9 +1,14 @@
-"""The kernels against torch's own functions, lane by lane; on a CPU through Triton's interpreter, on a GPU for real."""
+"""The kernels against torch's own functions, lane by lane.
+
+On a CPU they run in Triton's interpreter, on a GPU for real.
+"""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import has_settled, learn_by_the_paper
+from small import assert_close, ragged_task, start_of
 from torch.func import vmap
 
 pytest.importorskip("triton", reason="needs triton")
@@ -13,15 +18,21 @@ if not torch.cuda.is_available():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from fedala.ala import are_finite
+from triton.runtime.errors import OutOfResources
+
+from fedala.cuda.head_learner import learn_head
 from fedala.cuda.kernels import LaneKernels
-from fedala.cuda.weights import Head, learn
+from fedala.cuda.weights import Head, learn_weights
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.local_aggregation import init_state, initialize
+from fedala.lanes.trees import join
+from fedala.lanes.weight_learning import Settings, are_losses_finite, learn_in_batches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def agree(function, *inputs, tolerance=1e-5, special=True):
-    """The stacked function under vmap, and each lane called plainly, against float64; gradients as well."""
+    """Compare a function under vmap, and in each lane alone, with float64: values and gradients."""
     lanes = len(inputs[0])
     inputs = [value.to(DEVICE) for value in inputs]
     leaves = [value.requires_grad_() if value.is_floating_point() else value for value in inputs]
@@ -50,10 +61,10 @@ def random(*shape, seed=0):
 @pytest.mark.parametrize(
     ("channels", "side", "out", "kernel", "stride", "pad", "batch", "lanes"),
     [
-        (1, 9, 8, 5, 1, 0, 2, 2),  # an image's first layer
+        (1, 9, 8, 5, 1, 0, 2, 2),  # the first layer of an image model
         (3, 9, 5, 3, 2, 1, 2, 2),
         (2, 7, 3, 1, 2, 0, 2, 2),
-        (32, 6, 64, 3, 1, 0, 2, 2),  # channels enough for the other kernels
+        (32, 6, 64, 3, 1, 0, 2, 2),  # many channels: the other kernels
         (32, 7, 32, 3, 2, 1, 2, 3),
         (64, 2, 64, 3, 1, 1, 3, 2),
     ],
@@ -102,7 +113,7 @@ def test_cross_entropy(batch, classes):
     agree(F.cross_entropy, random(3, batch, classes), target)
 
 
-def test_what_has_no_kernel_goes_its_usual_way():
+def test_a_function_without_a_kernel_runs_as_usual():
     x, w = random(2, 4, 6, 6).to(DEVICE), random(4, 2, 3, 3).to(DEVICE)
     with LaneKernels():
         grouped = F.conv2d(x, w, groups=2)
@@ -117,87 +128,157 @@ def test_what_has_no_kernel_goes_its_usual_way():
 
 
 @pytest.mark.parametrize("classes", [5, 200], ids=["in registers", "in memory"])
-def test_weight_learning_is_the_plain_loops(classes):
-    """ALA on a last linear layer, against the paper's equations written out: ragged lanes, one without samples, all stages."""
+def test_weight_learning_is_the_papers(classes):
+    """ALA on a last linear layer: ragged lanes, one without samples, all stages."""
     lanes, width, batch, threshold = 4, 72, 4, 0.02
     draw = torch.Generator().manual_seed(0)
-    features, labels = (
-        torch.randn(60, width, generator=draw),
-        torch.randint(0, classes, (60,), generator=draw),
-    )
-    lengths, places = torch.tensor([13, 9, 0, 4]), torch.randint(0, 60, (lanes, 13), generator=draw)
-    ignored = places[0, 1]
-    assert ignored not in (places[0, 12], places[1, 8]), (
-        "a batch of ignored samples alone has no loss"
-    )
+    features = torch.randn(60, width, generator=draw)
+    labels = torch.randint(0, classes, (60,), generator=draw)
+    lengths = torch.tensor([13, 9, 0, 4])
+    positions = torch.randint(0, 60, (lanes, 13), generator=draw)
+    ignored = positions[0, 1]
+    assert ignored not in (positions[0, 12], positions[1, 8]), "a batch must not be all ignored"
     labels[ignored] = -100
     w, g = (torch.randn(lanes, classes, width, generator=draw) * 0.1 for _ in range(2))
     w0, g0 = (torch.randn(lanes, classes, generator=draw) for _ in range(2))
     least, limit = torch.tensor([1, 2, 1, 3]), torch.tensor([13, 2, 5, 3])
-    learned = Head(torch.ones_like(w).to(DEVICE), torch.ones_like(w0).to(DEVICE))
-    moved = [t.to(DEVICE) for t in (features, places, labels[places], lengths, least, limit)]
-    local, update = (
+    tensors = (features, positions, labels[positions], lengths, least, limit)
+    weights = Head(torch.ones_like(w).to(DEVICE), torch.ones_like(w0).to(DEVICE))
+    losses, epochs = learn_weights(
+        *(tensor.to(DEVICE) for tensor in tensors),
         Head(w.to(DEVICE), w0.to(DEVICE)),
         Head((g - w).to(DEVICE), (g0 - w0).to(DEVICE)),
-    )
-    losses, epochs = learn(
-        *moved,
-        local,
-        update,
-        learned,
+        weights,
         batch_size=batch,
         eta=1.0,
         threshold=threshold,
         most=15,
         window=10,
     )
+
+    def loss(head, rows):
+        return F.cross_entropy(features[rows] @ head["weight"].T + head["bias"], labels[rows])
+
     for lane in range(lanes):
-        weight, bias, history = torch.ones(classes, width), torch.ones(classes), []
-        while int(lengths[lane]) and (
-            len(history) < least[lane]
-            or (
-                len(history) < limit[lane]
-                and not (len(history) > 10 and np.std(history[-10:]) < threshold)
-            )
-        ):
-            each = []
-            for rows in places[lane, : lengths[lane]].split(batch):
-                hat = (w[lane] + (g[lane] - w[lane]) * weight).requires_grad_()
-                hat0 = (w0[lane] + (g0[lane] - w0[lane]) * bias).requires_grad_()
-                loss = F.cross_entropy(features[rows] @ hat.T + hat0, labels[rows])
-                slope, slope0 = torch.autograd.grad(loss, (hat, hat0))
-                weight = (weight - slope * (g[lane] - w[lane])).clamp(0, 1)
-                bias = (bias - slope0 * (g0[lane] - w0[lane])).clamp(0, 1)
-                each.append(loss.item())
-            history.append(np.mean(each))
+
+        def is_enough(history, lane=lane):
+            if lengths[lane] == 0 or len(history) >= limit[lane]:
+                return True
+            return len(history) >= least[lane] and has_settled(history, threshold)
+
+        expected, history = learn_by_the_paper(
+            loss,
+            {"weight": w[lane], "bias": w0[lane]},
+            {"weight": g[lane], "bias": g0[lane]},
+            {"weight": torch.ones_like(w[lane]), "bias": torch.ones_like(w0[lane])},
+            positions[lane, : lengths[lane]].split(batch),
+            eta=1.0,
+            is_enough=is_enough,
+        )
         assert epochs[lane].item() == len(history)
-        assert torch.allclose(learned.weight[lane].cpu(), weight, atol=1e-5)
-        assert torch.allclose(learned.bias[lane].cpu(), bias, atol=1e-5)
+        assert torch.allclose(weights.weight[lane].cpu(), expected["weight"], atol=1e-5)
+        assert torch.allclose(weights.bias[lane].cpu(), expected["bias"], atol=1e-5)
         assert np.allclose(losses[lane, : len(history)].cpu(), history, atol=1e-5)
         assert losses[lane, len(history) :].isnan().all()
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_both_learners_initialize_the_same_models(freeze):
+    """The same problem, solved by the kernel and batch by batch, in lanes of all kinds."""
+    sizes = [13, 9, 8, 5, 4, 1, 0]
+    task = ragged_task(sizes, dtype=torch.float32, device=DEVICE)
+    start = start_of(task)
+    local, received = (join([start(first + i) for i in range(len(sizes))]) for first in (0, 50))
+    received["out.weight"][2], received["out.bias"][2] = (
+        local["out.weight"][2],
+        local["out.bias"][2],
+    )
+    governed = ("out.weight", "out.bias")
+    settings = Settings(max_epochs=14, eta=2.0, freeze=freeze)
+    state = init_state(local, governed)
+    state["trained"][1::3] = True
+    results, calls = [], []
+    for learner in (learn_head, learn_in_batches):
+
+        def learn(problem, learner=learner):
+            calls.append(problem.cut.p)
+            return learner(problem)
+
+        cohort = Cohort(task, range(len(sizes)), [0] * len(sizes), round=2)
+        results.append(
+            initialize(cohort, settings, state, local, received, governed=governed, learner=learn)
+        )
+    (models, learned, outcome), (expected, reference, plain) = results
+    assert calls == [1, 1]
+    assert_close(models, expected, 1e-5)
+    assert_close(learned["weights"], reference["weights"], 1e-5)
+    assert learned["trained"].tolist() == reference["trained"].tolist()
+    for name in ("epochs", "initial", "faults"):
+        assert getattr(outcome, name).tolist() == getattr(plain, name).tolist()
+    assert len(set(outcome.epochs.tolist())) > 1 or freeze
+    assert outcome.epochs[2] == outcome.epochs[6] == 0
+    for own, other, epochs in zip(outcome.losses, plain.losses, plain.epochs, strict=True):
+        assert own[:epochs].tolist() == pytest.approx(other[:epochs].tolist(), abs=1e-5)
+
+
+def test_a_head_that_the_kernel_has_no_room_for_is_learned_in_batches(monkeypatch):
+    def refuse(*args, **options):
+        raise OutOfResources(2, 1, "shared memory")
+
+    task = ragged_task([9, 5], dtype=torch.float32, device=DEVICE)
+    start = start_of(task)
+    local, received = (join([start(first), start(first + 1)]) for first in (0, 50))
+    governed, results = ("out.weight", "out.bias"), []
+    for learner in (learn_in_batches, learn_head):
+        state = init_state(local, governed)
+        cohort = Cohort(task, [0, 1], [0, 0], round=2)
+        arguments = (cohort, Settings(max_epochs=2), state, local, received)
+        results.append(initialize(*arguments, governed=governed, learner=learner))
+        monkeypatch.setattr("fedala.cuda.weights.learn_weights", refuse)
+    (expected, _, _), (initialized, _, outcome) = results
+    assert outcome.epochs.tolist() == [2, 2]
+    assert_close(initialized, expected, 0)
+
+
+def test_a_head_without_samples_learns_nothing():
+    task = ragged_task([0, 0], dtype=torch.float32, device=DEVICE)
+    start = start_of(task)
+    local, received = (join([start(first), start(first + 1)]) for first in (0, 50))
+    governed = ("out.weight", "out.bias")
+    initialized, _, outcome = initialize(
+        Cohort(task, [0, 1], [0, 0], round=2),
+        Settings(),
+        init_state(local, governed),
+        local,
+        received,
+        governed=governed,
+        learner=learn_head,
+    )
+    assert outcome.epochs.tolist() == [0, 0]
+    assert_close(initialized, received, 0)
 
 
 @pytest.mark.parametrize("classes", [5, 200], ids=["in registers", "in memory"])
 @pytest.mark.parametrize("what", ["features", "local"])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter is NumPy
 def test_weight_learning_that_is_not_finite_shows_in_its_losses(classes, what):
-    """The kernel's clipping turns NaN into a number, so W alone would not tell."""
+    """The kernel's clipping turns NaN into a number, so W alone would not show it."""
     lanes, width = 3, 24
     draw = torch.Generator().manual_seed(0)
-    features, places = torch.randn(12, width, generator=draw), torch.arange(12).reshape(lanes, 4)
+    features, positions = torch.randn(12, width, generator=draw), torch.arange(12).reshape(lanes, 4)
     w, d = (
         Head(torch.randn(lanes, classes, width, generator=draw), torch.randn(lanes, classes))
         for _ in range(2)
     )
     if what == "features":
-        features[places[1, 3], 5] = float("nan")
+        features[positions[1, 3], 5] = float("nan")
     else:
         w.weight[1, 2, 3] = float("inf")
     counts = [torch.tensor(numbers) for numbers in ([4, 4, 0], [1, 1, 1], [3, 3, 3])]
-    moved = [t.to(DEVICE) for t in (features, places, places % classes, *counts)]
+    moved = [t.to(DEVICE) for t in (features, positions, positions % classes, *counts)]
     local, update = (Head(*(t.to(DEVICE) for t in head)) for head in (w, d))
     learned = Head(*(torch.ones_like(t) for t in local))
-    done = learn(
+    done = learn_weights(
         *moved, local, update, learned, batch_size=2, eta=1.0, threshold=0.0, most=3, window=10
     )
-    assert are_finite(*done).tolist() == [True, False, True]
+    assert are_losses_finite(*done).tolist() == [True, False, True]

@@ -10,14 +10,16 @@ from small import Net, assert_close, ragged_task, start_of
 from torch import nn
 
 from fedala import UserError, run
-from fedala.ala import Settings, fresh, initialize
+from fedala.ala import make_reports
 from fedala.data import Dataset as Data
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
+from fedala.lanes.local_aggregation import init_state, initialize
 from fedala.lanes.messages import Message, Piece, Uploads
 from fedala.lanes.samples import iterate_steps
 from fedala.lanes.task import model_state
 from fedala.lanes.trees import join, take
+from fedala.lanes.weight_learning import Settings
 from fedala.methods import make
 from fedala.simulation import Simulation
 
@@ -82,13 +84,13 @@ def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
     }
     governed = upper(task.model, 2)
     settings_ = Settings(layers=2, max_epochs=30, threshold=0.003)
-    state = fresh(local, governed)
+    state = init_state(local, governed)
     state["trained"][::3] = True  # some lanes are past their initial stage
     cohort.received, cohort.source = received, [0] * len(SIZES)
     together, state_after, outcome = initialize(
         cohort, settings_, state, local, received, governed=governed
     )
-    reports = outcome.reports(settings_)
+    reports = make_reports(outcome, settings_)
     assert len({report.epochs for report in reports}) > 3, (
         "lanes should stop at different epochs for this test to bite"
     )
@@ -103,7 +105,7 @@ def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
             take(received, own),
             governed=governed,
         )
-        [report] = outcome.reports(settings_)
+        [report] = make_reports(outcome, settings_)
         assert report.epochs == reports[lane].epochs
         assert report.converged == reports[lane].converged
         assert np.allclose(report.losses, reports[lane].losses, atol=TOLERANCE[task.dtype])
@@ -511,7 +513,7 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_and_disturbs_no_other(what,
         cohort = Cohort(task, [0, 1, 2], [0, 0, 0], round=2)
         local, received = stacked(task, [1, 2, 3]), stacked(task, [4, 5, 6])
         governed = upper(task.model, 1)
-        state = fresh(local, governed)
+        state = init_state(local, governed)
         if trained:
             state["trained"][:] = True
             for name in governed:
@@ -539,7 +541,7 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_and_disturbs_no_other(what,
         int(sound_outcome.epochs[2]),
     ]
     assert state["trained"].tolist() == [True, trained, True]
-    reports = outcome.reports(Settings(max_epochs=3))
+    reports = make_reports(outcome, Settings(max_epochs=3))
     assert [report.fault is None for report in reports] == [True, False, True]
     assert reports[1].losses == ()
     assert not reports[1].initial

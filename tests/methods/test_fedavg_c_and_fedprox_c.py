@@ -130,13 +130,17 @@ def test_outside_the_round_a_client_has_what_its_training_left_it():
     task = ragged_task(SIZES)
     simulation, _, models = simulate("fedavg-c", task, rounds=3, join_ratio=0.5)
     outside = set(range(len(SIZES))) - set(simulation.draw_participants(0, 4))
-    seen = {client for round in (1, 2, 3) for client in simulation.draw_participants(0, round)} & outside
+    seen = {
+        client for round in (1, 2, 3) for client in simulation.draw_participants(0, round)
+    } & outside
     assert seen, "somebody should have taken part and stay out at the end for this test to bite"
     for client in seen:
         last = Cohort(task, [client], [0])
         assert_close(models[0, client], simulation.clients[0, client]["local"], 0)
         score = last.evaluate(models[0, client])
-        assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx([t.item() for t in score])
+        assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx(
+            [t.item() for t in score]
+        )
 
 
 @pytest.mark.parametrize("name", ["fedavg-c", "fedprox-c"])

@@ -10,8 +10,8 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.lanes.cohort import Cohort
-from fedala.lanes.task import Task, model_state
 from fedala.lanes.randomness import draw
+from fedala.lanes.task import Task, model_state
 from fedala.methods import make
 from fedala.simulation import Simulation
 
@@ -227,3 +227,12 @@ def test_lanes_of_a_run_share_one_stack_also_beside_other_runs():
         for name, value in received.items():
             assert value.data_ptr() == sent[lanes[0][0]][name].data_ptr()
             assert value.stride(0) == 0 or len(value) == 1
+
+
+@pytest.mark.parametrize(("share", "size", "count"), [(0.29, 100, 29), (0.57, 100, 57)])
+def test_a_share_just_below_a_whole_number_is_that_number(share, size, count):
+    """0.29 · 100 and 0.57 · 100 are a little less than whole numbers in floating point."""
+    assert int(share * size) == count - 1
+    task = ragged_task([size])
+    [(held, rest)] = make("fedfomo", {"fedfomo.share": share})._split(Cohort(task, [0], [0]))
+    assert (len(held), len(rest)) == (count, size - count)

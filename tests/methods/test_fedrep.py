@@ -164,14 +164,21 @@ def test_outside_the_round_a_client_has_the_body_that_it_trained_last_and_its_he
         expected = trained(plain.module(task, simulation.initial[0]), task, client, 1, 5)
         assert_close(models[0, client], plain.lane(expected, models[0, client]), 1e-9)
         score = Cohort(task, [client], [0]).evaluate(models[0, client])
-        assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx([t.item() for t in score])
+        assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx(
+            [t.item() for t in score]
+        )
 
 
 def test_what_ala_governs_is_below_the_head():
     model = cnn()
     method = make("fedrep+ala")
     assert method.ala_parameters(model, 1) == ("fc1.weight", "fc1.bias")
-    assert method.ala_parameters(model, 2) == ("conv2.weight", "conv2.bias", "fc1.weight", "fc1.bias")
+    assert method.ala_parameters(model, 2) == (
+        "conv2.weight",
+        "conv2.bias",
+        "fc1.weight",
+        "fc1.bias",
+    )
     assert method.ala_parameters(model, 0) == ()
     with pytest.raises(
         UserError, match=r"layers must be between 0 and 3, the layers of FedRep's body, not 4"

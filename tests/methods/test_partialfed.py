@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from small import Net, assert_close, ragged_task, simulate, start_of
 from torch.func import functional_call
 
-from fedala.ala import Settings
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.randomness import draw
 from fedala.lanes.trees import leaves, tree_map
+from fedala.lanes.weight_learning import Settings
 from fedala.methods import WithALA, make
 from fedala.methods.partialfed import PartialFed
 from fedala.simulation import Simulation

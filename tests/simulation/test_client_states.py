@@ -137,3 +137,14 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path, monkeyp
         states.folder.name.removeprefix("fedala-clients-")
     }
     assert left == set(names[1:])
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_lanes_in_another_order_get_their_own_states(everybody):
+    """A stack that holds the same lanes in another order is not returned as it is."""
+    states = ClientStates(torch.device("cpu"), everybody=everybody)
+    states.scatter([(0, 0), (0, 1), (0, 2)], state_of_lanes(1.0, 2.0, 3.0))
+    for order in ([2, 0, 1], [1, 0, 2], [0, 2, 1], [0, 1, 2]):
+        found = states.gather([(0, client) for client in order], lambda lane: {})
+        assert found["local"]["w"].flatten().tolist() == [client + 1.0 for client in order]
+        assert found["trained"].tolist() == [client == 2 for client in order]

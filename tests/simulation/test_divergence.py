@@ -159,7 +159,11 @@ def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
     poisoned(round=1, client=joined[0])
     simulation.step(1, train=True)
     score = Cohort(task, [joined[0]], [0]).evaluate(simulation.initial[0])
-    assert simulation.absent_scores[0, joined[0], 0].tolist() == [score.correct.item(), score.loss.item(), 3]
+    assert simulation.absent_scores[0, joined[0], 0].tolist() == [
+        score.correct.item(),
+        score.loss.item(),
+        3,
+    ]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -227,3 +231,26 @@ def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
     with pytest.raises(RunError, match=r"A single client does not fit .* CUDA out of memory\.$"):
         simulation.step(1, train=True)
     assert simulation.round == 0
+
+
+@pytest.mark.parametrize("policy", ["skip", "reset"])
+@pytest.mark.parametrize("lanes", [1, None])
+def test_a_client_of_apple_that_diverges_in_the_first_round_keeps_a_whole_state(
+    policy, lanes, poisoned
+):
+    """APPLE's p_i exists only once the server has sent p_0, so the state before round 1 has none."""
+    calm = simulation_of("apple", ragged_task(SIZES), lanes=lanes)
+    calm.step(1, train=True)
+    poisoned(round=1)
+    shaken = simulation_of("apple", ragged_task(SIZES), lanes=lanes, on_divergence=policy)
+    [row] = shaken.step(1, train=True)
+    assert row["diverged"] == 1
+    for client in range(len(SIZES)):
+        kept, wanted = dict(shaken.clients[0, client]), dict(calm.clients[0, client])
+        assert set(kept) == {"core", "p"}
+        if client == BAD:
+            wanted = {"core": shaken.start[0], "p": shaken.servers[0]["p_0"]}
+        assert_close(kept["core"], wanted["core"], 0)
+        assert torch.equal(kept["p"], wanted["p"])
+    [row] = shaken.step(2, train=True)
+    assert row["diverged"] == 0

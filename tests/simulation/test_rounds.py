@@ -7,7 +7,7 @@ import pytest
 import torch
 from small import evaluate, ragged_task
 
-from fedala.ala import BINS, spread
+from fedala.lanes.local_aggregation import BINS, summarize_weights
 from fedala.lanes.trees import take
 
 SIZES = [12, 7, 9, 4]
@@ -16,7 +16,7 @@ SIZES = [12, 7, 9, 4]
 def test_spread_is_the_mean_and_the_share_of_every_tenth():
     """By hand: 0 and 0.05 are in the first tenth, 0.1 and 0.15 in the second, 0.95 and 1 in the last."""
     weights = {"w": torch.tensor([[[0.0, 0.05], [0.1, 1.0]], [[1.0, 1.0], [0.95, 0.15]]])}
-    [[first], [second]] = spread(weights).tolist()
+    [[first], [second]] = summarize_weights(weights).tolist()
     assert first == pytest.approx([1.15 / 4, 0.5, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.25])
     assert second == pytest.approx([3.1 / 4, 0, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.75])
 
@@ -24,7 +24,7 @@ def test_spread_is_the_mean_and_the_share_of_every_tenth():
 def test_spread_is_numpys_histogram_in_every_lane():
     random = torch.Generator().manual_seed(0)
     weights = {"a": torch.rand(3, 5, 7, generator=random), "b": torch.rand(3, 4, generator=random)}
-    found = spread(weights).numpy()
+    found = summarize_weights(weights).numpy()
     assert found.shape == (3, 2, 1 + BINS)
     for lane in range(3):
         for place, value in enumerate(weights.values()):
@@ -33,11 +33,11 @@ def test_spread_is_numpys_histogram_in_every_lane():
             np.testing.assert_allclose(
                 found[lane, place], [own.mean(), *counts / own.size], atol=1e-6
             )
-    np.testing.assert_array_equal(spread(take(weights, [1])).numpy()[0], found[1])
+    np.testing.assert_array_equal(summarize_weights(take(weights, [1])).numpy()[0], found[1])
 
 
 def test_what_is_lost_in_a_division_by_zero_is_in_no_tenth():
-    assert spread({"w": torch.tensor([[np.nan, 0.5]])})[0, 0, 1:].sum() == 0.5
+    assert summarize_weights({"w": torch.tensor([[np.nan, 0.5]])})[0, 0, 1:].sum() == 0.5
 
 
 @pytest.mark.parametrize("lanes", [1, 3, None])

@@ -9,9 +9,11 @@ from torch import nn
 
 from fedala.cuda import has_kernels
 from fedala.cuda.graphs import CapturedRunner, CapturedSteps
+from fedala.cuda.head_learner import is_plain_head, learn_head
 from fedala.lanes.backend import Backend
 from fedala.lanes.task import Task
 from fedala.lanes.trees import is_shared, leaves
+from fedala.lanes.weight_learning import Learner, Problem
 
 #: Bytes of activations for each number of a sample: the widest layers of image models are some
 #: hundred times their input.
@@ -77,6 +79,9 @@ class CudaBackend(Backend):
             known = CapturedSteps(task, batch_size, lanes, state, fixed)
             self._captured[key] = known
         return CapturedRunner(known, state, fixed, lanes)
+
+    def find_weight_learner(self, problem: Problem) -> Learner | None:
+        return learn_head if is_plain_head(problem) else None
 
     def free_caches(self) -> None:
         self._captured.clear()

@@ -1,12 +1,12 @@
-"""Fast kernels under unchanged modules: a mode that catches a layer's function and runs it for all lanes at once.
+"""Fast kernels under unchanged modules.
 
-Under `vmap` a layer with other weights in every lane becomes whatever torch's rule for it says: grouped convolutions,
-which are slow, and matrix products whose results come out transposed. `LaneKernels` catches these functions, under
-`vmap` or not, and hands them, stacked, to a kernel made for it. A function that a kernel does not cover goes its
-usual way.
+Under `vmap`, torch has its own rule for a layer with other weights in every lane: convolutions
+become grouped ones, which are slow, and the results of matrix products come out transposed.
+`LaneKernels` catches these functions, under `vmap` or not, and calls a kernel for the whole stack
+of lanes. A function that no kernel covers runs as usual.
 
-`precision` is how float32 numbers are multiplied on the tensor cores: `tf32x3` (three products, as exact as float32),
-`tf32` or `bf16`.
+`precision` says how the tensor cores multiply float32 numbers: `tf32x3` (three products, as exact
+as float32), `tf32` or `bf16`.
 """
 
 from collections.abc import Callable
@@ -21,22 +21,22 @@ from fedala.lanes.stacked import call_stacked
 
 
 class LaneKernels(TorchFunctionMode):
-    """While it is active, the layers that have a kernel run on it."""
+    """A mode that runs layers on their kernels, if they have one."""
 
     def __init__(self, precision: str = "tf32x3", *, special: bool = True) -> None:
-        """`special`: compile convolutions for each size that comes, which is the fastest where there are few."""
+        """Compile convolutions for each size if `special`: the fastest if there are few sizes."""
         super().__init__()
         self.precision, self.special = precision, special
         self.kernels: dict[Any, Callable[..., Any]] = {
-            torch.conv2d: convolution.arguments,
-            F.linear: linear.arguments,
-            F.max_pool2d: pooling.arguments,
-            F.cross_entropy: entropy.arguments,
+            torch.conv2d: convolution.match_call,
+            F.linear: linear.match_call,
+            F.max_pool2d: pooling.match_call,
+            F.cross_entropy: entropy.match_call,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.kernels:
-            taken = self.kernels[func](self, *args, **(kwargs or {}))
-            if taken is not None:
-                return call_stacked(*taken)
+            call = self.kernels[func](self, *args, **(kwargs or {}))
+            if call is not None:
+                return call_stacked(*call)
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,7 @@
-"""The linear layer with other weights in every lane: small batches, so the weights' way through memory is what counts."""
+"""The linear layer with other weights in every lane.
+
+Batches are small, so the time goes into reading the weights.
+"""
 
 from typing import Any
 
@@ -7,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedala.cuda.convolution import _dot
+from fedala.cuda.products import dot
 
-#: Beyond this many rows the library's own matrix product is the better one.
+#: With more rows than this, the library's own matrix product is faster.
 MOST_ROWS = 64
 
 
@@ -18,7 +21,7 @@ def _linear_forward(
     x, w, bias, y, B, I: tl.constexpr, O: tl.constexpr, HAS_BIAS: tl.constexpr,
     BB: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y[lane, b, o] = Σ x[lane, b, i] · w[lane, o, i]"""
+    """Compute y[lane, b, o] = Σ x[lane, b, i] · w[lane, o, i]."""
     lane = tl.program_id(1).to(tl.int64)
     o, b = tl.program_id(0) * BO + tl.arange(0, BO), tl.arange(0, BB)
     x += lane * B * I
@@ -32,7 +35,7 @@ def _linear_forward(
         rows = tl.load(
             x + b[:, None] * I + i[None, :], mask=(b[:, None] < B) & (i[None, :] < I), other=0.0
         )
-        acc = _dot(weight, tl.trans(rows), acc, PRECISION)
+        acc = dot(weight, tl.trans(rows), acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + lane * O + o, mask=o < O, other=0.0)[:, None]
     tl.store(
@@ -47,7 +50,7 @@ def _linear_backward_input(
     dy, w, dx, B, I: tl.constexpr, O: tl.constexpr,
     BB: tl.constexpr, BI: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx[lane, b, i] = Σ dy[lane, b, o] · w[lane, o, i]"""
+    """Compute dx[lane, b, i] = Σ dy[lane, b, o] · w[lane, o, i]."""
     lane = tl.program_id(1).to(tl.int64)
     i, b = tl.program_id(0) * BI + tl.arange(0, BI), tl.arange(0, BB)
     dy += lane * B * O
@@ -61,7 +64,7 @@ def _linear_backward_input(
         weight = tl.load(
             w + o[:, None] * I + i[None, :], mask=(o[:, None] < O) & (i[None, :] < I), other=0.0
         )
-        acc = _dot(grad, weight, acc, PRECISION)
+        acc = dot(grad, weight, acc, PRECISION)
     tl.store(
         dx + lane * B * I + b[:, None] * I + i[None, :],
         acc,
@@ -74,7 +77,7 @@ def _linear_backward_weight(
     dy, x, dw, db, B, I: tl.constexpr, O: tl.constexpr,
     BB: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dw[lane, o, i] = Σ dy[lane, b, o] · x[lane, b, i], db[lane, o] = Σ dy[lane, b, o]"""
+    """Compute dw[lane, o, i] = Σ dy[lane, b, o] · x[lane, b, i], db[lane, o] = Σ dy[lane, b, o]."""
     lane = tl.program_id(2).to(tl.int64)
     o, i = tl.program_id(1) * BO + tl.arange(0, BO), tl.program_id(0) * BI + tl.arange(0, BI)
     b = tl.arange(0, BB)
@@ -88,7 +91,7 @@ def _linear_backward_weight(
         mask=(b[:, None] < B) & (i[None, :] < I),
         other=0.0,
     )
-    acc = _dot(grad, rows, tl.zeros((BO, BI), tl.float32), PRECISION)
+    acc = dot(grad, rows, tl.zeros((BO, BI), tl.float32), PRECISION)
     tl.store(
         dw + lane * O * I + o[:, None] * I + i[None, :],
         acc,
@@ -99,7 +102,7 @@ def _linear_backward_weight(
 
 
 class Linear(torch.autograd.Function):
-    """The stacked linear layer: x [lane, b, i] with weights [lane, o, i] and bias [lane, o]."""
+    """The linear layer of a stack: x [lane, b, i], weights [lane, o, i], bias [lane, o]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, precision: str) -> Tensor:
@@ -124,38 +127,20 @@ class Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
             _linear_backward_input[(triton.cdiv(i, 32), lanes)](
-                dy,
-                w,
-                dx,
-                batch,
-                i,
-                o,
-                BB=ctx.rows,
-                BI=32,
-                BK=64,
-                PRECISION=ctx.precision,
-                num_warps=2,
-            )
+                dy, w, dx, batch, i, o,
+                BB=ctx.rows, BI=32, BK=64, PRECISION=ctx.precision, num_warps=2,
+            )  # fmt: skip
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dw, db = torch.empty_like(w), w.new_empty(lanes, o)
             _linear_backward_weight[(triton.cdiv(i, 128), triton.cdiv(o, 32), lanes)](
-                dy,
-                x,
-                dw,
-                db,
-                batch,
-                i,
-                o,
-                BB=ctx.rows,
-                BO=32,
-                BI=128,
-                PRECISION=ctx.precision,
-                num_warps=4,
-            )
+                dy, x, dw, db, batch, i, o,
+                BB=ctx.rows, BO=32, BI=128, PRECISION=ctx.precision, num_warps=4,
+            )  # fmt: skip
         return dx, dw, db if ctx.has_bias else None, None
 
 
-def arguments(mode: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def match_call(mode: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Return how to call the kernels, or None if they do not cover this layer."""
     if (
         x.dim() != 2
         or x.dtype != torch.float32

@@ -1,11 +1,12 @@
-"""ALA's weight learning on the last linear layer under cross-entropy, as one kernel: the paper's default for all its
-models.
+"""ALA's weight learning on the last linear layer under cross-entropy, as one kernel.
 
-One program per lane runs through all its batches and epochs, each lane for as long as it needs, and nothing returns
-to the host in between. The arithmetic is that of `fedala.ala`; see there for what is computed.
+This is the paper's default for all its models. Each lane has one program, which runs through all
+its batches and epochs for as long as the lane needs. Nothing returns to the host in between. The
+arithmetic is that of `fedala.lanes.weight_learning`. The kernel is long because a program keeps W
+in registers from the first batch to the last.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,10 +16,11 @@ from torch import Tensor
 
 @triton.jit
 def _learn(
-    features, places, labels, lengths, least, limit,
+    features, positions, labels, lengths, least, limit,
     w, d, weights, w0, d0, weights0, losses, epochs,
     width, most, eta, threshold,
-    B: tl.constexpr, C: tl.constexpr, F: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
+    BB: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
     WINDOW: tl.constexpr, RESIDENT: tl.constexpr, KS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64)
@@ -31,14 +33,14 @@ def _learn(
     bias_w = tl.load(w0 + lane * C + c, mask=c < C, other=0.0)
     bias_d = tl.load(d0 + lane * C + c, mask=c < C, other=0.0)
     bias_weight = tl.load(weights0 + lane * C + c, mask=c < C, other=0.0)
-    if RESIDENT:  # all of W fits into registers: nothing but samples is read while it is learned
+    if RESIDENT:  # all of W fits into registers, so learning reads only samples
         f = tl.arange(0, KS)[:, None, None] * (BF // KS) + tl.arange(0, BF // KS)[None, :, None]
         tile = c[None, None, :] * F + f
         inside = (c[None, None, :] < C) & (f < F)
         old = tl.load(w + tile, mask=inside, other=0.0)
         update = tl.load(d + tile, mask=inside, other=0.0)
         weight = tl.load(weights + tile, mask=inside, other=0.0)
-        # A sample's features, cut into KS pieces that are multiplied side by side.
+        # A sample's features form KS pieces that are multiplied side by side.
         g = tl.arange(0, KS)[:, None, None] * (BF // KS) + tl.arange(0, BF // KS)[None, None, :]
     epoch = 0
     going = (n > 0) & (at_most > 0)
@@ -48,12 +50,14 @@ def _learn(
         start = 0
         while start < n:
             valid = (j < B) & (start + j < n)
-            place = tl.load(places + lane * width + start + j, mask=valid, other=0).to(tl.int64)
+            position = tl.load(positions + lane * width + start + j, mask=valid, other=0).to(
+                tl.int64
+            )
             label = tl.load(labels + lane * width + start + j, mask=valid, other=-1)
-            counts = valid & (label != -100)  # what torch's cross-entropy ignores
+            counts = valid & (label != -100)  # torch's cross-entropy ignores this label
             size = tl.sum(counts.to(tl.float32))
             if RESIDENT:
-                rows = features + place[None, :, None] * F + g
+                rows = features + position[None, :, None] * F + g
                 x3 = tl.load(rows, mask=valid[None, :, None] & (g < F), other=0.0)
                 logits = tl.sum(tl.dot(x3, old + update * weight, input_precision=PRECISION), 0)
             else:
@@ -61,7 +65,7 @@ def _learn(
                 for f0 in range(0, F, BF):
                     f = f0 + tl.arange(0, BF)
                     x = tl.load(
-                        features + place[:, None] * F + f[None, :],
+                        features + position[:, None] * F + f[None, :],
                         mask=valid[:, None] & (f[None, :] < F),
                         other=0.0,
                     )
@@ -89,7 +93,7 @@ def _learn(
                 for f0 in range(0, F, BF):
                     f = f0 + tl.arange(0, BF)
                     x = tl.load(
-                        features + place[:, None] * F + f[None, :],
+                        features + position[:, None] * F + f[None, :],
                         mask=valid[:, None] & (f[None, :] < F),
                         other=0.0,
                     )
@@ -103,13 +107,14 @@ def _learn(
             moved = bias_weight - eta * (tl.sum(gradient, 0) * bias_d)
             bias_weight = tl.minimum(tl.maximum(moved, 0.0), 1.0)
             if not RESIDENT:
-                tl.debug_barrier()  # the next batch reads what this one has written
+                tl.debug_barrier()  # the next batch reads the W that this one has written
             batches += 1.0
             start += B
         tl.store(losses + lane * most + epoch, total / batches)
         tl.debug_barrier()
         epoch += 1
-        # The initial stage (at_most > at_least) goes on until the last ten of at least eleven losses have settled.
+        # The initial stage (at_most > at_least) lasts until the last ten of at least eleven
+        # losses have settled.
         i = tl.arange(0, 16)
         last = tl.load(
             losses + lane * most + epoch - WINDOW + i,
@@ -127,15 +132,15 @@ def _learn(
 
 
 class Head(NamedTuple):
-    """The last linear layer's numbers in every lane: weight [lane, class, feature] and bias [lane, class]."""
+    """The last linear layer: weight [lane, class, feature] and bias [lane, class]."""
 
     weight: Tensor
     bias: Tensor
 
 
-def learn(
+def learn_weights(
     features: Tensor,
-    places: Tensor,
+    positions: Tensor,
     labels: Tensor,
     lengths: Tensor,
     least: Tensor,
@@ -151,22 +156,26 @@ def learn(
     window: int,
     precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor]:
-    """Learns `weights` in place, and returns each lane's epoch losses (NaN beyond its last) and number of epochs.
+    """Learn `weights` in place. Return each lane's epoch losses and number of epochs.
 
-    A lane learns for `least` epochs and then, where `limit` is higher, until its loss has settled or `limit` is reached.
+    A lane learns for `least` epochs. If `limit` is higher, it then learns until its loss has
+    settled or `limit` is reached. Losses after a lane's last epoch are NaN.
     """
     lanes, classes, width = local.weight.shape
     losses = torch.full((lanes, most), float("nan"), device=features.device)
     epochs = torch.zeros(lanes, dtype=torch.int32, device=features.device)
-    tensors: list[Any] = [t.contiguous() for pair in zip(local, update, strict=True) for t in pair]
+    (w, w0), (d, d0) = ((h.weight.contiguous(), h.bias.contiguous()) for h in (local, update))
     bc, bf = max(16, triton.next_power_of_2(classes)), max(16, triton.next_power_of_2(width))
     resident = bc * bf <= 16384
     _learn[(lanes,)](
-        features.contiguous(), places.contiguous(), labels.contiguous(), lengths.int(), least.int(), limit.int(),
-        tensors[0], tensors[1], weights.weight, tensors[2], tensors[3], weights.bias, losses, epochs,
-        places.shape[1], most, eta, threshold,
-        B=batch_size, C=classes, F=width, BB=max(16, triton.next_power_of_2(batch_size)), BC=bc,
-        BF=bf if resident else max(32, 2048 // bc), WINDOW=window, RESIDENT=resident, KS=max(1, min(8, bf // 16)),
+        features.contiguous(), positions.contiguous(), labels.contiguous(),
+        lengths.int(), least.int(), limit.int(),
+        w, d, weights.weight, w0, d0, weights.bias, losses, epochs,
+        positions.shape[1], most, eta, threshold,
+        B=batch_size, C=classes, F=width,
+        BB=max(16, triton.next_power_of_2(batch_size)), BC=bc,
+        BF=bf if resident else max(32, 2048 // bc),
+        WINDOW=window, RESIDENT=resident, KS=max(1, min(8, bf // 16)),
         PRECISION=precision, num_warps=8,
     )  # fmt: skip
     return losses, epochs

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDi
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor, nn
 
-from fedala.ala import ALA, RECEIVED_FAULT, first_not_finite
+from fedala.ala import ALA, RECEIVED_FAULT, find_not_finite
 from fedala.errors import UserError, printable
 from fedala.flower.client_store import Kept, directory, name_of
 from fedala.lanes.task import Loss
@@ -63,7 +63,7 @@ class ALAMod:
             fault = "the app's training returned no model"
         else:
             trained = _decode(record)
-            bad = first_not_finite(_into(twin, trained, "what training returned"), twin)
+            bad = find_not_finite(_into(twin, trained, "what training returned"), twin)
             if bad is None:
                 kept.save(ala.round, {"local": trained, "ala": ala.state_dict()})
             else:

@@ -50,6 +50,10 @@ class Backend:
         """Return a runner that replays captured steps; None if this device captures none."""
         return None
 
+    def find_weight_learner(self, problem: Any) -> Any:
+        """Return a fast learner of ALA's weights for a problem; None if there is none."""
+        return None
+
     def free_caches(self) -> None:
         """Give back memory that only saves time."""
 

@@ -3,7 +3,7 @@ Federated Learning. AAAI 2023."""
 
 from dataclasses import dataclass
 
-from fedala.ala import Settings
+from fedala.lanes.weight_learning import Settings
 from fedala.methods.fedavg import FedAvg
 from fedala.methods.with_ala import InitializedByALA
 

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedala.ala import Settings
 from fedala.errors import UserError
+from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method
 from fedala.methods.with_ala import WithALA
 from fedala.options import build, suggest

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedala import ala
-from fedala.ala import Outcome, Settings
-from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, local_aggregation
+from fedala.lanes.local_aggregation import Outcome
+from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method, ServerRound
 
 
@@ -54,12 +54,14 @@ class InitializedByALA(Method):
         return self.base.global_model(server)
 
     def init_client(self, task: Task, initial: Params) -> State:
-        learned = ala.fresh(initial, self.ala_parameters(task.model, self.ala.layers))
+        learned = local_aggregation.init_state(
+            initial, self.ala_parameters(task.model, self.ala.layers)
+        )
         return _keep(self.base.init_client(task, initial), initial, learned)
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         local = state["base"].get("local", state.get("local"))
-        initialized, learned, outcome = ala.initialize(
+        initialized, learned, outcome = local_aggregation.initialize(
             cohort,
             self.ala,
             state["ala"],

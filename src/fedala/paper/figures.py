@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala import ala
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.io import files
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import call
+from fedala.lanes.local_aggregation import Outcome
 from fedala.lanes.trees import Params
 from fedala.methods import Method, WithALA
 from fedala.methods.base import State
@@ -106,7 +106,7 @@ class Learning(WithALA):
     client: int = 0
     losses: dict[int, list[float]] = field(default_factory=dict)
 
-    def note(self, cohort: Cohort, outcome: ala.Outcome) -> None:
+    def note(self, cohort: Cohort, outcome: Outcome) -> None:
         super().note(cohort, outcome)
         if self.client in cohort.clients:
             lane = list(cohort.clients).index(self.client)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from fedala.lanes.trees import Params
-from fedala.lanes.task import Task, model_state
 from fedala.lanes.randomness import torch_seed
+from fedala.lanes.task import Task, model_state
+from fedala.lanes.trees import Params
 from fedala.methods import Method
 from fedala.runs.plan import Plan
 from fedala.simulation import Simulation

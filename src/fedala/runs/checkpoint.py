@@ -16,8 +16,8 @@ from pathlib import Path
 
 from fedala.errors import UserError
 from fedala.io import files
-from fedala.simulation.client_states import NOTHING, File, Lane
 from fedala.simulation import Simulation
+from fedala.simulation.client_states import NOTHING, File, Lane
 
 CHECKPOINTS_KEPT = 2
 LARGEST = 2**28  # bytes of a manifest: a million clients

@@ -15,12 +15,12 @@ from fedala.data.dataset import first_line
 from fedala.errors import UserError, byte_size
 from fedala.io.untrusted import free_memory
 from fedala.lanes.task import Task, model_state
+from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, catalogue, make, setting_prefixes
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.runs.config import Config
 from fedala.runs.folder import nearest_existing_parent
-from fedala.lanes.trees import count_bytes
 
 MakeModel = Callable[[], nn.Module]
 
@@ -221,7 +221,11 @@ def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
     `present`: the bytes of them that are on the disk already.
     """
     config, clients = plan.config, plan.local_clients
-    models = clients * sum(method.has_personal_models for method in plan.methods) if config.save_models else 0
+    models = (
+        clients * sum(method.has_personal_models for method in plan.methods)
+        if config.save_models
+        else 0
+    )
     needed, what = models * plan.model_bytes, f"Keeping {models} models takes"
     advice = "use --no-save-models, or save_models=False"
     if out is None:

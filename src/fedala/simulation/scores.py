@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.ala import spread as summarize_weights
 from fedala.lanes import Params
+from fedala.lanes.local_aggregation import summarize_weights
 from fedala.records import WeightSummary
 from fedala.simulation.client_states import Lane
 

@@ -1,0 +1,76 @@
+"""Learn ALA's weights of a last linear layer in one GPU kernel."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedala.cuda import has_kernels
+from fedala.lanes.weight_learning import (
+    WINDOW,
+    Curves,
+    Problem,
+    are_losses_finite,
+    learn_in_batches,
+)
+
+
+def is_plain_head(problem: Problem) -> bool:
+    """Tell whether the kernel can learn W.
+
+    It can if ALA governs just the last linear layer under cross-entropy, as in the paper.
+    """
+    task, cut, governed = problem.cohort.task, problem.cut, tuple(problem.update)
+    if task.device.type != "cuda" or problem.ungoverned or task.dtype != torch.float32:
+        return False
+    name = governed[0].removesuffix(".weight")
+    if not cut.cuts or cut.p != 1 or governed != (f"{name}.weight", f"{name}.bias"):
+        return False
+    has_labels = isinstance(task.y, Tensor) and task.y.dtype == torch.int64 and task.y.dim() == 1
+    is_linear = type(task.model.get_submodule(name)) is nn.Linear
+    return has_labels and is_linear and task.loss is F.cross_entropy and has_kernels(task.device)
+
+
+def learn_head(problem: Problem) -> Curves:
+    """Learn W of a last linear layer: all batches and epochs of all lanes in one kernel.
+
+    The host does not wait for the device. If the kernel cannot take the features or has no room
+    for them, learn batch after batch.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    from fedala.cuda.weights import Head, learn_weights
+
+    task, settings, samples = problem.cohort.task, problem.settings, problem.samples
+    table, positions = problem.cohort.features(problem.cut, problem.start, samples)
+    if table is None:  # no lane has a sample
+        none = torch.zeros_like(problem.trained, dtype=torch.int64)
+        return _make_curves(torch.empty(len(none), 0, device=none.device), none)
+    if table.dim() != 2:
+        return learn_in_batches(problem)
+    most = max(settings.max_epochs, settings.min_epochs)
+    least = torch.full_like(samples.counts, settings.min_epochs)
+    try:
+        losses, epochs = learn_weights(
+            table.float(),
+            positions,
+            task.targets(samples.matrix),
+            torch.where(problem.learning, samples.counts, 0),
+            least,
+            torch.where(problem.trained, least, most),
+            *(
+                Head(*(params[name] for name in problem.update))
+                for params in (problem.local, problem.update, problem.weights)
+            ),
+            batch_size=task.batch_size,
+            eta=settings.eta,
+            threshold=settings.threshold,
+            most=most,
+            window=WINDOW,
+        )
+    except OutOfResources:  # many classes or large batches on a small GPU
+        return learn_in_batches(problem)
+    return _make_curves(losses, epochs)
+
+
+def _make_curves(losses: Tensor, epochs: Tensor) -> Curves:
+    return Curves(losses, epochs, are_losses_finite(losses, epochs))
