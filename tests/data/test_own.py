@@ -239,7 +239,7 @@ def test_all_that_conversion_takes_is_held_against_memory_before_anything_is_rea
     monkeypatch.setattr(arrays, "_CHUNK", 2**10)
     monkeypatch.setattr(arrays, "_unpack", lambda *_: pytest.fail("it is read"))
     monkeypatch.setattr(inputs, "free_memory", lambda: 400_000)
-    refused("of memory, and there are", path)
+    refused("of memory, and only", path)
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 2**22])

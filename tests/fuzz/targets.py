@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from fuzz.mutations import misplace, mutate, repaired_png
 
-import fedala.io.files
+import fedala.io.tensor_files
 from fedala.cli import app as cli
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS
@@ -449,8 +449,8 @@ def _consistent(files: Files, rng: random.Random) -> Files:
             (manifest["server"], manifest["clients"][0][2:], manifest["clients"][1][2:])
         )
         name = f"run/checkpoint/0/{entry[0]}"
-        tree, about = fedala.io.files.unpack(files[name])
-        files[name] = fedala.io.files.pack(_another(tree, rng), about)
+        tree, about = fedala.io.tensor_files.unpack(files[name])
+        files[name] = fedala.io.tensor_files.pack(_another(tree, rng), about)
         new = hashlib.sha256(files[name]).hexdigest()
         manifest = json.loads(json.dumps(manifest).replace(entry[1], new))
     text = json.dumps(manifest)

@@ -222,13 +222,13 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
     """A slow disk: states are on their way to files while other threads come for theirs."""
     import time
 
-    from fedala.io import files
+    from fedala.io import tensor_files
 
-    def slowly(*args, save=files.save, **options):
+    def slowly(*args, save=tensor_files.save, **options):
         time.sleep(0.003)
         return save(*args, **options)
 
-    monkeypatch.setattr(files, "save", slowly)
+    monkeypatch.setattr(tensor_files, "save", slowly)
     sizes = [9, 5, 7, 12, 3, 8, 6, 4, 10, 11]
     options = {"rounds": 5, "join_ratio": 0.5, "lanes": 1}
     _, rows, models = simulate(

@@ -19,7 +19,7 @@ import torch
 
 from fedala.data.dataset import Raw, first_line
 from fedala.errors import UserError
-from fedala.io.untrusted import check_expansion, check_room, opened, read, regular
+from fedala.io.untrusted import check_expansion, check_memory, open_file, read_file, require_file
 
 Array = np.ndarray[Any, Any]
 
@@ -37,7 +37,7 @@ def npz(path: Path) -> Raw:
     so that this takes no more memory than the result.
     """
     try:
-        with opened(path) as file, zipfile.ZipFile(file) as archive:
+        with open_file(path) as file, zipfile.ZipFile(file) as archive:
             held = [name.removesuffix(".npy") for name in archive.namelist()]
             pairs = [
                 (_member(archive, x, path), _member(archive, y, path))
@@ -50,7 +50,7 @@ def npz(path: Path) -> Raw:
             check_expansion(sum(member.size for member in every), stored, str(path), instead)
             sizes = [x.shape[0] for x, _ in pairs]
             shape = (sum(sizes), *layout.shape)
-            check_room(_needed(shape, layout, every), str(path))
+            check_memory(_needed(shape, layout, every), str(path))
             x = np.empty(shape, layout.dtype)
             for place, (member, _) in zip(np.cumsum([0, *sizes]), pairs, strict=False):
                 _unpack(archive, member, x[place : place + member.shape[0]], layout.arrange)
@@ -213,7 +213,7 @@ def labels(y: Array, path: Path) -> "np.ndarray[Any, np.dtype[np.int64]]":
 def _idx_file(path: Path) -> Iterator[IO[bytes]]:
     """An IDX file, unpacked on the way if it is gzipped."""
     try:
-        with opened(path) as file:
+        with open_file(path) as file:
             if path.suffix == ".gz":
                 with gzip.GzipFile(fileobj=file) as unpacked:
                     yield cast(IO[bytes], unpacked)
@@ -271,7 +271,7 @@ def mnist(folder: Path) -> Raw | None:
         if first[1:] != second[1:]:
             raise UserError(f"{folder}: its train and t10k images differ in size; they must agree.")
         shape = (first[0] + second[0], *first[1:])
-        check_room(math.prod(shape) + _CHUNK, str(paths[0]))
+        check_memory(math.prod(shape) + _CHUNK, str(paths[0]))
         whole = np.empty(shape, np.uint8)
         idx(paths[0], whole[: first[0]])
         idx(paths[1], whole[first[0] :])
@@ -293,7 +293,9 @@ def cifar100(folder: Path) -> Raw | None:
     raw = _cifar(folder, ["train.bin", "test.bin"], 2)
     names = folder / "fine_label_names.txt"
     if raw and names.exists():
-        raw = raw._replace(class_names=tuple(read(names, 2**20).decode(errors="replace").split()))
+        raw = raw._replace(
+            class_names=tuple(read_file(names, 2**20).decode(errors="replace").split())
+        )
     return raw
 
 
@@ -301,19 +303,19 @@ def _cifar(folder: Path, files: list[str], label_bytes: int) -> Raw | None:
     if not (folder / files[0]).exists():
         return None
     record = label_bytes + 3 * 32 * 32
-    paths = [regular(present(folder / name)) for name in files]
+    paths = [require_file(present(folder / name)) for name in files]
     sizes = [path.stat().st_size for path in paths]
     for path, size in zip(paths, sizes, strict=True):
         if size % record:
             raise UserError(
                 f"{path} is not CIFAR's binary version: its size is no multiple of {record} bytes."
             )
-    check_room(sum(sizes) + 2 * max(sizes), str(folder))
+    check_memory(sum(sizes) + 2 * max(sizes), str(folder))
     rows = sum(sizes) // record
     x, y = np.empty((rows, 3, 32, 32), np.uint8), np.empty(rows, np.int64)
     first = 0
     for path, size in zip(paths, sizes, strict=True):
-        batch = np.frombuffer(read(path, size), dtype=np.uint8).reshape(-1, record)
+        batch = np.frombuffer(read_file(path, size), dtype=np.uint8).reshape(-1, record)
         last = first + len(batch)
         x[first:last] = batch[:, label_bytes:].reshape(-1, 3, 32, 32)
         y[first:last] = batch[:, label_bytes - 1]

@@ -12,7 +12,7 @@ import torch
 
 from fedala.data.dataset import Raw, need
 from fedala.errors import UserError
-from fedala.io.untrusted import check_expansion, check_room, read
+from fedala.io.untrusted import check_expansion, check_memory, read_file
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
 _FORMATS = (
@@ -60,7 +60,7 @@ def image_folder(folder: Path) -> Raw:
 
 
 def _source(file: Path) -> Source:
-    return str(file), lambda: BytesIO(read(file, LARGEST))
+    return str(file), lambda: BytesIO(read_file(file, LARGEST))
 
 
 def decode(sources: Sequence[Source]) -> torch.Tensor:
@@ -96,7 +96,7 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
     check_expansion(
         math.prod(shape), stored, every, "if that is right, save the pixels with np.savez"
     )
-    check_room(math.prod(shape) + 8 * width * height, every)
+    check_memory(math.prod(shape) + 8 * width * height, every)
     pixels = np.empty(shape, dtype=np.uint8)
     for row, source in zip(pixels, sources, strict=True):
         image = _read(pillow, source, lambda image: _pixels(image, grey))

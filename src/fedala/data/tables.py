@@ -13,7 +13,7 @@ import numpy as np
 from fedala.data.dataset import Raw, encode, first_line, need
 from fedala.data.images import LARGEST, decode
 from fedala.errors import UserError
-from fedala.io.untrusted import check_expansion, check_room, opened, read
+from fedala.io.untrusted import check_expansion, check_memory, open_file, read_file
 
 _INPUTS = ("image", "img", "text", "sentence", "content")
 _LABELS = ("label", "labels", "fine_label", "target", "class")
@@ -76,16 +76,16 @@ def _table(path: Path) -> Any:
     from pyarrow.parquet import ParquetFile
 
     try:
-        with opened(path) as data, ParquetFile(data) as file:
-            check_room(os.fstat(data.fileno()).st_size, str(path))
+        with open_file(path) as data, ParquetFile(data) as file:
+            check_memory(os.fstat(data.fileno()).st_size, str(path))
             schema = file.schema_arrow
-            check_room(file.metadata.num_rows * _OBJECT, str(path))
+            check_memory(file.metadata.num_rows * _OBJECT, str(path))
             columns = [_first(names, schema.names) for names in (_INPUTS, _LABELS)]
             batches = []
             for batch in (
                 file.iter_batches(_ROWS, columns=columns, use_threads=False) if all(columns) else ()
             ):
-                check_room(batch.nbytes, str(path))
+                check_memory(batch.nbytes, str(path))
                 batches.append(batch)
             table = Table.from_batches(batches) if batches else schema.empty_table()
             return table.replace_schema_metadata(schema.metadata)
@@ -141,7 +141,7 @@ def _values(tables: list[Any], name: str, where: str, stored: int | None) -> lis
             held += sum(
                 len(content) for value in new if isinstance(content := _content(value), str | bytes)
             )
-            check_room(held, where)
+            check_memory(held, where)
             if stored is not None:
                 check_expansion(
                     held, stored, where, "if that is right, save it as a .csv or .npz file"
@@ -190,7 +190,7 @@ def _image(value: Any, where: str, caches: Sequence[Path]) -> tuple[str, Any]:
                 raise UserError(
                     f"{where} is a path, {path}, and not an image; no table decides which files are read."
                 )
-            content = read(path, LARGEST)
+            content = read_file(path, LARGEST)
         return BytesIO(content)
 
     return where, data

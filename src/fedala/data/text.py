@@ -14,7 +14,7 @@ import torch
 from fedala.data.catalogue import LENGTH
 from fedala.data.dataset import Raw, encode, first_line
 from fedala.errors import UserError
-from fedala.io.untrusted import check_room, opened
+from fedala.io.untrusted import check_memory, open_file
 
 # torchtext's `basic_english`, which the paper's vocabulary was made with: punctuation stands alone, or is dropped.
 _BASIC_ENGLISH = str.maketrans(
@@ -101,8 +101,11 @@ def ag_news_csv(paths: list[Path]) -> Raw:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The line number and the fields of every row that is not blank."""
     try:
-        with opened(path) as data, io.TextIOWrapper(data, newline="", encoding="utf-8-sig") as file:
-            check_room(os.fstat(data.fileno()).st_size, str(path))
+        with (
+            open_file(path) as data,
+            io.TextIOWrapper(data, newline="", encoding="utf-8-sig") as file,
+        ):
+            check_memory(os.fstat(data.fileno()).st_size, str(path))
             reader = csv.reader(file, strict=True)
             yield from ((reader.line_num, row) for row in reader if row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from fedala.io import files
+from fedala.io import files, tensor_files
 from fedala.simulation.client_states import NOTHING, File, Lane
 from fedala.errors import UserError
 from fedala.simulation.rounds import Simulation
@@ -55,17 +55,17 @@ class Checkpoint:
 
     def pack(self) -> bytes:
         clients = [[*lane, *file] for lane, file in self.clients.items()]
-        return files.pack_json(
+        return files.pack_checksummed(
             "checkpoint", {"version": files.VERSION, **asdict(self), "clients": clients}
         )
 
     @classmethod
     def unpack(cls, path: Path) -> "Checkpoint":
         try:
-            values = files.read_json(path, "checkpoint", LARGEST)
+            values = files.read_checksummed(path, "checkpoint", LARGEST)
         except FileNotFoundError as error:
-            raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
-        with files.damage(path):
+            raise files.DamagedFile(f"{path} cannot be read: {error.strerror}.") from None
+        with files.refuse_damage(path):
             version = values.pop("version")
             if version != files.VERSION:
                 raise ValueError(
@@ -141,7 +141,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         clients = simulation.clients.write()
         server = f"server-{simulation.round}.safetensors"
-        digest = files.save(self.folder / server, simulation.state())
+        digest = tensor_files.save(self.folder / server, simulation.state())
         new = Checkpoint(
             config=self.config,
             round=simulation.round,
@@ -176,7 +176,7 @@ class Checkpoints:
         self._sweep()
 
     def _note(self, checkpoint: Checkpoint) -> None:
-        files.replace(self._manifest(checkpoint), checkpoint.pack())
+        files.write_file(self._manifest(checkpoint), checkpoint.pack())
 
     def _keep(self, kept: list[Checkpoint]) -> None:
         """Forgets the others: their manifests go first, so that none is there whose files are not."""
@@ -203,7 +203,7 @@ class Checkpoints:
                     found.newest is None
                 ):  # of the older ones it is enough that they say which files are theirs
                     self._check_files(checkpoint)
-            except files.Damaged as error:
+            except files.DamagedFile as error:
                 damage = str(error)
                 if found.newest is None:
                     self.say(f"{damage} Looking for an earlier checkpoint.")
@@ -211,7 +211,7 @@ class Checkpoints:
             else:
                 found.whole.append(checkpoint)
         if found.newest is None and (damage or any(self.folder.glob("*.damaged"))):
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"No checkpoint in {self.folder} is whole, so nothing can be resumed. {damage}".strip()
             )
         return found
@@ -225,7 +225,7 @@ class Checkpoints:
     def _check_files(self, checkpoint: Checkpoint) -> None:
         for file in (checkpoint.server, *checkpoint.clients.values()):
             if file != NOTHING:
-                files.read(self.folder / file.name, file.digest)
+                files.read_verified(self.folder / file.name, file.digest)
 
     def take_up(self, found: FoundCheckpoints) -> None:
         """Set damaged manifests aside, and go on from the others."""
@@ -247,11 +247,11 @@ class Checkpoints:
     ) -> None:
         """Brings the simulation to where it was; with `anew`, not to the lanes and threads that it had."""
         path = self.folder / checkpoint.server.name
-        state, _ = files.load(path, checkpoint.server.digest)
+        state, _ = tensor_files.load(path, checkpoint.server.digest)
         try:
             simulation.restore(checkpoint.round, state)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"{path} does not fit this run: it is a checkpoint of something else."
             ) from None
         simulation.clients.adopt(checkpoint.clients)

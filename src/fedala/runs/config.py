@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
-from fedala.io.untrusted import read
+from fedala.io.untrusted import read_file
 from fedala.options import build, option, suggest
 
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
@@ -142,7 +142,7 @@ class Config:
     def read(cls, path: Path) -> dict[str, Any]:
         """The values that stand in a config file, not yet checked. Hyperparameters are flat: `fedala.eta`."""
         try:
-            values = tomllib.loads(read(path, 2**20).decode())
+            values = tomllib.loads(read_file(path, 2**20).decode())
         except UserError:
             raise
         except (OSError, UnicodeDecodeError) as error:

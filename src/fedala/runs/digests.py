@@ -15,7 +15,7 @@ from typing import Any
 
 from fedala.io import files
 from fedala.io.files import sha256
-from fedala.io.untrusted import read
+from fedala.io.untrusted import read_file
 
 NAME = "digests.json"
 LARGEST = 2**28  # bytes: a million saved models
@@ -66,17 +66,17 @@ class Digests:
     """What the initial model computes from the first samples."""
 
     def pack(self) -> bytes:
-        return files.pack_json("digests", asdict(self))
+        return files.pack_checksummed("digests", asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "Digests | None":
-        """Return the record of a run folder, or None if it has none; raise `Damaged` if it is not what a run wrote."""
+        """Return the record of a run folder, or None if it has none; raise `DamagedFile` if it is not what a run wrote."""
         path = folder / NAME
         try:
-            values = files.read_json(path, "digests", LARGEST)
+            values = files.read_checksummed(path, "digests", LARGEST)
         except FileNotFoundError:
             return None
-        with files.damage(path):
+        with files.refuse_damage(path):
             methods = {str(name): _method(value) for name, value in values["methods"].items()}
             written = {
                 str(name): [str(one) for one in both] for name, both in values["written"].items()
@@ -90,7 +90,7 @@ class Digests:
 
         The version on the disk may be older than the last one recorded: the process that recorded it may have been killed.
         """
-        present = read(path, LARGEST) if path.is_file() else None
+        present = read_file(path, LARGEST) if path.is_file() else None
         kept = [sha256(present)] if present is not None and self.expects(path.name, present) else []
         before, new = self.written.get(path.name), sha256(data)
         self.written[path.name] = kept if kept == [new] else [*kept, new]
@@ -112,11 +112,11 @@ class Digests:
             if seen.count < expected:
                 seen.add(row)
                 if seen.count == expected and seen.value[1] != value:
-                    raise files.Damaged(
+                    raise files.DamagedFile(
                         f"{path} is damaged: its rows of {method} are not the ones that the run wrote."
                     )
             elif record.finished:
-                raise files.Damaged(
+                raise files.DamagedFile(
                     f"{path} is damaged: it has more rows of {method} than the run wrote."
                 )
             else:
@@ -125,7 +125,7 @@ class Digests:
             expected, _ = record.rows.get(path.name, (0, ""))
             found = hashes[method].count if method in hashes else 0
             if found < expected:
-                raise files.Damaged(
+                raise files.DamagedFile(
                     f"{path} is damaged: it has {found} of the {expected} rows of {method} that the run wrote."
                 )
         return newer

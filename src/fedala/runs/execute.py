@@ -567,14 +567,14 @@ def _locate(
             f"{method.title} has been trained for {trained} rounds already, which is more than {rounds}."
         )
     if newest is None and entry and entry.checkpoint is not None:
-        raise files.Damaged(
+        raise files.DamagedFile(
             f"The checkpoints of {method.title} are gone from {folder.path}: nothing can be resumed."
         )
     can_continue = newest is not None and newest.server != NOTHING
     if is_finished and plan.config.save_models and (damaged := folder.damaged_model(method.name)):
         sentence = f"{damaged} is gone or damaged"
         if newest is None or not can_continue or newest.round < rounds:
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"{sentence}, and no checkpoint was kept from which it could be written again."
             )
         watcher.say(f"{sentence}: the last evaluation is done again to write it.")
@@ -618,7 +618,7 @@ def _complete(
     """Return the rows of so many rounds, if all of them are there; a finished run has one evaluation more."""
     evaluations = -(-rounds // before.eval_every) + is_finished
     if len(rows) != evaluations * before.seeds:
-        raise files.Damaged(
+        raise files.DamagedFile(
             f"{folder.path / 'history.csv'} is damaged: it has {len(rows)} of the {evaluations * before.seeds} rows "
             f"of {method.title} that belong to {rounds} rounds."
         )

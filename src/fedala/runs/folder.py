@@ -24,7 +24,7 @@ from fedala.data.federation import PARTS, Federation
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests, MethodRecord, RowHash
 from fedala.errors import RunError, UserError, printable, spreadsheet_safe
-from fedala.io.untrusted import check_room, read, regular
+from fedala.io.untrusted import check_memory, read_file, require_file
 from fedala.records import PersonalModel, Row
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class RunFolder:
         """Call `read`, and once more if another process has written a new record since this one was read."""
         try:
             return read()
-        except files.Damaged:
+        except files.DamagedFile:
             before, self._record = self._record, None
             if self.record == before:
                 raise
@@ -184,16 +184,16 @@ class RunFolder:
     def _verified(self, name: str) -> bytes:
         path = self.path / name
         try:
-            data = read(path, LARGEST)
+            data = read_file(path, LARGEST)
         except OSError as error:
-            raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
+            raise files.DamagedFile(f"{path} cannot be read: {error.strerror}.") from None
         if self.record and not self.record.expects(name, data):
-            raise files.Damaged(f"{path} is damaged: it is not what the run wrote.")
+            raise files.DamagedFile(f"{path} is damaged: it is not what the run wrote.")
         return data
 
     def has(self, name: str) -> bool:
         """Tell whether a whole file is there, and hold it against its digest. One that is missing is remembered."""
-        if regular(self.path / name).exists():
+        if require_file(self.path / name).exists():
             self._verified(name)
             return True
         if self.record and name in self.record.written:
@@ -232,13 +232,13 @@ class RunFolder:
         if self.record is None:
             there = {name: self.path / name for name in WHOLE if (self.path / name).is_file()}
             self._record = Digests(
-                {name: [files.sha256(read(path, LARGEST))] for name, path in there.items()}
+                {name: [files.sha256(read_file(path, LARGEST))] for name, path in there.items()}
             )
         assert self._record is not None
         return self._record
 
     def _write_record(self) -> None:
-        files.replace(self.path / DIGESTS, self._kept_record().pack())
+        files.write_file(self.path / DIGESTS, self._kept_record().pack())
 
     def shorten(self, rounds: Mapping[str, int], about: Digests) -> None:
         """Drop what the tables say of each unfinished method from some evaluation on; `about` says what the run is."""
@@ -262,7 +262,7 @@ class RunFolder:
         self._write_record()  # before the tables get shorter, so that a crash in between is no damage
         for name, text in texts.items():
             if (self.path / name).read_bytes() != text.encode():
-                files.replace(self.path / name, text.encode())
+                files.write_file(self.path / name, text.encode())
 
     # --- config and copies -----------------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class RunFolder:
             try:
                 self.verified("resumed.csv")
                 columns, lines = self._lines("resumed.csv")
-            except files.Damaged:
+            except files.DamagedFile:
                 lines = [
                     {"time": now, "changed": "resumed.csv was damaged: what it said before is lost"}
                 ]
@@ -378,7 +378,7 @@ class RunFolder:
         """A table's columns and its lines, without the last one if its end is missing: it was being written."""
         columns, lines, is_cut = self._parse(name)
         if is_cut and not self._is_growing():
-            raise files.Damaged(f"{self.path / name} is damaged: it ends in the middle of a row.")
+            raise files.DamagedFile(f"{self.path / name} is damaged: it ends in the middle of a row.")
         return columns, lines
 
     def _is_growing(self) -> bool:
@@ -409,11 +409,11 @@ class RunFolder:
         """A table, opened. What is found not to be one is a damaged file."""
         path = self.path / name
         try:
-            check_room(regular(path).stat().st_size, str(path))
+            check_memory(require_file(path).stat().st_size, str(path))
             with path.open(mode, newline="", encoding="utf-8") as file:
                 yield file
         except (ValueError, KeyError, csv.Error) as error:
-            raise files.Damaged(f"{path} is damaged, or not the table of a run: {error}.") from None
+            raise files.DamagedFile(f"{path} is damaged, or not the table of a run: {error}.") from None
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         texts = [{column: _cell(value) for column, value in line.items()} for line in lines]
@@ -428,7 +428,7 @@ class RunFolder:
                 file.seek(0)
                 whole = [*csv.DictReader(file), *texts]
         if new:  # another method may have more to say about a round: its columns are added, empty for the others
-            files.replace(self.path / name, csv_text([*columns, *new], whole, header=True).encode())
+            files.write_file(self.path / name, csv_text([*columns, *new], whole, header=True).encode())
         for text in texts:
             self._hashes.setdefault((name, text["method"]), RowHash()).add(text)
 
@@ -437,7 +437,7 @@ class RunFolder:
         data = text.encode()
         if self._kept_record().note(self.path / name, data):
             self._write_record()
-        files.replace(self.path / name, data)
+        files.write_file(self.path / name, data)
 
     def history(self) -> list[dict[str, Any]]:
         """Return the rows of history.csv, numbers as numbers."""
@@ -451,7 +451,7 @@ class RunFolder:
         record = self.record  # before the table, which may grow meanwhile
         if name not in TABLES and not self.has(name):
             return []
-        lines = self._lines(name)[1] if regular(self.path / name).exists() else []
+        lines = self._lines(name)[1] if require_file(self.path / name).exists() else []
         if name in TABLES and record:
             self._newer[name] = record.check_rows(self.path / name, lines)
         try:
@@ -463,7 +463,7 @@ class RunFolder:
                 if accuracy < 0 or accuracy > 1:
                     raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
         except ValueError as error:
-            raise files.Damaged(f"{self.path / name} is damaged: {error}.") from None
+            raise files.DamagedFile(f"{self.path / name} is damaged: {error}.") from None
         return read
 
     def unverified(self) -> list[str]:
@@ -495,7 +495,7 @@ class RunFolder:
             name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()
         }
         data = save(model)
-        files.replace(path, data, durable=False)
+        files.write_file(path, data, durable=False)
         models[name] = files.sha256(data)
         if personal.is_initial:
             self._initial[path.parent] = path
@@ -503,8 +503,8 @@ class RunFolder:
     def model(self, method: str, seed: int, client: int | None = None) -> dict[str, Tensor]:
         """Return a saved model's state, by name: a client's personal one, or the global one."""
         path = self._model(method, seed, client)
-        data = files.read(path, self._model_digest(method, path))
-        with files.damage(path):
+        data = files.read_verified(path, self._model_digest(method, path))
+        with files.refuse_damage(path):
             tensors: dict[str, Tensor] = load(data)
         return tensors
 
@@ -522,8 +522,8 @@ class RunFolder:
         entry = self.recorded(method)
         for name, value in entry.models.items() if entry else ():
             try:
-                files.read(self.path / name, value)
-            except files.Damaged:
+                files.read_verified(self.path / name, value)
+            except files.DamagedFile:
                 return self.path / name
         return None
 
@@ -595,7 +595,7 @@ def _own(path: Path) -> tuple[list[Path], list[Path]]:
         if (path / name).exists():
             try:
                 folder.verified(name)
-            except files.Damaged:
+            except files.DamagedFile:
                 raise UserError(
                     f"{path / name} is not what the run wrote, so --force will not replace it: move it away first."
                 ) from None
@@ -605,7 +605,7 @@ def _own(path: Path) -> tuple[list[Path], list[Path]]:
 def _is_older_run(path: Path) -> bool:
     """Tell whether a folder without digests is that of a run: its config is written as only a run writes it."""
     try:
-        text = read(path / "config.toml", LARGEST).decode()
+        text = read_file(path / "config.toml", LARGEST).decode()
         return (path / "split.csv").is_file() and Config.of(
             Config.read(path / "config.toml")
         ).text() == text

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedala.io import files
+from fedala.io import files, tensor_files
 from fedala.io.untrusted import free_memory
 from fedala.lanes.trees import fits, join, leaves, take, tree_map
 from fedala.methods import State
@@ -95,7 +95,7 @@ class ClientStates(Mapping[Lane, State]):
         """A client's state; one that was adopted has to be the state of such a client."""
         state, file = self[lane], self._kept[lane].file
         if file in self._adopted and not fits(state, fresh(lane)):
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"{self.folder / file.name} does not fit this run: it is the state of something else."
             )
         return state
@@ -206,7 +206,7 @@ class ClientStates(Mapping[Lane, State]):
             return NOTHING
         name = f"{lane[0]}-{lane[1]}-{self._serial}.safetensors"
         self._serial += 1
-        return File(name, files.save(self.folder / name, state, durable=self._lasting))
+        return File(name, tensor_files.save(self.folder / name, state, durable=self._lasting))
 
     def _spill(self, lane: Lane) -> None:
         kept = self._kept[lane]
@@ -227,7 +227,7 @@ class ClientStates(Mapping[Lane, State]):
             return dict(take(kept.stack, slice(kept.place, kept.place + 1)))
         if kept.file is None:
             raise KeyError(lane)
-        return files.load(self.folder / kept.file.name, kept.file.digest)[0]
+        return tensor_files.load(self.folder / kept.file.name, kept.file.digest)[0]
 
     def __contains__(self, lane: object) -> bool:
         return lane in self._kept
