@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import fedala
 from fedala.cli import app as cli
-from fedala.data import Dataset, federate, known, write_partition
+from fedala.cli import run as run_command
+from fedala.data import Dataset, federate, known_datasets, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
 from fedala.models import cnn
@@ -181,7 +182,7 @@ def test_a_page_that_cannot_be_written_does_not_lose_the_run(here, monkeypatch):
     def fail(folders, **options):
         raise OSError("no room")
 
-    monkeypatch.setattr(cli.page, "write", fail)
+    monkeypatch.setattr(run_command.page, "write", fail)
     result = call("run", "--method", "fedavg", "--rounds", 1, "--out", "run", *SMALL[:4])
     assert result.exit_code == 0, result.output
     assert (
@@ -240,8 +241,8 @@ def test_a_run_with_validation_and_few_participants_labels_both(here):
 
 def test_own_data_gives_a_folder_name_that_every_file_system_takes():
     config = Config(dataset="C:\\my data/β, new?.npz", method="ditto+ala,fedavg")
-    assert re.fullmatch(r"[A-Za-z0-9._+-]{1,120}", cli._name(config))
-    assert "ditto+ala-fedavg" in cli._name(config)
+    assert re.fullmatch(r"[A-Za-z0-9._+-]{1,120}", run_command._folder_name(config))
+    assert "ditto+ala-fedavg" in run_command._folder_name(config)
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def asked(monkeypatch, here):
             seen.append(config)
             raise UserError("Stop.")
 
-        monkeypatch.setattr(cli, "plan", stop)
+        monkeypatch.setattr(run_command, "plan", stop)
         result = call("run", *arguments)
         assert result.exit_code == 2, result.output
         return seen[0]
@@ -539,7 +540,7 @@ def test_methods_lists_every_method_and_hyperparameter():
 
 def test_datasets_lists_every_dataset():
     text = call("datasets").stdout
-    for row in known():
+    for row in known_datasets():
         assert re.search(rf"^ *{row.name} .* {row.samples:,} ", text, re.M)
 
 
@@ -635,7 +636,7 @@ def test_a_folder_whose_name_no_terminal_should_see(here):
 def test_resuming_takes_everything_from_its_folder(here):
     for arguments, sentence in (
         (["--resume", "nowhere"], "nowhere is no run folder: there is no config.toml in it."),
-        (["--resume", "nowhere", "--force"], "--resume takes everything from its folder"),
+        (["--resume", "nowhere", "--force"], "--resume takes all options from its folder"),
         (["--resume", "nowhere", "--config", "x.toml"], "The config file x.toml cannot be read"),
     ):
         result = call("run", *arguments)

@@ -23,7 +23,7 @@ import torch
 from fuzz.mutations import misplace, mutate, repaired_png
 
 import fedala.io.tensor_files
-from fedala.cli import app as cli
+from fedala.cli import run as run_command
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS
 from fedala.runs.config import Config
@@ -107,7 +107,7 @@ def plan_only() -> None:
     def execute(*_: object, **__: object) -> None:
         raise SystemExit(0)
 
-    cli.execute = execute
+    run_command.execute = execute
 
 
 def npy(array: "np.ndarray") -> bytes:

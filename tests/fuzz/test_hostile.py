@@ -183,7 +183,7 @@ def test_no_table_decides_which_files_are_read(path, here):
     (here.parent / "secret.png").write_bytes(encoded(GREY[0]))
     images = [{"bytes": None, "path": path.format(here.parent)}] * 12
     pq.write_table(pa.table({"image": images, "label": Y.tolist()}), here / "train-0.parquet")
-    refused("no table decides which files are read", read("parquet-images"), here)
+    refused("a table cannot make this program read other files", read("parquet-images"), here)
 
 
 def test_an_image_is_no_program(here):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedala.runs.config import Config
 from fedala.errors import UserError
+from fedala.runs.config import Config
 
 TEXT = st.text(st.characters(codec="utf-8"))
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))

@@ -12,11 +12,11 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala import Config, UserError, run
-from fedala.runs import execute as running
 from fedala.data import Dataset, federate
 from fedala.methods import make
-from fedala.simulation.rounds import Simulation
+from fedala.runs import execute as running
 from fedala.runs.folder import RunFolder
+from fedala.simulation.rounds import Simulation
 
 
 def small_dataset(samples=60, classes=3):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedala.runs.config import Config
 from fedala.data import Dataset, federate
 from fedala.errors import UserError
 from fedala.records import PersonalModel
+from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from corrupt.worlds import accuracies
-from small import QUICK
 from runs.test_resume import planned, same
+from small import QUICK
 
 from fedala.methods import everything, make
 from fedala.runs.execute import execute

@@ -10,12 +10,12 @@ import torch
 from small import QUICK, Net
 
 from fedala import run
-from fedala.io import files
-from fedala.runs.config import Config
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
+from fedala.io import files
 from fedala.methods import everything
-from fedala.runs.execute import Stopped, RunObserver, execute, plan
+from fedala.runs.config import Config
+from fedala.runs.execute import RunObserver, Stopped, execute, plan
 from fedala.runs.folder import RunFolder
 
 SIZES = [9, 5, 7, 12, 3]

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.dataset import first_line
-from fedala.errors import UserError, spreadsheet_safe
+from fedala.errors import UserError, first_line, spreadsheet_safe
 from fedala.io import files
 from fedala.io.untrusted import read_file, read_json, require_file
 from fedala.methods import make

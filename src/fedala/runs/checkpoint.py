@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
+from fedala.errors import UserError
 from fedala.io import files, tensor_files
 from fedala.simulation.client_states import NOTHING, File, Lane
-from fedala.errors import UserError
 from fedala.simulation.rounds import Simulation
 
 KEPT = 2

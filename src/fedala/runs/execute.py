@@ -20,23 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedala.data import Dataset, Federation, federate, known_datasets, load
+from fedala.errors import RunError, UserError, byte_size, first_line, printable
 from fedala.io import files
-from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
-from fedala.simulation.client_states import NOTHING, size
-from fedala.lanes.cohort import Params, Task, model_state
-from fedala.runs.config import Config
-from fedala.data import Dataset, Federation, federate, known, load
-from fedala.data.dataset import first_line
-from fedala.runs.digests import Digests
-from fedala.errors import RunError, UserError, byte_size, printable
 from fedala.io.untrusted import free_memory
+from fedala.lanes.cohort import Params, Task, model_state
+from fedala.lanes.randomness import torch_seed
 from fedala.methods import Method, WithALA, catalogue, make
 from fedala.models import build_model
 from fedala.options import suggest
-from fedala.lanes.randomness import torch_seed
-from fedala.simulation.rounds import Simulation
 from fedala.records import Fault, PersonalModel, Row
+from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
+from fedala.runs.config import Config
+from fedala.runs.digests import Digests
 from fedala.runs.folder import TABLES, RunFolder, nearest_existing_parent
+from fedala.simulation.client_states import NOTHING, size
+from fedala.simulation.rounds import Simulation
 from fedala.version import __version__
 
 
@@ -183,7 +182,7 @@ def plan(
     model: Callable[[], nn.Module] | None = None,
 ) -> Plan:
     """Checks a config and loads what it names; nothing is written. The plan's config has every value resolved."""
-    names = [name for name in known() if name.name == config.dataset]
+    names = [name for name in known_datasets() if name.name == config.dataset]
     values: dict[str, Any] = {"rounds": 2000, "lr": 0.005, "model": "cnn"}
     if names:
         values |= {"rounds": names[0].rounds, "lr": names[0].lr, "model": names[0].model}
@@ -481,7 +480,12 @@ class Progress:
 
 
 def _reopen(
-    stack: ExitStack, plan: Plan, out: Path, source: bool | Path, about: Digests, watcher: RunObserver
+    stack: ExitStack,
+    plan: Plan,
+    out: Path,
+    source: bool | Path,
+    about: Digests,
+    watcher: RunObserver,
 ) -> tuple[RunFolder, dict[str, Progress]]:
     """Open the folder of a run to go on with it, or a copy of it. Everything is checked before anything is written."""
     folder = RunFolder.existing(source if isinstance(source, Path) else out)

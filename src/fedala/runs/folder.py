@@ -18,14 +18,14 @@ import numpy as np
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fedala.io import files
-from fedala.runs.config import Config
 from fedala.data.federation import PARTS, Federation
-from fedala.runs.digests import NAME as DIGESTS
-from fedala.runs.digests import Digests, MethodRecord, RowHash
 from fedala.errors import RunError, UserError, printable, spreadsheet_safe
+from fedala.io import files
 from fedala.io.untrusted import check_memory, read_file, require_file
 from fedala.records import PersonalModel, Row
+from fedala.runs.config import Config
+from fedala.runs.digests import NAME as DIGESTS
+from fedala.runs.digests import Digests, MethodRecord, RowHash
 
 T = TypeVar("T")
 
@@ -378,7 +378,9 @@ class RunFolder:
         """A table's columns and its lines, without the last one if its end is missing: it was being written."""
         columns, lines, is_cut = self._parse(name)
         if is_cut and not self._is_growing():
-            raise files.DamagedFile(f"{self.path / name} is damaged: it ends in the middle of a row.")
+            raise files.DamagedFile(
+                f"{self.path / name} is damaged: it ends in the middle of a row."
+            )
         return columns, lines
 
     def _is_growing(self) -> bool:
@@ -413,7 +415,9 @@ class RunFolder:
             with path.open(mode, newline="", encoding="utf-8") as file:
                 yield file
         except (ValueError, KeyError, csv.Error) as error:
-            raise files.DamagedFile(f"{path} is damaged, or not the table of a run: {error}.") from None
+            raise files.DamagedFile(
+                f"{path} is damaged, or not the table of a run: {error}."
+            ) from None
 
     def _append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
         texts = [{column: _cell(value) for column, value in line.items()} for line in lines]
@@ -428,7 +432,9 @@ class RunFolder:
                 file.seek(0)
                 whole = [*csv.DictReader(file), *texts]
         if new:  # another method may have more to say about a round: its columns are added, empty for the others
-            files.write_file(self.path / name, csv_text([*columns, *new], whole, header=True).encode())
+            files.write_file(
+                self.path / name, csv_text([*columns, *new], whole, header=True).encode()
+            )
         for text in texts:
             self._hashes.setdefault((name, text["method"]), RowHash()).add(text)
 
