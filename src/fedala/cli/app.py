@@ -15,7 +15,7 @@ except ModuleNotFoundError:
     raise SystemExit(2) from None
 
 from fedala.cli import bench, flower, lists, paper, partition, report, run
-from fedala.cli.output import say
+from fedala.cli.output import keep_lines, say
 from fedala.errors import RunError, UserError
 from fedala.runs.execute import versions
 
@@ -43,11 +43,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Personalised federated learning with Adaptive Local Aggregation (FedALA).",
-    epilog="""Examples:
-  fedala run                                  FedALA and FedAvg on embedded data
-  fedala run --method fedala,ditto+ala --seeds 5      one table, mean ± std
+    epilog=keep_lines("""Examples:
+  fedala run                                # FedALA and FedAvg on embedded data
+  fedala run --method fedala,ditto+ala --seeds 5    # one table, mean ± std
   fedala partition --partition pathological:2 --plot split.png
-  fedala methods                              what --method and --set take""",
+  fedala methods                            # what --method and --set take"""),
 )
 for commands in (run, partition, report, lists, bench):
     app.add_typer(commands.app)

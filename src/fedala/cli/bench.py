@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fedala.bench.cases import CASES, QUICK, load_real_data
 from fedala.bench.measure import Measurement, format_markdown, measure
-from fedala.cli.output import print_line, say
+from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
 from fedala.options import suggest
 from fedala.report import plots, tables
@@ -21,10 +21,10 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="""Examples:
-  fedala bench --quick                        a minute, small data
+    epilog=keep_lines("""Examples:
+  fedala bench --quick                      # a minute, small data
   fedala bench --case "mnist, fedala" --data-dir data --precision tf32
-  fedala bench --out results.md --plot results.png"""
+  fedala bench --out results.md --plot results.png""")
 )
 def bench(
     *,

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from fedala.cli.config_options import config_options, given_options
-from fedala.cli.output import print_line
+from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
 from fedala.report import tables
 from fedala.report.progress import Watch
@@ -21,10 +21,10 @@ app = typer.Typer(
 
 
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala flower new my-app --method fedala --dataset mnist --data-dir data --clients 10
-  flwr run my-app                             simulated by Flower, with fedala[flower-simulation]
-  flwr run my-app my-superlink                on the nodes of a SuperLink: see docs/deployment.md"""
+  flwr run my-app                           # simulated by Flower, with fedala[flower-simulation]
+  flwr run my-app my-superlink              # on the nodes of a SuperLink: docs/deployment.md""")
 )
 @config_options()
 def new(
@@ -54,9 +54,9 @@ def new(
 
 
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala flower demo
-  fedala flower demo --method ditto+ala --clients 4 --rounds 5 --out runs/demo"""
+  fedala flower demo --method ditto+ala --clients 4 --rounds 5 --out runs/demo""")
 )
 @config_options(
     "method",

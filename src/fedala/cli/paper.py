@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedala.errors import UserError, printable
+from fedala.cli.output import keep_lines, say
+from fedala.errors import UserError
 from fedala.paper import report as reporting
 from fedala.paper import running
 from fedala.paper.board import Board
@@ -87,12 +88,12 @@ def _columns_of(table: PaperTable) -> Table:
 
 
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala paper run table2 --columns cifar100-dir --method fedavg,fedala --data-dir DATA
   fedala paper run table2 table7 --rounds 300 --seeds 1 --minutes 30 --data-dir DATA
   fedala paper run table2 --shuffle --jobs 4 --data-dir DATA
 
-Finished cells are kept. After an interruption, the same command continues."""
+Finished cells are kept. After an interruption, the same command continues.""")
 )
 def run(
     names: Annotated[
@@ -266,7 +267,7 @@ def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | Non
 
 def _note(sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        print(printable(f"Note: {sentence}", 1000), file=sys.stderr)
+        say(f"Note: {sentence}")
 
 
 def _split(text: str) -> list[str]:
@@ -274,9 +275,9 @@ def _split(text: str) -> list[str]:
 
 
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala paper report runs/paper
-  fedala paper report results --insert docs/reproduction.md"""
+  fedala paper report results --insert docs/reproduction.md""")
 )
 def report(
     folder: Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fedala.cli.config_options import config_options, given_options
-from fedala.cli.output import print_line
+from fedala.cli.output import keep_lines, print_line
 from fedala.data import federate, load, write_partition
 from fedala.report import plots, tables
 from fedala.runs.config import Config
@@ -15,10 +15,10 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala partition --partition dir:0.1 --plot split.png
   fedala partition --dataset mnist --data-dir data --partition pathological:2 --save mine.json
-  fedala run --dataset mnist --data-dir data --partition mine.json"""
+  fedala run --dataset mnist --data-dir data --partition mine.json""")
 )
 @config_options("dataset", "data_dir", "partition", "partition_seed", "clients", "validation")
 def partition(

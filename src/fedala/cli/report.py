@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedala.cli.output import print_line, say
+from fedala.cli.output import keep_lines, print_line, say
 from fedala.report import page, plots
 from fedala.report.runs import find
 
@@ -13,11 +13,11 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="""Examples:
-  fedala report runs/mine                     writes runs/mine/report.html, also during the run
+    epilog=keep_lines("""Examples:
+  fedala report runs/mine                   # writes runs/mine/report.html, also during the run
   fedala report runs/one runs/two --out both.html
-  fedala report runs --out all.html           every run folder in runs
-  fedala report runs/mine --plots figures     .png and .pdf for a paper"""
+  fedala report runs --out all.html         # every run folder in runs
+  fedala report runs/mine --plots figures   # .png and .pdf for a paper""")
 )
 def report(
     folders: Annotated[

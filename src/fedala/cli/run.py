@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from fedala.cli.config_options import config_options, given_options
-from fedala.cli.output import print_line, say
+from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
 from fedala.records import Row
 from fedala.report import loggers, page, tables
@@ -32,15 +32,15 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala run
   fedala run --method fedala --rounds 50 --seeds 5 --set fedala.layers=2
   fedala run --dataset cifar10 --data-dir data --partition pathological:2
   fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
-  fedala run --resume runs/mine               continue it; with --rounds 500, for more rounds
+  fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
 
 A config file is TOML with the same names, such as batch_size = 10.
-Options of the command line override it."""
+Options of the command line override it.""")
 )
 @config_options()
 def run(
