@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 
-#: Where each name is. It is imported when it is first used, so that the command line can start before torch is loaded.
-_HOME = {
+#: The module of each name. It is imported when the name is first used, so that the command line can
+#: start before torch is loaded.
+_MODULES = {
     "ALA": "ala",
     "Config": "runs.config",
     "Result": "runs.results",
@@ -26,12 +27,12 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"fedala.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"fedala.{_MODULES[name]}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"fedala.{name}"):
         return importlib.import_module(f"fedala.{name}")
     raise AttributeError(f"module 'fedala' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOME]
+    return [*globals(), *_MODULES]

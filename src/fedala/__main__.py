@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Loading it takes a second or two, in which Ctrl-C ends it like any other command."""
+    """Run the command line. Ctrl-C also ends it during the second or two in which it loads."""
     try:
         from fedala.cli.app import main as run
 

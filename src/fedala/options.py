@@ -1,8 +1,9 @@
-"""Options as dataclass fields: a field, its type, its default, one line of help and its range *are* the option.
+"""Options as dataclass fields: name, type, default, one line of help, and the accepted values.
 
-The command line, the config file, `fedala.run` and the methods' hyperparameters all read the same fields.
+The command line, the config file, `fedala.run` and the methods' hyperparameters read these fields.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import types
@@ -25,15 +26,15 @@ def option(
     most: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field with its help text and the values it accepts."""
+    """Declare a dataclass field with its help text and the values that it accepts."""
     limits = {"least": least, "above": above, "most": most, "choices": choices}
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """An instance of the dataclass `cls` from names and values (strings are converted), every one checked.
+    """Build the dataclass `cls` from names and values; convert strings and check every value.
 
-    `where` is put before a name in messages: `fedala.` makes `eta` read `fedala.eta`.
+    Messages put `where` before a name: `fedala.` turns `eta` into `fedala.eta`.
     """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     kinds = typing.get_type_hints(cls)
@@ -41,14 +42,13 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     for name, value in values.items():
         if name not in fields:
             raise UserError(f"There is no option {where}{name}{suggest(name, fields)}.")
-        checked[name] = _check(
-            convert(value, kinds[name], where + name), fields[name], where + name
-        )
+        converted = convert(value, kinds[name], where + name)
+        checked[name] = _check(converted, fields[name], where + name)
     return cls(**checked)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` or the list of what there is, to end a sentence with."""
+    """Return the end of a sentence: ` (did you mean x?)`, or the list of known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     if close:
@@ -57,46 +57,56 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:
-    """`value` as a `kind`, where it says the same thing: the text "3" and 3.0 are the whole number 3, 2.5 is not.
+    """Convert `value` to `kind` if that loses nothing: "3" and 3.0 are the int 3, 2.5 is not.
 
-    A number is one that float32 can hold: no option has a use for infinity or NaN.
+    Infinity, NaN and numbers beyond float32 or 64 bits are refused: no option has a use for them.
     """
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         arms = typing.get_args(kind)
         if value is None and type(None) in arms:
             return None
         [kind] = [arm for arm in arms if arm is not type(None)]
-    large = (
-        isinstance(value, int) and abs(value) >= 2**63
-    )  # no option has a use for it, and Python may not even print it
-    try:
-        if kind is bool:
-            if isinstance(value, bool):
-                return value
-            return {"true": True, "false": False, "yes": True, "no": False}[str(value).lower()]
-        if large:
-            pass
-        elif kind is int and not isinstance(value, bool):
-            exact = isinstance(value, (int, str)) and "." not in str(value)
-            if (
-                float(value) == int(float(value))
-                and abs(number := int(value if exact else float(value))) < 2**63
-            ):
-                return number
-        elif kind is float and not isinstance(value, bool):
-            if abs(float(value)) < 2**127:
-                return float(value)
-        elif kind is str and isinstance(value, (str, int)) and not isinstance(value, bool):
-            str(value).encode()  # a name that is not Unicode could not be written to the run folder
-            if not any(
-                unicodedata.category(c) == "Cc" for c in str(value)
-            ):  # no file's name has a use for them
-                return str(value)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        pass
+    # Python may refuse to print such a number, so it is not tried.
+    is_large = isinstance(value, int) and abs(value) >= 2**63
+    converters = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
+    if not is_large and kind in converters:
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            return converters[kind](value)
     nouns = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    what = "a number of more than 64 bits" if large else repr(value)
+    what = "a number of more than 64 bits" if is_large else repr(value)
     raise UserError(f"{name} must be {nouns.get(kind, kind)}, not {what}.")
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "false": False, "yes": True, "no": False}[str(value).lower()]
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, bool) or float(value) != int(float(value)):
+        raise ValueError
+    is_exact = isinstance(value, (int, str)) and "." not in str(value)
+    number = int(value if is_exact else float(value))
+    if abs(number) >= 2**63:
+        raise ValueError
+    return number
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not abs(float(value)) < 2**127:
+        raise ValueError
+    return float(value)
+
+
+def _to_str(value: Any) -> str:
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ValueError
+    text = str(value)
+    text.encode()  # a run folder can hold Unicode only
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        raise ValueError  # no file name has a use for control characters
+    return text
 
 
 def _check(value: Any, field: "dataclasses.Field[Any]", name: str) -> Any:

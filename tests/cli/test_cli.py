@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import fedala
 from fedala.cli import app as cli
-from fedala.data import Dataset, federate, known, write_partition
+from fedala.cli import run as run_command
+from fedala.data import Dataset, federate, known_datasets, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
 from fedala.models import cnn
@@ -176,7 +177,7 @@ def test_a_page_that_cannot_be_written_does_not_lose_the_run(here, monkeypatch):
     def fail(folders, **options):
         raise OSError("no room")
 
-    monkeypatch.setattr(cli.page, "write", fail)
+    monkeypatch.setattr(run_command.page, "write", fail)
     result = call("run", "--method", "fedavg", "--rounds", 1, "--out", "run", *SMALL[:4])
     assert result.exit_code == 0, result.output
     assert (
@@ -235,8 +236,8 @@ def test_a_run_with_validation_and_few_participants_labels_both(here):
 
 def test_own_data_gives_a_folder_name_that_every_file_system_takes():
     config = Config(dataset="C:\\my data/β, new?.npz", method="ditto+ala,fedavg")
-    assert re.fullmatch(r"[A-Za-z0-9._+-]{1,120}", cli._name(config))
-    assert "ditto+ala-fedavg" in cli._name(config)
+    assert re.fullmatch(r"[A-Za-z0-9._+-]{1,120}", run_command._folder_name(config))
+    assert "ditto+ala-fedavg" in run_command._folder_name(config)
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def asked(monkeypatch, here):
             seen.append(config)
             raise UserError("Stop.")
 
-        monkeypatch.setattr(cli, "plan", stop)
+        monkeypatch.setattr(run_command, "plan", stop)
         result = call("run", *arguments)
         assert result.exit_code == 2, result.output
         return seen[0]
@@ -534,7 +535,7 @@ def test_methods_lists_every_method_and_hyperparameter():
 
 def test_datasets_lists_every_dataset():
     text = call("datasets").stdout
-    for row in known():
+    for row in known_datasets():
         assert re.search(rf"^ *{row.name} .* {row.samples:,} ", text, re.M)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from fuzz.bounded import attempt
 
 import fedala.paper.running
-from fedala.cli import app as cli
+from fedala.cli import run as run_command
 from fedala.errors import UserError
 from fedala.paper.report import sheets
 from fedala.paper.results import Results
@@ -364,7 +364,7 @@ def stopping_after(rows: int) -> Callable[[], None]:
     """Ask the run to stop, as SIGTERM does, when it has evaluated so many times."""
 
     def before() -> None:
-        execute, seen = cli.execute, 0
+        execute, seen = run_command.execute, 0
 
         def watched(*arguments: Any, observer: Any, **options: Any) -> Any:
             def on_row(method: str, row: Any) -> None:
@@ -376,7 +376,7 @@ def stopping_after(rows: int) -> Callable[[], None]:
 
             return execute(*arguments, observer=replace(observer, on_row=on_row), **options)
 
-        cli.execute = fedala.paper.running.execute = watched  # type: ignore[assignment]
+        run_command.execute = fedala.paper.running.execute = watched  # type: ignore[assignment]
 
     return before
 

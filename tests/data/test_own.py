@@ -82,7 +82,7 @@ def test_images_and_labels_is_another_spelling(tmp_path):
     [
         ({"x": IMAGES[:0], "y": Y[:0]}, "is empty"),
         ({"x": IMAGES, "y": Y * 0}, "single class"),
-        ({"x": IMAGES, "y": Y - 1}, r"labels from -1 to 1; labels must be 0 to 2, none left out"),
+        ({"x": IMAGES, "y": Y - 1}, r"labels from -1 to 1; labels must be 0 to 2, without gaps"),
         ({"x": IMAGES, "y": Y * 10**9}, "from 0 to 2000000000; labels must be 0 to 2"),
         ({"x": IMAGES, "y": Y * 1.0}, "labels must be whole numbers"),
         ({"x": IMAGES, "y": np.eye(4, dtype=int)}, "labels must be whole numbers"),
@@ -90,15 +90,15 @@ def test_images_and_labels_is_another_spelling(tmp_path):
             {"x": IMAGES, "y": np.array([0, 1, 2, 2**63], dtype=np.uint64)},
             "labels must be whole numbers",
         ),
-        ({"x": IMAGES, "y": Y[:3]}, "one length"),
-        ({"x": np.uint8(3), "y": Y}, "one length"),
+        ({"x": IMAGES, "y": Y[:3]}, "the same length"),
+        ({"x": np.uint8(3), "y": Y}, "the same length"),
         ({"x": np.array([[1.0], [2.0], [np.nan], [3.0]]), "y": Y}, "NaN or infinite"),
         ({"x": np.array([[1.0], [2.0], [1e300], [3.0]]), "y": Y}, "NaN or infinite"),
         ({"x": np.ones((4, 0)), "y": Y}, "hold nothing"),
         ({"x": np.ones(4), "y": Y}, r"shape \(4,\)"),
-        ({"x": IMAGES.astype(int), "y": Y}, "x is int64; images must be uint8"),
+        ({"x": IMAGES.astype(int), "y": Y}, "x is int64; it must be uint8"),
         ({"x": np.ones((4, 9, 9, 9), np.uint8), "y": Y}, "N×H×W×C or N×C×H×W"),
-        ({"x": np.array(["a", "b", "c", "d"]), "y": Y}, "images must be uint8"),
+        ({"x": np.array(["a", "b", "c", "d"]), "y": Y}, "it must be uint8"),
         ({"x": IMAGES}, "holds x; it must hold the arrays x and y"),
         ({"a": IMAGES, "b": Y}, "holds a, b; it must"),
         ({"x_train": IMAGES, "y_train": Y, "x_test": IMAGES}, "it must hold"),
@@ -172,7 +172,7 @@ def test_a_header_that_promises_what_the_file_does_not_hold(tmp_path, shape, met
     y = io.BytesIO()
     np.save(y, Y)
     content = {"x.npy": file.getvalue() + b"four", "y.npy": y.getvalue()}
-    refused("not what the file holds|not a readable", zipped(tmp_path / "my.npz", content, method))
+    refused("does not match the file|not a readable", zipped(tmp_path / "my.npz", content, method))
 
 
 def test_a_size_that_no_compression_could_reach_is_refused_before_memory_is_taken(tmp_path):
@@ -189,7 +189,7 @@ def test_a_size_that_no_compression_could_reach_is_refused_before_memory_is_take
     at = data.index(b"PK\x01\x02") + 24  # the field "uncompressed size" of the first entry
     data[at : at + 4] = (size + len(file.getvalue())).to_bytes(4, "little")
     path.write_bytes(data)
-    refused("not what the file holds", path)
+    refused("does not match the file", path)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -239,7 +239,7 @@ def test_all_that_conversion_takes_is_held_against_memory_before_anything_is_rea
     monkeypatch.setattr(arrays, "_CHUNK", 2**10)
     monkeypatch.setattr(arrays, "_unpack", lambda *_: pytest.fail("it is read"))
     monkeypatch.setattr(inputs, "free_memory", lambda: 400_000)
-    refused("of memory, and there are", path)
+    refused("of memory, and only", path)
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 2**22])
@@ -354,7 +354,7 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
         ("text,kind\na,b\n", "no label column: .* names text, kind"),
         ("label,body\na,b\n", "no text column"),
         ("label,text\na,b\n ,c\n", "line 3: the label is empty"),
-        ("label,text\na,b\nc\n", "line 3: 1 columns, where the first line names 2"),
+        ("label,text\na,b\nc\n", "line 3 has 1 columns, but the first line names 2"),
         ("label,text\n", "is empty"),
         ("label,text\na,b\na,c\n", "single class"),
         ('label,text\na,"b\n', r"not a readable \.csv"),
@@ -398,8 +398,8 @@ def test_any_dataset_of_the_hub(monkeypatch):
     [
         ({"a": [1], "label": [0]}, "has the columns a, label; it needs"),
         ({"text": ["a"], "b": [0]}, "has the columns text, b; it needs"),
-        ({"text": ["a", "b"], "label": [0, None]}, "neither or missing"),
-        ({"text": ["a", "b"], "label": [0.0, 1.5]}, "neither or missing"),
+        ({"text": ["a", "b"], "label": [0, None]}, "something else or missing"),
+        ({"text": ["a", "b"], "label": [0.0, 1.5]}, "something else or missing"),
         ({"text": ["a", None], "label": [0, 1]}, "some texts are missing"),
         ({"text": ["a", "b"], "label": [-1, 1]}, "labels must be 0 to 1"),
         ({"image": [b"a", b"b"], "label": [0, 1]}, "image 0 is not a readable image"),
@@ -428,7 +428,7 @@ def test_what_does_not_exist(tmp_path):
     refused("no file or folder", tmp_path / "nowhere")
     refused("no file or folder my.csv", "my.csv")
     (tmp_path / "data.pkl").write_bytes(b"\x80\x04K\x01.")
-    refused("not a kind of file", tmp_path / "data.pkl")
+    refused("is not a dataset", tmp_path / "data.pkl")
 
 
 def test_pillow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):

@@ -147,7 +147,7 @@ def test_the_seed_decides():
 
 @pytest.mark.parametrize("beta", [0.05, 1e-5])  # the second underflows to NaN in the draw itself
 def test_a_hopeless_dirichlet_ends_with_advice(monkeypatch, beta):
-    monkeypatch.setattr(partition, "_TRIES", 200)
+    monkeypatch.setattr(partition, "_MAX_TRIES", 200)
     with pytest.raises(UserError, match=r"200 draws .* larger β or fewer clients"):
         dirichlet([0, 1] * 400, clients=20, beta=beta)
 

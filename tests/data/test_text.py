@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedala.data.text import token_ids, tokens, vocabulary
+from fedala.data.text import build_vocabulary, encode_texts, tokenize
 
 
 def reference(text):
@@ -31,20 +31,25 @@ def reference(text):
     ],
 )
 def test_tokens(text, expected):
-    assert tokens(text) == expected.split()
+    assert tokenize(text) == expected.split()
 
 
 @given(st.text(alphabet=st.sampled_from(list("aB '\".,()!?;:<br/>\n\t-é\u2003"))) | st.text())
 def test_tokens_are_those_of_the_reference(text):
-    assert tokens(text) == reference(text)
+    assert tokenize(text) == reference(text)
 
 
 def test_the_vocabulary_is_by_frequency_then_alphabet():
-    assert vocabulary([["b", "c", "a"], ["c", "z"], ["b"]]) == {"b": 1, "c": 2, "a": 3, "z": 4}
+    assert build_vocabulary([["b", "c", "a"], ["c", "z"], ["b"]]) == {
+        "b": 1,
+        "c": 2,
+        "a": 3,
+        "z": 4,
+    }
 
 
 def test_ids_are_cut_and_padded_to_200():
-    ids, rows = token_ids(["a " * 300, "b a", ""])
+    ids, rows = encode_texts(["a " * 300, "b a", ""])
     assert ids.shape == (3, 200)
     assert ids[0].tolist() == [1] * 200
     assert ids[1].tolist() == [2, 1] + [0] * 198

@@ -27,7 +27,7 @@ from fedala.flower.demo import follow  # noqa: E402
 from fedala.flower.local import LocalFederation, make_certificates, make_key  # noqa: E402
 from fedala.flower.processes import family  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
-from fedala.io import files  # noqa: E402
+from fedala.io import tensor_files  # noqa: E402
 from fedala.runs.folder import RunFolder  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -131,7 +131,7 @@ def test_a_deployment_is_the_simulation(method, federation, tmp_path):
 
 
 def model_state(folder, client, round):
-    tree, _ = files.load(
+    tree, _ = tensor_files.load(
         folder / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors"
     )
     return tree

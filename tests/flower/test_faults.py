@@ -17,7 +17,7 @@ from fedala.errors import RunError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.client_store import Kept  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
-from fedala.io import files  # noqa: E402
+from fedala.io import tensor_files  # noqa: E402
 
 
 def federate(tmp_path, meddle=None, asks=None, **options):
@@ -62,14 +62,14 @@ def lose(round, client, sent, reply):
 
 
 def model_state(tmp_path, client, round):
-    tree, _ = files.load(
+    tree, _ = tensor_files.load(
         tmp_path / "state" / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors"
     )
     return tree
 
 
 def assert_same_state(a, b):
-    assert files.pack(a) == files.pack(b)
+    assert tensor_files.pack(a) == tensor_files.pack(b)
 
 
 def figures(result):

@@ -19,7 +19,7 @@ from fedala.flower.experiment import data_at_nodes, read_own, with_absolute_path
 from fedala.flower.nodes import Nodes  # noqa: E402
 from fedala.flower.records import decode, to_record  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
-from fedala.io import files  # noqa: E402
+from fedala.io import tensor_files  # noqa: E402
 from fedala.runs.config import Config  # noqa: E402
 
 
@@ -196,11 +196,11 @@ def test_a_checkpoint_from_before_numbers_were_bound_is_restored(tmp_path):
     """And one that speaks of clients that there are not is another federation's."""
     _, first = federate(tmp_path, {100: 0, 101: 1, 102: 2}, rounds=1)
     [server] = first.folder.rglob("checkpoint/**/server-1.safetensors")
-    state, _ = files.load(server)
+    state, _ = tensor_files.load(server)
     assert state["bound"].tolist() == [[0, 100], [1, 101], [2, 102]]
 
     def rewrite(state):
-        digest = files.save(server, state)
+        digest = tensor_files.save(server, state)
         [manifest] = server.parent.glob("0000001.json")
         text = json.loads(manifest.read_text())["checkpoint"]
         values = json.loads(text)

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 import torch
 from fuzz.mutations import misplace, mutate, repaired_png
 
-import fedala.io.files
-from fedala.cli import app as cli
+import fedala.io.tensor_files
+from fedala.cli import run as run_command
 from fedala.paper.experiments import tables
 from fedala.paper.results import COLUMNS
 from fedala.runs.config import Config
@@ -109,7 +109,7 @@ def plan_only() -> None:
     def execute(*_: object, **__: object) -> None:
         raise SystemExit(0)
 
-    cli.execute = execute
+    run_command.execute = execute
 
 
 def npy(array: "np.ndarray") -> bytes:
@@ -453,8 +453,8 @@ def _consistent(files: Files, rng: random.Random) -> Files:
             (manifest["server"], manifest["clients"][0][2:], manifest["clients"][1][2:])
         )
         name = f"run/checkpoint/0/{entry[0]}"
-        tree, about = fedala.io.files.unpack(files[name])
-        files[name] = fedala.io.files.pack(_another(tree, rng), about)
+        tree, about = fedala.io.tensor_files.unpack(files[name])
+        files[name] = fedala.io.tensor_files.pack(_another(tree, rng), about)
         new = hashlib.sha256(files[name]).hexdigest()
         manifest = json.loads(json.dumps(manifest).replace(entry[1], new))
     text = json.dumps(manifest)

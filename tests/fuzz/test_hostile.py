@@ -106,11 +106,11 @@ def bomb_dictionary(folder):
 def test_a_bomb_is_refused_before_it_takes_memory(bomb, here):
     arguments = bomb(here)
     assert sum(file.stat().st_size for file in here.rglob("*")) < 2**20
-    refused("of memory, and there are", arguments, here, little_memory)
+    refused("of memory, and only", arguments, here, little_memory)
 
 
 def unpacks_much():
-    inputs.FREELY = 2**20
+    inputs.ALWAYS_ALLOWED = 2**20
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_unpacks_to_far_more_than_samples_do_is_refused_and_says_what_to_do
     bomb, instead, here
 ):
     """There would be room for it: the bound is on what a file may unpack to, not on what the machine can hold."""
-    refused(f"More than 100 times its size is only read up to 1 MiB: if that is right, {instead}", bomb(here), here,
+    refused(f"Above 1 MiB, at most 100 times the stored size is read: if that is right, {instead}", bomb(here), here,
             unpacks_much)  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_no_table_decides_which_files_are_read(path, here):
     (here.parent / "secret.png").write_bytes(encoded(GREY[0]))
     images = [{"bytes": None, "path": path.format(here.parent)}] * 12
     pq.write_table(pa.table({"image": images, "label": Y.tolist()}), here / "train-0.parquet")
-    refused("no table decides which files are read", read("parquet-images"), here)
+    refused("a table cannot make this program read other files", read("parquet-images"), here)
 
 
 def test_an_image_is_no_program(here):

@@ -335,7 +335,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
         "server-1.safetensors/../x",
     ):
         manifest.write_bytes(replace(found, server=File(name, found.server.digest)).pack())
-        with pytest.raises(files.Damaged, match="it refers to"):
+        with pytest.raises(files.DamagedFile, match="it refers to"):
             Checkpoint.unpack(manifest)
 
 
@@ -427,7 +427,7 @@ def test_a_damaged_table_is_refused_and_nothing_is_changed(kind, name, edit, com
     else:
         (path / name).write_text(EDITS[edit]((path / name).read_text()))
     before = content(path)
-    with pytest.raises(files.Damaged, match=rf"{name}.* is damaged"):
+    with pytest.raises(files.DamagedFile, match=rf"{name}.* is damaged"):
         execute(planned("fedala,ditto"), path, resume=True)
     assert content(path) == before
 
@@ -439,7 +439,7 @@ def test_a_changed_config_is_refused(tmp_path):
         (path / "config.toml").read_text().replace("rounds = 2", "rounds = 9")
     )
     with pytest.raises(
-        files.Damaged, match=r"config\.toml is damaged: it is not what the run wrote"
+        files.DamagedFile, match=r"config\.toml is damaged: it is not what the run wrote"
     ):
         run(resume=path, dataset=federation(), model=Net)
 
@@ -456,7 +456,7 @@ def test_a_damaged_model_is_noticed_and_written_again(how, tmp_path):
         damaged(model, how)
     else:
         model.write_bytes(model.with_name("client-00002.safetensors").read_bytes())
-    with pytest.raises(files.Damaged, match=r"client-00001\.safetensors"):
+    with pytest.raises(files.DamagedFile, match=r"client-00001\.safetensors"):
         RunFolder(path).model("fedala", 0, 1)
     said = []
     execute(planned(), path, resume=True, observer=RunObserver(on_message=said.append))
@@ -470,7 +470,7 @@ def test_a_damaged_model_without_a_checkpoint_is_told(tmp_path):
     (path / "models" / "fedala" / "seed-0" / "client-00001.safetensors").unlink()
     before = content(path)
     with pytest.raises(
-        files.Damaged, match="no checkpoint was kept from which it could be written again"
+        files.DamagedFile, match="no checkpoint was kept from which it could be written again"
     ):
         execute(planned(keep_checkpoint=False), path, resume=True)
     assert content(path) == before
@@ -601,7 +601,7 @@ def test_damaged_digests_are_refused(how, tmp_path):
     execute(planned(rounds=2), path)
     damaged(path / "digests.json", how)
     before = content(path)
-    with pytest.raises(files.Damaged, match=r"digests\.json is damaged"):
+    with pytest.raises(files.DamagedFile, match=r"digests\.json is damaged"):
         execute(planned(rounds=2), path, resume=True)
     assert content(path) == before
 
@@ -612,7 +612,7 @@ def test_checkpoints_that_are_gone_are_not_taken_for_a_new_run(tmp_path):
         execute(planned(), path, observer=stop_after(2))
     shutil.rmtree(path / "checkpoint")
     before = content(path)
-    with pytest.raises(files.Damaged, match="The checkpoints of FedALA are gone"):
+    with pytest.raises(files.DamagedFile, match="The checkpoints of FedALA are gone"):
         execute(planned(), path, resume=True)
     assert content(path) == before
 

@@ -1,9 +1,8 @@
-"""The plain way: one client after another, ordinary modules, `torch.optim.SGD`, batches of ten; what `fedala bench`
-measures against.
+"""The plain loop that `fedala bench` compares with: one client after another, `torch.optim.SGD`.
 
-This is how public implementations of FedAvg and FedALA work, written as one would write it by hand, with the data
-already on the device. Evaluation goes in batches of the training size and ALA runs the whole model in every batch, as
-the authors' code does.
+Public implementations of FedAvg and FedALA work like this. The data is already on the device.
+As in the authors' code, evaluation uses batches of the training size, and ALA runs the whole model
+in every batch.
 """
 
 import copy
@@ -39,8 +38,8 @@ class PlainLoop:
         self.lr, self.batch_size, self.share, self.eta = lr, batch_size, share, eta
         self.random = np.random.default_rng(0)
 
-    def round(self) -> float:
-        """One round; returns the accuracy of the initialised models."""
+    def run_round(self) -> float:
+        """Run one round; return the accuracy of the initialised models."""
         correct = samples = 0
         for client, model in enumerate(self.clients):
             self._initialize(client, model)

@@ -13,13 +13,15 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table as Shown
+from rich.table import Table
 
-from fedala.errors import UserError, printable
+from fedala.cli.output import keep_lines, say
+from fedala.errors import UserError
 from fedala.paper import report as reporting
 from fedala.paper import running
 from fedala.paper.board import Board
 from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, tables
+from fedala.paper.experiments import Table as PaperTable
 from fedala.paper.results import CSV, Results
 from fedala.report.tables import console
 from fedala.runs.config import Config
@@ -36,51 +38,62 @@ _OUT = Path("runs/paper")
 
 
 @app.command("list")
-def list_() -> None:
-    """Show the tables: their columns, how many cells each has, and what data it needs."""
+def list_tables() -> None:
+    """Show the tables: their columns, how many cells each has, and the data it needs."""
     for table in tables().values():
-        shown = Shown(
-            "column", "", "data", "model", "partition", "clients", "settings", title=f"{table.name}: {table.title}",
-            title_justify="left", box=None, pad_edge=False, title_style="bold",
-        )  # fmt: skip
-        shown.add_column("cells", justify="right")
-        for column in table.columns:
-            setting = column.setting
-            join = "" if setting.join_ratio == 1 else f", ρ = {setting.join_ratio:g}"
-            changes = [f"{key}={value}" for key, value in column.set.items()] + [
-                "+ala"
-            ] * column.with_ala
-            shown.add_row(
-                column.name,
-                escape(f"{column.group}: {column.title}"),
-                setting.dataset,
-                setting.model,
-                setting.partition,
-                f"{setting.clients}{join}",
-                " ".join(changes),
-                str(sum(table.has(column, method) for method in table.methods)),
-            )
-        console().print(shown)
+        console().print(_columns_of(table))
         print(f"methods: {', '.join(table.methods)}\n")
     for drawing in drawings().values():
-        needed = ", ".join(dict.fromkeys(setting.dataset for setting in drawing.settings))
+        datasets = ", ".join(dict.fromkeys(setting.dataset for setting in drawing.settings))
         print(
-            f"{drawing.name}: {drawing.title} ({needed}; without --data-dir, the embedded digits)"
+            f"{drawing.name}: {drawing.title} ({datasets}; without --data-dir, the embedded digits)"
         )
-    asked = preset()
+    defaults = preset()
     print(
-        f"\nAll with {asked['rounds']} rounds, {asked['seeds']} seeds, batches of {asked['batch_size']} in fixed order. "
+        f"\nAll with {defaults['rounds']} rounds, {defaults['seeds']} seeds, "
+        f"batches of {defaults['batch_size']} in fixed order. "
         "A cell that several tables show is run once."
     )
 
 
+def _columns_of(table: PaperTable) -> Table:
+    """Build a table with a row for each column of one of the paper's tables."""
+    headings = ("column", "", "data", "model", "partition", "clients", "settings")
+    shown = Table(
+        *headings,
+        title=f"{table.name}: {table.title}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+    )
+    shown.add_column("cells", justify="right")
+    for column in table.columns:
+        setting = column.setting
+        join = "" if setting.join_ratio == 1 else f", ρ = {setting.join_ratio:g}"
+        changes = [f"{key}={value}" for key, value in column.set.items()]
+        if column.with_ala:
+            changes.append("+ala")
+        shown.add_row(
+            column.name,
+            escape(f"{column.group}: {column.title}"),
+            setting.dataset,
+            setting.model,
+            setting.partition,
+            f"{setting.clients}{join}",
+            " ".join(changes),
+            str(sum(table.has(column, method) for method in table.methods)),
+        )
+    return shown
+
+
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala paper run table2 --columns cifar100-dir --method fedavg,fedala --data-dir DATA
   fedala paper run table2 table7 --rounds 300 --seeds 1 --minutes 30 --data-dir DATA
   fedala paper run table2 --shuffle --jobs 4 --data-dir DATA
 
-Finished cells are kept; the same command goes on where it was interrupted."""
+Finished cells are kept. After an interruption, the same command continues.""")
 )
 def run(
     names: Annotated[
@@ -94,7 +107,7 @@ def run(
         int | None, typer.Option(help="T: number of rounds, instead of the paper's 2000", min=1)
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="how many runs of each cell, instead of the paper's 5", min=1)
+        int | None, typer.Option(help="runs of each cell, instead of the paper's 5", min=1)
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="stop after this time, between two rounds", min=0.01)
@@ -111,90 +124,86 @@ def run(
         ),
     ] = False,
     eval_every: Annotated[
-        int, typer.Option(help="evaluate every so many rounds, and after the last", min=1)
+        int, typer.Option(help="evaluate every N rounds, and after the last", min=1, metavar="N")
     ] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     keep_checkpoints: Annotated[
         bool,
         typer.Option(
             "--keep-checkpoints",
-            help="also of finished cells (large), to give them more rounds later",
+            help="also keep those of finished cells (large), to add rounds later",
         ),
     ] = False,
-    jobs: Annotated[int, typer.Option(help="processes that run cells side by side", min=1)] = 1,
+    jobs: Annotated[int, typer.Option(help="processes that run cells in parallel", min=1)] = 1,
     relay: Annotated[bool, typer.Option("--relay", hidden=True)] = False,
 ) -> None:
-    """Run cells of the paper's tables with the paper's presets. Each has a folder of its own in the results folder."""
+    """Run cells of the paper's tables with its presets. Each cell has its own folder."""
     began = time.monotonic()
-    asked_rounds, rounds = rounds, rounds or int(preset()["rounds"])
+    given_rounds, rounds = rounds, rounds or int(preset()["rounds"])
     seeds = seeds or int(preset()["seeds"])
     Config.from_values({"device": device})
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
-    if out.exists():
-        _note(
-            Results.read(out).unverified if not relay else ()
-        )  # what could not be read at the end is refused now
-    figures = {
-        name: drawing
-        for name, drawing in drawings(digits=data_dir is None).items()
-        if name in names
-    }
+    if out.exists() and not relay:
+        _note(Results.read(out).unverified)  # unreadable results are refused now, not at the end
+    known_figures = drawings(digits=data_dir is None)
+    figures = {name: known_figures[name] for name in known_figures if name in names}
     names = [name for name in names if name not in figures]
-    chosen = choose(names, _split(columns), _split(method))
-    cells: dict[Cell, float | None] = {}
-    for table, column, row in chosen:
-        printed = table.printed(column, row)
-        cells.setdefault(
-            column.cell(row, shuffle=shuffle, rounds=rounds), printed.accuracy if printed else None
-        )
+    cells = _choose_cells(names, columns, method, shuffle=shuffle, rounds=rounds)
     deadline = None if minutes is None else began + 60 * minutes
     order = running.Order(
         out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline
     )
     if figures:
-        _draw(figures, order, asked_rounds)
+        _draw(figures, order, given_rounds)
     if not cells:
         return
     if relay:
-        sys.argv[:] = [
-            word for word in sys.argv if word != "--relay"
-        ]  # run folders note the command: one can type it
+        # Run folders record the command: record the one that a user can type.
+        sys.argv[:] = [word for word in sys.argv if word != "--relay"]
         parent = running.Relay()
         running.carry_out(cells, replace(order, asked=parent.asked), parent)
         return
-    board = Board(
-        Console(stderr=True),
-        {str(cell): accuracy for cell, accuracy in cells.items()},
-        rounds,
-        deadline,
-    )
+    arguments = [*names, f"--columns={columns}", f"--method={method}", *["--shuffle"] * shuffle]
+    _run_cells(cells, order, jobs, arguments)
+
+
+def _choose_cells(
+    names: list[str], columns: str, method: str, *, shuffle: bool, rounds: int
+) -> dict[Cell, float | None]:
+    """Return the chosen cells, each with the accuracy that the paper prints for it."""
+    cells: dict[Cell, float | None] = {}
+    for table, column, row in choose(names, _split(columns), _split(method)):
+        printed = table.printed(column, row)
+        cell = column.cell(row, shuffle=shuffle, rounds=rounds)
+        cells.setdefault(cell, printed.accuracy if printed else None)
+    return cells
+
+
+def _run_cells(
+    cells: Mapping[Cell, float | None], order: running.Order, jobs: int, arguments: list[str]
+) -> None:
+    """Run the cells with a live table, in this process or in `jobs` others; write the results."""
+    out = order.out
+    accuracies = {str(cell): accuracy for cell, accuracy in cells.items()}
+    board = Board(Console(stderr=True), accuracies, order.rounds, order.deadline)
     try:
-        with board, catch_stop_signals() as asked:
+        with board, catch_stop_signals() as signals:
             if jobs == 1:
-                running.carry_out(cells, replace(order, asked=asked), board)
+                running.carry_out(cells, replace(order, asked=signals), board)
             else:
-                arguments = [
-                    *names, f"--columns={columns}", f"--method={method}", f"--rounds={rounds}", f"--seeds={seeds}",
-                    f"--out={out}", f"--eval-every={eval_every}", f"--device={device}", *["--shuffle"] * shuffle,
-                    *["--keep-checkpoints"] * keep_checkpoints,
-                    *([f"--data-dir={data_dir}"] if data_dir else []),
-                    *([f"--minutes={max(0.01, order.left / 60)}"] if minutes else []),
-                ]  # fmt: skip
                 threads = str(max(1, (os.cpu_count() or 1) // jobs))
-                running.side_by_side(
-                    arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ}, asked
-                )
+                environment = {"OMP_NUM_THREADS": threads, **os.environ}
+                words = [*arguments, *_order_arguments(order)]
+                running.side_by_side(words, jobs, board, environment, signals)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"; what was done is in {out}, and the same command goes on"
-        ) from None
+        raise KeyboardInterrupt(f"; {_advice(out)}") from None
     finally:
         if out.is_dir():
             Results.read(out).write(out / CSV)
-    if asked:
-        print(f"Stopped; what was done is in {out}, and the same command goes on.", file=sys.stderr)
-        raise typer.Exit(128 + asked[0])
+    if signals:
+        print(f"Stopped; {_advice(out)}.", file=sys.stderr)
+        raise typer.Exit(128 + signals[0])
     for sentence in board.summary():
         print(sentence)
     states = {line.how for line in board.lines.values()}
@@ -203,39 +212,62 @@ def run(
     if states == {"skipped"}:
         raise UserError("Nothing was run.")
     print(
-        f"Results: {out / CSV}; fedala paper report {shlex.quote(str(out))} puts them beside the paper's."
+        f"Results: {out / CSV}; compare them with the paper's by "
+        f"fedala paper report {shlex.quote(str(out))}"
     )
 
 
+def _order_arguments(order: running.Order) -> list[str]:
+    """Return the command-line arguments that give another process the same order."""
+    arguments = [
+        f"--rounds={order.rounds}",
+        f"--seeds={order.seeds}",
+        f"--out={order.out}",
+        f"--eval-every={order.eval_every}",
+        f"--device={order.device}",
+    ]
+    if order.keep_checkpoints:
+        arguments.append("--keep-checkpoints")
+    if order.data_dir:
+        arguments.append(f"--data-dir={order.data_dir}")
+    if order.deadline is not None:
+        arguments.append(f"--minutes={max(0.01, order.left / 60)}")
+    return arguments
+
+
+def _advice(out: Path) -> str:
+    return f"the results so far are in {out}, and the same command continues"
+
+
 def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | None) -> None:
+    """Draw the paper's figures, as far as there is time and data."""
     from fedala.paper import figures  # needs matplotlib
 
     shelf = running.Shelf(order.data_dir)
     options = {"device": order.device, **({"rounds": rounds} if rounds else {})}
+    folder = order.out / "figures"
     for name, drawing in chosen.items():
         if order.left <= 0:
-            print(f"Left out, for want of time: {name}.")
+            print(f"Left out, because the time is up: {name}.")
             continue
         print(f"{name}: {drawing.title} …", file=sys.stderr)
         try:
-            for path in figures.draw(
-                drawing, shelf, order.out / "figures", lambda: order.left <= 0, **options
-            ):
+            for path in figures.draw(drawing, shelf, folder, lambda: order.left <= 0, **options):
                 print(f"Written: {path}")
         except Stopped as stopped:
             print(f"Out of time: {name} is not drawn; it got to {stopped}.")
         except UserError as error:
             print(f"Skipped: {name}: {error}")
         else:
-            for reason in dict.fromkeys(
-                shelf.missing[s.dataset] for s in drawing.settings if s.dataset in shelf.missing
-            ):
-                print(f"Left out of {name}: {reason}")
+            datasets = dict.fromkeys(setting.dataset for setting in drawing.settings)
+            for dataset in datasets:
+                if dataset in shelf.missing:
+                    print(f"Left out of {name}: {shelf.missing[dataset]}")
 
 
 def _note(sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        print(printable(f"Note: {sentence}", 1000), file=sys.stderr)
+        say(f"Note: {sentence}")
 
 
 def _split(text: str) -> list[str]:
@@ -243,15 +275,15 @@ def _split(text: str) -> list[str]:
 
 
 @app.command(
-    epilog="""Examples:
+    epilog=keep_lines("""Examples:
   fedala paper report runs/paper
-  fedala paper report results --insert docs/reproduction.md"""
+  fedala paper report results --insert docs/reproduction.md""")
 )
 def report(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="[DIR]", help="the results folder, or any with csv files of results"
+            metavar="[DIR]", help="the results folder, or a folder with csv files of results"
         ),
     ] = _OUT,
     *,
@@ -265,26 +297,34 @@ def report(
     insert: Annotated[
         Path | None,
         typer.Option(
-            help="put the Markdown tables between the marks of this file as well", metavar="FILE"
+            help="also put the Markdown tables between the marks of this file", metavar="FILE"
         ),
     ] = None,
 ) -> None:
-    """Put our numbers beside the paper's: Markdown, LaTeX, csv and one HTML page."""
+    """Compare our numbers with the paper's: Markdown, LaTeX, csv and one HTML page."""
     results = Results.read(folder)
     if out and out.resolve() == folder.resolve():
         raise UserError(
-            f"The report cannot go into {out} itself, where its tables would be taken for results."
+            f"The report cannot be written into {out} itself: "
+            "its tables would be read as results. Name another folder."
         )
     if insert:
-        reporting.around(
-            insert
-        )  # a file without a place for the tables is refused before anything is written
+        reporting.around(insert)  # refuse a file without marks before anything is written
     written = reporting.write(
         results, out or folder / "report", sorted((folder / "figures").glob("*.png"))
     )
     if insert:
         reporting.insert(results, insert)
-    shown = Shown("table", "column", "method", box=box.SIMPLE_HEAD, pad_edge=False)
+    console().print(_comparison(results))
+    print(reporting.overview(results))
+    _note([*results.contradictions, *results.unverified])
+    for path in [*written, *([insert] if insert else [])]:
+        print(f"Written: {path}")
+
+
+def _comparison(results: Results) -> Table:
+    """Build the table of our numbers and the paper's."""
+    shown = Table("table", "column", "method", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("paper", "ours", "difference", "last round"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("not as in the paper")
@@ -292,17 +332,14 @@ def report(
     for row in reporting.comparison(results):
         colour = colours[row["agreement"]]
         paper, ours = (reporting.spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours"))
-        texts = [paper, f"[{colour}]{ours}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
         shown.add_row(
             row["table"],
             row["column"],
             row["method"],
-            *texts,
+            paper,
+            f"[{colour}]{ours}[/]",
+            f"[{colour}]{row['difference']:+.2f}[/]",
             f"{row['final']:.2f}",
             escape(row["departures"]),
         )
-    console().print(shown)
-    print(reporting.overview(results))
-    _note([*results.contradictions, *results.unverified])
-    for path in [*written, *([insert] if insert else [])]:
-        print(f"Written: {path}")
+    return shown

@@ -1,9 +1,9 @@
-"""Data: load it by name or from files, partition it among clients, split every client's share.
+"""Load a dataset by its name or from files, divide it among clients, split each client's share.
 
 federation = federate(load("digits"), "dir:0.1", clients=20)
 """
 
-from fedala.data.catalogue import Known, known
+from fedala.data.catalogue import KnownDataset, known_datasets
 from fedala.data.dataset import Dataset
 from fedala.data.federation import Federation, federate, write_partition
 from fedala.data.load import load
@@ -12,11 +12,11 @@ from fedala.data.partition import dirichlet, iid, partitioner, pathological
 __all__ = [
     "Dataset",
     "Federation",
-    "Known",
+    "KnownDataset",
     "dirichlet",
     "federate",
     "iid",
-    "known",
+    "known_datasets",
     "load",
     "partitioner",
     "pathological",

@@ -1,16 +1,16 @@
-"""The datasets known by name, and the paper's settings for them."""
+"""The datasets that are known by name, and the paper's settings for them."""
 
 from dataclasses import dataclass
 
-LENGTH = 200  # tokens of a text: longer ones are cut, shorter ones padded
+LENGTH = 200  # tokens of a text: longer texts are cut, shorter ones padded
 
 
 @dataclass(frozen=True)
-class Known:
-    """One dataset that `load` knows by name."""
+class KnownDataset:
+    """A dataset that `load` knows by name."""
 
     name: str
-    what: str
+    description: str
     classes: int
     samples: int
     shape: tuple[int, ...]
@@ -20,8 +20,8 @@ class Known:
     rounds: int = 2000
     hub: str = ""  # id on the Hugging Face hub
     parts: tuple[str, ...] = ("train", "test")  # merged in this order
-    folders: tuple[str, ...] = ()  # where a copy on disk customarily lies
-    pickles: tuple[str, ...] = ()  # files of a version that is never loaded
+    folders: tuple[str, ...] = ()  # the usual folders of a copy on disk
+    pickles: tuple[str, ...] = ()  # files of the pickled version, which is never loaded
     class_names: tuple[str, ...] = ()
 
 
@@ -52,35 +52,36 @@ _CIFAR10 = (
 )
 _HUB = "Hugging Face hub, or --data-dir"
 
-_KNOWN = (
-    Known(
-        "digits", "handwritten digits, 8×8 scaled up", 10, 1797, (1, 28, 28), "embedded (scikit-learn)", 0.1,
-        rounds=30, class_names=_DIGITS,
+_DATASETS = (
+    KnownDataset(
+        "digits", "handwritten digits, 8×8 scaled up", 10, 1797, (1, 28, 28),
+        "embedded (scikit-learn)", 0.1, rounds=30, class_names=_DIGITS,
     ),
-    Known(
+    KnownDataset(
         "mnist", "handwritten digits", 10, 70_000, (1, 28, 28), _HUB, 0.1,
         hub="ylecun/mnist", folders=("mnist", "MNIST/raw"), class_names=_DIGITS,
     ),
-    Known(
+    KnownDataset(
         "fashion-mnist", "clothes in grey", 10, 70_000, (1, 28, 28), _HUB, 0.1,
-        hub="zalando-datasets/fashion_mnist", folders=("fashion_mnist", "FashionMNIST/raw"), class_names=_FASHION,
+        hub="zalando-datasets/fashion_mnist", folders=("fashion_mnist", "FashionMNIST/raw"),
+        class_names=_FASHION,
     ),
-    Known(
+    KnownDataset(
         "cifar10", "small colour photographs", 10, 60_000, (3, 32, 32), _HUB, 0.005,
         hub="uoft-cs/cifar10", folders=("cifar-10-batches-bin", "plain_text"),
         pickles=("cifar-10-batches-py/data_batch_1", "data_batch_1"),
         class_names=_CIFAR10,
     ),
-    Known(
+    KnownDataset(
         "cifar100", "small colour photographs", 100, 60_000, (3, 32, 32), _HUB, 0.005,
         hub="uoft-cs/cifar100", folders=("cifar-100-binary", "cifar100"),
         pickles=("cifar-100-python/train", "train"),
     ),
-    Known(
+    KnownDataset(
         "tiny-imagenet", "photographs, its training part", 200, 100_000, (3, 64, 64), _HUB, 0.005,
         hub="zh-plus/tiny-imagenet", parts=("train",), folders=("tiny-imagenet-200",),
     ),
-    Known(
+    KnownDataset(
         "ag_news", "news, titles and first lines", 4, 127_600, (LENGTH,), _HUB, 0.1,
         model="fasttext", hub="fancyzhx/ag_news", folders=("ag_news_csv", "AG_NEWS"),
         class_names=("World", "Sports", "Business", "Sci/Tech"),
@@ -88,6 +89,6 @@ _KNOWN = (
 )  # fmt: skip
 
 
-def known() -> list[Known]:
-    """The datasets that `load` knows by name."""
-    return list(_KNOWN)
+def known_datasets() -> list[KnownDataset]:
+    """Return the datasets that `load` knows by name."""
+    return list(_DATASETS)

@@ -1,6 +1,5 @@
-"""What a dataset is once it is loaded, whatever it came from."""
+"""A dataset in memory, whatever file it came from."""
 
-import importlib
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,10 +13,14 @@ from fedala.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples and their labels. One that exists is sound: whatever makes it has to pass the checks below."""
+    """Samples and their labels. Its constructor checks them, so a `Dataset` is always sound.
+
+    `x` holds uint8 images N×C×H×W (normalised later, batch by batch), int32 texts N×200, or
+    float32 samples of any other shape.
+    """
 
     name: str
-    x: torch.Tensor  # images: uint8 N×C×H×W, normalised later at the batch; texts: int32 N×200; anything else: float32
+    x: torch.Tensor
     y: torch.Tensor  # int64 N, labels 0..classes-1
     classes: int
     class_names: tuple[str, ...] = ()
@@ -25,42 +28,54 @@ class Dataset:
     note: str = ""  # shown to users, for example "partial: …"
 
     def __post_init__(self) -> None:
+        self._check_form()
+        self._check_values()
+        self._check_labels()
+
+    def _check_form(self) -> None:
         x, y, name = self.x, self.y, self.name
         if len(x) != len(y):
             raise UserError(
-                f"{name} has {len(x)} samples but {len(y)} labels; it needs one label for every sample."
+                f"{name} has {len(x)} samples but {len(y)} labels; "
+                "it needs one label for every sample."
             )
         if len(y) == 0:
             raise UserError(f"{name} is empty; it needs samples of at least two classes.")
-        images, texts = (
-            x.dtype == torch.uint8 and x.ndim == 4,
-            x.dtype == torch.int32 and x.ndim == 2,
-        )
-        if (
-            not (images or texts or (x.dtype == torch.float32 and x.ndim > 1))
-            or y.dtype != torch.int64
-            or y.ndim != 1
-        ):
+        is_image = x.dtype == torch.uint8 and x.ndim == 4
+        is_other = x.dtype == torch.float32 and x.ndim > 1
+        has_labels = y.dtype == torch.int64 and y.ndim == 1
+        if not (is_image or self._is_text or is_other) or not has_labels:
             raise UserError(
-                f"{name} must hold uint8 images N×C×H×W, int32 texts N×{LENGTH} or float32 N×…, and int64 labels; "
-                f"it holds {x.dtype} of shape {tuple(x.shape)} and {y.dtype} of shape {tuple(y.shape)}."
+                f"{name} must hold uint8 images N×C×H×W, int32 texts N×{LENGTH} or float32 N×…, "
+                f"and int64 labels; it holds {x.dtype} of shape {tuple(x.shape)} "
+                f"and {y.dtype} of shape {tuple(y.shape)}."
             )
         if x[0].numel() == 0:
             raise UserError(
                 f"{name} has samples of shape {tuple(x.shape[1:])}, which hold nothing."
             )
-        # Piece by piece: the test takes more memory than what it looks at.
+
+    @property
+    def _is_text(self) -> bool:
+        return self.x.dtype == torch.int32 and self.x.ndim == 2
+
+    def _check_values(self) -> None:
+        x, name = self.x, self.name
+        # Piece by piece, because the test takes more memory than the values.
         rows = max(1, 2**20 // x[0].numel())
         parts = (x[first : first + rows] for first in range(0, len(x), rows))
         if x.dtype == torch.float32 and not all(bool(torch.isfinite(part).all()) for part in parts):
             raise UserError(
-                f"{name} holds NaN or infinite values (beyond float32); every value must be a finite number."
+                f"{name} holds NaN or infinite values (beyond float32); "
+                "every value must be a finite number."
             )
-        if texts and not 0 <= int(x.min()) <= int(x.max()) < (self.vocabulary or 0):
+        if self._is_text and not 0 <= int(x.min()) <= int(x.max()) < (self.vocabulary or 0):
             raise UserError(
                 f"{name} holds token ids outside its vocabulary, which is {self.vocabulary}."
             )
-        low, high = int(y.min()), int(y.max())
+
+    def _check_labels(self) -> None:
+        name, low, high = self.name, int(self.y.min()), int(self.y.max())
         if low < 0 or high >= self.classes:
             raise UserError(
                 f"{name} holds the labels {low} to {high}; "
@@ -68,12 +83,12 @@ class Dataset:
             )
         if low == high:
             raise UserError(
-                f"{name} holds a single class; there is nothing to learn with fewer than two."
+                f"{name} holds a single class; learning needs samples of at least two classes."
             )
 
 
-class Raw(NamedTuple):
-    """What a file format gives: texts are still texts, and the number of classes may be open."""
+class RawData(NamedTuple):
+    """The content of a file: texts are not yet tokens, and the number of classes may be open."""
 
     where: str
     x: "torch.Tensor | list[str]"
@@ -81,24 +96,15 @@ class Raw(NamedTuple):
     class_names: tuple[str, ...] = ()
 
 
-def need(module: str, package: str, extra: str, what: str) -> Any:
-    """An optional package, imported where it is used; the core has to work without it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UserError(f"{what} needs {package}: pip install 'fedala[{extra}]'.") from None
+def encode_labels(
+    labels: list[str],
+) -> "tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]":
+    """Return text labels as 0..classes-1, and the names of the classes.
 
-
-def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough to stand inside a sentence."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".")[:200] if lines else type(error).__name__
-
-
-def encode(labels: list[str]) -> "tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]":
-    """Labels written as text → 0..classes-1 and their names, in the order of their numbers or of the alphabet."""
+    Names are ordered by number if all are numbers, otherwise by the alphabet.
+    """
     names = sorted(set(labels))
-    with suppress(ValueError):  # where one is not a number, the alphabet it is
+    with suppress(ValueError):  # some name is not a number
         names = sorted(names, key=int)
     number = {name: k for k, name in enumerate(names)}
     return np.array([number[label] for label in labels], dtype=np.int64), tuple(names)

@@ -1,4 +1,4 @@
-"""What a run trains on: a dataset, and who holds which of its samples for training, validation and test."""
+"""A dataset divided among clients, each with its training, validation and test samples."""
 
 import hashlib
 import json
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.dataset import Dataset, first_line
+from fedala.data.dataset import Dataset
 from fedala.data.partition import Indices, check_seed, partitioner
-from fedala.errors import UserError
+from fedala.errors import UserError, first_line
 from fedala.io.untrusted import read_json
 from fedala.lanes.randomness import draw
 
@@ -22,7 +22,7 @@ PARTS = ("train", "validation", "test")
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """Per client: indices into the dataset, in the client's own fixed order."""
+    """For each client, indices into the dataset, in the client's own fixed order."""
 
     dataset: Dataset
     train: tuple[Indices, ...]
@@ -30,25 +30,28 @@ class Federation:
     validation: tuple[Indices, ...]
 
     def counts(self, *parts: str) -> Indices:
-        """Clients × classes: how many samples of each class a client holds, in all or in some of its `PARTS`."""
+        """Count the samples of each class that a client holds, in all `PARTS` or in some of them.
+
+        Returns an array of clients × classes.
+        """
         labels, classes = self.dataset.y.numpy(), self.dataset.classes
-        held = (getattr(self, part) for part in parts or PARTS)
-        rows = [np.concatenate(own) for own in zip(*held, strict=True)]
+        by_part = (getattr(self, part) for part in parts or PARTS)
+        rows = [np.concatenate(own) for own in zip(*by_part, strict=True)]
         return np.stack([np.bincount(labels[row], minlength=classes) for row in rows])
 
     def digest(self) -> str:
-        """Tells one federation from another: the samples, their labels, and who has which."""
-        found = hashlib.sha256()
+        """Return a digest of the samples, their labels, and which client has which."""
+        digest = hashlib.sha256()
         for part in (self.train, self.test, self.validation):
             for row in part:
-                found.update(
+                digest.update(
                     np.int64(len(row)).tobytes() + np.ascontiguousarray(row, np.int64).tobytes()
                 )
         for tensor in (self.dataset.x, self.dataset.y):
-            found.update(
+            digest.update(
                 repr(tensor.shape).encode() + np.ascontiguousarray(tensor.numpy()).data.cast("B")
             )
-        return found.hexdigest()
+        return digest.hexdigest()
 
 
 def federate(
@@ -58,9 +61,10 @@ def federate(
     seed: int = 1,
     validation: float = 0.0,
 ) -> Federation:
-    """Divide `dataset` by `dir:β`, `pathological:c`, `iid` or a partition file, each share 75/25 into train and test.
+    """Divide `dataset` by `dir:β`, `pathological:c`, `iid` or a partition file (.json).
 
-    `validation` is the share of the training samples to hold out. With `clients=None` a file says how many there are.
+    A client's share is split 75/25 into train and test. `validation` is the share of the training
+    samples to hold out. With `clients=None`, a file decides how many clients there are.
     """
     if not 0 <= validation < 1:
         raise UserError(
@@ -68,39 +72,37 @@ def federate(
         )
     check_seed(seed)
     if partition.endswith(".json"):
-        held = _read(Path(partition), dataset, clients, seed)
+        splits = _read_partition(Path(partition), dataset, clients, seed)
     else:
-        shares = partitioner(partition)(
-            dataset.y.numpy(), clients=20 if clients is None else clients, seed=seed
-        )
-        held = [_split(share, seed, client) for client, share in enumerate(shares)]
-    if not any(
-        len(parts["validation"]) for parts in held
-    ):  # those that a file holds stay as they are
-        held = [_hold_out(parts, validation) for parts in held]
-    return Federation(dataset, **{part: tuple(parts[part] for parts in held) for part in PARTS})
+        count = 20 if clients is None else clients
+        shares = partitioner(partition)(dataset.y.numpy(), clients=count, seed=seed)
+        splits = [_split(share, seed, client) for client, share in enumerate(shares)]
+    has_validation = any(len(split["validation"]) for split in splits)
+    if not has_validation:  # a file's own validation samples stay as they are
+        splits = [_hold_out(split, validation) for split in splits]
+    return Federation(dataset, **{part: tuple(split[part] for split in splits) for part in PARTS})
 
 
 def _split(share: Indices, seed: int, client: int) -> dict[str, Indices]:
-    """75/25 at random; the order after the draw is the client's order from now on."""
+    """Split a share 75/25 at random; the order of the draw is the client's order from now on."""
     shuffled = share[draw(seed, "split", client=client).permutation(len(share))]
     cut = int(0.75 * len(share))
     return {"train": shuffled[:cut], "validation": shuffled[:0], "test": shuffled[cut:]}
 
 
 def _hold_out(parts: dict[str, Indices], validation: float) -> dict[str, Indices]:
-    """The end of the training part becomes the validation part."""
+    """Move the end of the training part to the validation part."""
     train = parts["train"]
     cut = len(train) - int(validation * len(train))
     return {**parts, "train": train[:cut], "validation": train[cut:]}
 
 
 def write_partition(federation: Federation, path: Path | str) -> None:
-    """Write who holds what, for `federate(partition="….json")` to read; the file appears whole or not at all."""
+    """Write a partition file for `federate(partition="….json")`; it is complete or absent."""
     path, dataset = Path(path), federation.dataset
     if path.suffix != ".json":
         raise UserError(
-            f"A partition file must be called ….json, not {path}, or it will not be known as one."
+            f"A partition file must be called ….json, not {path}: --partition knows it by that."
         )
     content = {
         "format": _FORMAT,
@@ -133,7 +135,31 @@ def _checksum(dataset: Dataset) -> str:
     return hashlib.sha256(dataset.y.numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def _read(path: Path, dataset: Dataset, clients: int | None, seed: int) -> list[dict[str, Indices]]:
+def _read_partition(
+    path: Path, dataset: Dataset, clients: int | None, seed: int
+) -> list[dict[str, Indices]]:
+    """Read a partition file, and check that it fits the dataset and divides it without overlap."""
+    rows = _read_clients(path, dataset)
+    if clients is not None and clients != len(rows):
+        raise UserError(
+            f"{path} holds {len(rows)} clients, but {clients} were asked for; leave the number out."
+        )
+    splits = [
+        _read_client(row, f"{path}, client {client}", len(dataset.y), seed, client)
+        for client, row in enumerate(rows)
+    ]
+    all_parts = [part for split in splits for part in split.values()]
+    indices, times = np.unique(np.concatenate(all_parts), return_counts=True)
+    if (times > 1).any():
+        raise UserError(
+            f"{path} lists the sample {indices[times > 1][0]} twice; "
+            "clients and parts must not overlap."
+        )
+    return splits
+
+
+def _read_clients(path: Path, dataset: Dataset) -> list[Any]:
+    """Read a partition file, check that it was made for this dataset, and return its clients."""
     try:
         content = read_json(path, 2**24 + 100 * len(dataset.y))
     except FileNotFoundError:
@@ -146,51 +172,35 @@ def _read(path: Path, dataset: Dataset, clients: int | None, seed: int) -> list[
         raise UserError(f'{path} is not a partition file: it does not say "format": "{_FORMAT}".')
     if content.get("version") != _VERSION:
         raise UserError(
-            f"{path} is of version {content.get('version')!r}; this program reads version {_VERSION}."
+            f"{path} is of version {content.get('version')!r}; "
+            f"this program reads version {_VERSION}."
         )
-    samples = len(dataset.y)
-    if content.get("samples") != samples or content.get("labels", _checksum(dataset)) != _checksum(
-        dataset
-    ):
+    samples, checksum = len(dataset.y), _checksum(dataset)
+    if content.get("samples") != samples or content.get("labels", checksum) != checksum:
         raise UserError(
-            f"{path} was made for {content.get('dataset')} with {content.get('samples')} samples, whose labels are not "
-            f"those of {dataset.name} with {samples}; a partition fits one dataset only."
+            f"{path} was made for {content.get('dataset')} with {content.get('samples')} samples, "
+            f"whose labels differ from those of {dataset.name} with {samples}; "
+            "a partition fits one dataset only."
         )
     rows = content.get("clients")
     if not isinstance(rows, list) or not rows:
         raise UserError(f"{path} names no clients; its list clients needs at least one.")
-    if clients is not None and clients != len(rows):
-        raise UserError(
-            f"{path} holds {len(rows)} clients, but {clients} were asked for; leave the number out."
-        )
-    held = [
-        _client(row, f"{path}, client {client}", samples, seed, client)
-        for client, row in enumerate(rows)
-    ]
-    indices, times = np.unique(
-        np.concatenate([part for parts in held for part in parts.values()]), return_counts=True
-    )
-    if (times > 1).any():
-        raise UserError(
-            f"{path} gives the sample {indices[times > 1][0]} away twice; clients and parts must not overlap."
-        )
-    return held
+    return rows
 
 
-def _client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[str, Indices]:
+def _read_client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[str, Indices]:
     if isinstance(row, list):
-        return _split(_indices(row, where, samples), seed, client)
+        return _split(_read_indices(row, where, samples), seed, client)
     if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(PARTS):
         raise UserError(
-            f"{where} must be a list of samples, or have train, test and perhaps validation."
+            f"{where} must be a list of samples, or have train, test and optionally validation."
         )
-    return {part: _indices(row.get(part, []), f"{where}, {part}", samples) for part in PARTS}
+    return {part: _read_indices(row.get(part, []), f"{where}, {part}", samples) for part in PARTS}
 
 
-def _indices(values: Any, where: str, samples: int) -> Indices:
-    if not isinstance(values, list) or not all(
-        type(value) is int and 0 <= value < samples for value in values
-    ):
+def _read_indices(values: Any, where: str, samples: int) -> Indices:
+    is_list = isinstance(values, list)
+    if not is_list or not all(type(value) is int and 0 <= value < samples for value in values):
         raise UserError(
             f"{where} must list whole numbers from 0 to {samples - 1}, the samples of the dataset."
         )

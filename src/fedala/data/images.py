@@ -1,4 +1,4 @@
-"""Image files: folders of them, and those that lie inside tables."""
+"""Image files, in folders and inside tables."""
 
 import math
 import warnings
@@ -10,29 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedala.data.dataset import Raw, need
-from fedala.errors import UserError
-from fedala.io.untrusted import check_expansion, check_room, read
+from fedala.data.dataset import RawData
+from fedala.errors import UserError, import_optional
+from fedala.io.untrusted import check_expansion, check_memory, read_file
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
-_FORMATS = (
-    "PNG",
-    "JPEG",
-    "BMP",
-    "GIF",
-    "WEBP",
-    "TIFF",
-    "PPM",
-)  # not what else pillow knows: one starts a program
-LARGEST = 2**28  # bytes of one image file
+#: Pillow knows more formats, but one of them starts a program.
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+MAX_IMAGE_BYTES = 2**28
 _GREY = {"1", "L", "LA"}
 _PARTS = ("train", "val", "valid", "validation", "test")
 
-Source = tuple[str, Callable[[], BytesIO]]  # what to call an image in a message, and its bytes
+#: The name of an image in messages, and a function that reads its bytes.
+Source = tuple[str, Callable[[], BytesIO]]
 
 
-def image_folder(folder: Path) -> Raw:
-    """One sub-folder per class, named after it; or the same below `train`, `val` and `test`, which are merged."""
+def read_image_folder(folder: Path) -> RawData:
+    """Read a folder with one sub-folder per class, or the same in `train`, `val` and `test`."""
     parts = _folders(folder)
     if not parts or any(part.name not in _PARTS for part in parts):
         parts = [folder]
@@ -40,35 +34,35 @@ def image_folder(folder: Path) -> Raw:
     names = sorted({child.name for part in parts for child in _folders(part)})
     if not names:
         raise UserError(
-            f"{folder} holds no sub-folders; an image folder has one for every class, named after it."
+            f"{folder} holds no sub-folders; "
+            "an image folder has one for every class, with the name of the class."
         )
     files, y = [], []
     for part in parts:
         for label, name in enumerate(names):
-            found = sorted(
-                file for file in (part / name).rglob("*") if file.suffix.lower() in _SUFFIXES
-            )
-            files += found
-            y += [label] * len(found)
+            contents = sorted((part / name).rglob("*"))
+            images = [file for file in contents if file.suffix.lower() in _SUFFIXES]
+            files += images
+            y += [label] * len(images)
     empty = [name for label, name in enumerate(names) if label not in set(y)]
     if empty:
         raise UserError(
             f"{folder / empty[0]} holds no images (png, jpg, …); every class needs at least one."
         )
-    x = decode([_source(file) for file in files])
-    return Raw(str(folder), x, np.array(y, dtype=np.int64), tuple(names))
+    x = decode_images([_source(file) for file in files])
+    return RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names))
 
 
 def _source(file: Path) -> Source:
-    return str(file), lambda: BytesIO(read(file, LARGEST))
+    return str(file), lambda: BytesIO(read_file(file, MAX_IMAGE_BYTES))
 
 
-def decode(sources: Sequence[Source]) -> torch.Tensor:
-    """Images of one size as uint8 N×C×H×W: RGB, or one channel where all of them are grey."""
-    pillow = need("PIL.Image", "pillow", "images", "Reading image files")
+def decode_images(sources: Sequence[Source]) -> torch.Tensor:
+    """Decode images of one size to uint8 N×C×H×W: one channel if all are grey, otherwise RGB."""
+    pillow = import_optional("PIL.Image", "pillow", "images", "Reading image files")
     stored = 0
 
-    def counted(source: Source) -> Source:
+    def count_bytes(source: Source) -> Source:
         def data() -> BytesIO:
             nonlocal stored
             content = source[1]()
@@ -77,9 +71,10 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
 
         return source[0], data
 
-    # Headers first: the size and the kind of all images have to be known before room is made for them.
+    # Headers first: sizes and modes must be known before memory is taken for the pixels.
     headers = [
-        _read(pillow, counted(source), lambda image: (image.size, image.mode)) for source in sources
+        _read(pillow, count_bytes(source), lambda image: (image.size, image.mode))
+        for source in sources
     ]
     (width, height), _ = headers[0]
     for (name, _), (size, mode) in zip(sources, headers, strict=True):
@@ -92,11 +87,10 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
             raise UserError(f"{name} has more than 8 bits per channel ({mode}); save it with 8.")
     grey = all(mode in _GREY for _, mode in headers)
     shape = (len(sources), 1 if grey else 3, height, width)
-    every = f"{sources[0][0]} and all other images together"
-    check_expansion(
-        math.prod(shape), stored, every, "if that is right, save the pixels with np.savez"
-    )
-    check_room(math.prod(shape) + 8 * width * height, every)
+    all_images = f"{sources[0][0]} and all other images together"
+    advice = "if that is right, save the pixels with np.savez"
+    check_expansion(math.prod(shape), stored, all_images, advice)
+    check_memory(math.prod(shape) + 8 * width * height, all_images)
     pixels = np.empty(shape, dtype=np.uint8)
     for row, source in zip(pixels, sources, strict=True):
         image = _read(pillow, source, lambda image: _pixels(image, grey))
@@ -108,33 +102,33 @@ def decode(sources: Sequence[Source]) -> torch.Tensor:
 
 def _pixels(image: Any, grey: bool) -> Any:
     if image.mode == "P":
-        image = image.convert(
-            "RGBA"
-        )  # pillow's own advice for palettes that have a transparent colour
+        image = image.convert("RGBA")  # as pillow advises for a palette with transparency
     return np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))
 
 
-def _read(pillow: Any, source: Source, what: Callable[[Any], Any]) -> Any:
+def _read(pillow: Any, source: Source, extract: Callable[[Any], Any]) -> Any:
+    """Open an image and return what `extract` takes from it."""
     name, data = source
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # pillow remarks on what it can read all the same
+            warnings.simplefilter("ignore")  # pillow warns about images that it can read
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
             with pillow.open(data(), formats=_FORMATS) as image:
-                return what(image)
+                return extract(image)
     except UserError:
         raise
-    except Exception as error:  # pillow's decoders end in almost any kind of error on a broken file
+    except Exception as error:  # a broken file can raise almost any kind of error
         raise UserError(f"{name} is not a readable image ({type(error).__name__}).") from None
 
 
 def _folders(folder: Path) -> list[Path]:
-    found = sorted(
+    folders = sorted(
         child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")
     )
     real = folder.resolve()
-    if real == real.parent or any(real.is_relative_to(child.resolve()) for child in found):
+    if real == real.parent or any(real.is_relative_to(child.resolve()) for child in folders):
         raise UserError(
-            f"{folder} is, or leads to, a folder that everything lies in: no dataset looks like that."
+            f"{folder} is, or links to, a folder that contains it; "
+            "name a folder that holds only the images."
         )
-    return found
+    return folders

@@ -1,4 +1,4 @@
-"""Tables of an image or text column and a label column: parquet files on disk, and the Hugging Face hub."""
+"""Tables with an image or text column and a label column, in parquet files and on the hub."""
 
 import json
 import os
@@ -10,33 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.dataset import Raw, encode, first_line, need
-from fedala.data.images import LARGEST, decode
-from fedala.errors import UserError
-from fedala.io.untrusted import check_expansion, check_room, opened, read
+from fedala.data.dataset import RawData, encode_labels
+from fedala.data.images import MAX_IMAGE_BYTES, decode_images
+from fedala.errors import UserError, first_line, import_optional
+from fedala.io.untrusted import check_expansion, check_memory, open_file, read_file
 
 _INPUTS = ("image", "img", "text", "sentence", "content")
 _LABELS = ("label", "labels", "fine_label", "target", "class")
 _PARTS = ("train", "validation", "valid", "val", "test")
-_ROWS = 64  # at a time
-_OBJECT = 100  # bytes that a value takes in Python, at the least
+_ROWS = 64  # read at a time
+_OBJECT = 100  # bytes that a Python value takes at least
 
 
-def hub(
+def read_hub(
     identifier: str, parts: Sequence[str] = _PARTS, advice: str = "check the id and the connection"
-) -> Raw:
-    """A dataset of the hub, its parts merged in the order given. The library caches what it has downloaded."""
-    datasets = need(
+) -> RawData:
+    """Read a dataset from the hub and merge its parts in order. The library caches downloads."""
+    datasets = import_optional(
         "datasets", "datasets", "hub", f"Loading {identifier} from the Hugging Face hub"
     )
     where = f"{identifier} on the Hugging Face hub"
-    # The library takes other names for folders here, or for file formats that it should read, pickles among them.
-    if (
-        not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", identifier, re.ASCII)
-        or Path(identifier).exists()
-    ):
+    # The library takes other names for local folders or for file formats, pickles included.
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", identifier, re.ASCII)
+    if not is_hub_name or Path(identifier).exists():
         raise UserError(
-            f"A dataset of the hub is written as owner/name, and is no folder here, unlike {identifier}."
+            f"{identifier} does not name a dataset of the hub: it must be owner/name, "
+            "and there must be no local folder of that name."
         )
     try:
         splits = datasets.load_dataset(identifier)
@@ -46,54 +45,45 @@ def hub(
             tables.append(
                 table.replace_schema_metadata(splits[part].features.arrow_schema.metadata)
             )
-    except (
-        Exception
-    ) as error:  # the connection, the id, the hub's or the library's own errors: all mean "no data"
+    except Exception as error:  # the connection, the id, the hub and the library can all fail
         raise UserError(f"{where} could not be loaded ({first_line(error)}); {advice}.") from None
-    return _merge(
-        tables,
-        where,
-        (Path(datasets.config.HF_CACHE_HOME), Path(datasets.config.HF_DATASETS_CACHE)),
-    )
+    caches = (Path(datasets.config.HF_CACHE_HOME), Path(datasets.config.HF_DATASETS_CACHE))
+    return _merge(tables, where, caches)
 
 
-def parquet(folder: Path, parts: Sequence[str] = _PARTS) -> Raw | None:
-    """A folder of `train….parquet`, `test….parquet`, as the hub stores datasets, or None where there are none."""
-    files = [file for part in parts for file in sorted(folder.glob(f"{part}[-.]*parquet"))]
+def read_parquet(folder: Path, parts: Sequence[str] = _PARTS) -> RawData | None:
+    """Read `train….parquet`, `test….parquet`, as the hub stores them; None if there are none."""
+    files: list[Path] = []
+    for part in parts:
+        files += sorted(folder.glob(f"{part}[-.]*parquet"))
     if not files:
         return None
-    need("pyarrow", "pyarrow", "hub", f"Reading {files[0]}")
-    return _merge(
-        [_table(file) for file in files],
-        str(folder),
-        stored=sum(file.stat().st_size for file in files),
-    )
+    import_optional("pyarrow", "pyarrow", "hub", f"Reading {files[0]}")
+    stored = sum(file.stat().st_size for file in files)
+    return _merge([_read_table(file) for file in files], str(folder), stored=stored)
 
 
-def _table(path: Path) -> Any:
-    """The columns that are needed, piece by piece: a few bytes of a parquet file can stand for any number of values."""
+def _read_table(path: Path) -> Any:
+    """Read the needed columns piece by piece: few bytes of parquet can hold very many values."""
     from pyarrow import Table
     from pyarrow.parquet import ParquetFile
 
     try:
-        with opened(path) as data, ParquetFile(data) as file:
-            check_room(os.fstat(data.fileno()).st_size, str(path))
+        with open_file(path) as data, ParquetFile(data) as file:
+            check_memory(os.fstat(data.fileno()).st_size, str(path))
             schema = file.schema_arrow
-            check_room(file.metadata.num_rows * _OBJECT, str(path))
+            check_memory(file.metadata.num_rows * _OBJECT, str(path))
             columns = [_first(names, schema.names) for names in (_INPUTS, _LABELS)]
             batches = []
-            for batch in (
-                file.iter_batches(_ROWS, columns=columns, use_threads=False) if all(columns) else ()
-            ):
-                check_room(batch.nbytes, str(path))
-                batches.append(batch)
+            if all(columns):
+                for batch in file.iter_batches(_ROWS, columns=columns, use_threads=False):
+                    check_memory(batch.nbytes, str(path))
+                    batches.append(batch)
             table = Table.from_batches(batches) if batches else schema.empty_table()
             return table.replace_schema_metadata(schema.metadata)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # pyarrow's errors are of several kinds; a damaged file can end in any
+    except Exception as error:  # a damaged file can raise several kinds of errors
         raise UserError(f"{path} is not a readable parquet file ({first_line(error)}).") from None
 
 
@@ -103,94 +93,97 @@ def _first(wanted: Sequence[str], names: Sequence[str]) -> str | None:
 
 def _merge(
     tables: list[Any], where: str, caches: Sequence[Path] = (), stored: int | None = None
-) -> Raw:
-    """`caches`: the only folders that images may be read from where a table holds their paths. `stored`: bytes of the
-    files, where there are some."""
+) -> RawData:
+    """Merge tables into one dataset.
+
+    If a table holds paths of images, only images in the folders `caches` are read. `stored` is the
+    size of the files in bytes, if there are files.
+    """
     columns = tables[0].column_names
     x, y = _first(_INPUTS, columns), _first(_LABELS, columns)
     if x is None or y is None or any({x, y} - set(table.column_names) for table in tables):
         raise UserError(
-            f"{where} has the columns {', '.join(columns)}; it needs an image or text column and a label column."
+            f"{where} has the columns {', '.join(columns)}; "
+            "it needs an image or text column and a label column."
         )
     try:
         inputs, labels = (_values(tables, name, where, stored) for name in (x, y))
     except UserError:
         raise
-    except Exception as error:  # a column that is there twice, text that is not UTF-8, times beyond the calendar, …
+    except Exception as error:  # two columns of one name, text that is not UTF-8, wrong dates, …
         raise UserError(
             f"{where}: its columns {x} and {y} cannot be read ({first_line(error)})."
         ) from None
     if not inputs:
         raise UserError(f"{where} is empty; it needs samples of at least two classes.")
-    numbers, names = _numbers(labels, _class_names(tables[0], y), f"{where}, column {y}")
+    numbers, names = _encode(labels, _class_names(tables[0], y), f"{where}, column {y}")
     if any(isinstance(value, str) for value in inputs):
         if not all(isinstance(value, str) for value in inputs):
             raise UserError(f"{where}, column {x}: some texts are missing; every label needs one.")
-        return Raw(where, inputs, numbers, names)
+        return RawData(where, inputs, numbers, names)
     images = [_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
-    return Raw(where, decode(images), numbers, names)
+    return RawData(where, decode_images(images), numbers, names)
 
 
 def _values(tables: list[Any], name: str, where: str, stored: int | None) -> list[Any]:
-    """A column as Python's values, piece by piece: one text can stand there a million times and be kept once until here."""
+    """Read a column as Python values, piece by piece: a table may store a repeated text once."""
     values: list[Any] = []
-    held = 0
-    for piece in (piece for table in tables for piece in table.column(name).chunks):
+    size = 0
+    advice = "if that is right, save it as a .csv or .npz file"
+    pieces = [piece for table in tables for piece in table.column(name).chunks]
+    for piece in pieces:
         for first in range(0, len(piece), _ROWS):
             new = piece.slice(first, _ROWS).to_pylist()
-            held += sum(
-                len(content) for value in new if isinstance(content := _content(value), str | bytes)
-            )
-            check_room(held, where)
+            contents = [_content(value) for value in new]
+            size += sum(len(content) for content in contents if isinstance(content, str | bytes))
+            check_memory(size, where)
             if stored is not None:
-                check_expansion(
-                    held, stored, where, "if that is right, save it as a .csv or .npz file"
-                )
+                check_expansion(size, stored, where, advice)
             values += new
     return values
 
 
 def _content(value: Any) -> Any:
+    """Return the bytes of an image, or a value of another type as it is."""
     return value.get("bytes") if isinstance(value, dict) else value
 
 
-def _numbers(
+def _encode(
     labels: list[Any], names: tuple[str, ...], where: str
 ) -> "tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]":
     if all(isinstance(label, str) for label in labels):
-        return encode(labels)
+        return encode_labels(labels)
     if not all(isinstance(label, int) and abs(label) < 2**63 for label in labels):
         raise UserError(
-            f"{where}: every label must be a whole number or a name, and some are neither or missing."
+            f"{where}: every label must be a whole number or a name; "
+            "some are something else or missing."
         )
     return np.array(labels, dtype=np.int64), names
 
 
 def _class_names(table: Any, column: str) -> tuple[str, ...]:
-    """The names that the hub keeps in a table's metadata; without them, labels are just numbers."""
+    """Return the class names in a table's metadata, as the hub keeps them; () if there are none."""
     try:
         metadata = json.loads((table.schema.metadata or {})[b"huggingface"])
         names = metadata["info"]["features"][column]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):
         return ()
-    return (
-        tuple(names)
-        if isinstance(names, list) and all(isinstance(name, str) for name in names)
-        else ()
-    )
+    is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return tuple(names) if is_valid else ()
 
 
 def _image(value: Any, where: str, caches: Sequence[Path]) -> tuple[str, Any]:
     def data() -> BytesIO:
         content = _content(value)
         if content is None:
-            # The library leaves the bytes of an image folder in its cache and gives the path instead.
+            # For an image folder, the library gives the path of the image in its cache.
             path = Path(value["path"]).resolve()
             if not any(path.is_relative_to(cache.resolve()) for cache in caches):
                 raise UserError(
-                    f"{where} is a path, {path}, and not an image; no table decides which files are read."
+                    f"{where} is the path {path}, not an image; "
+                    "a table cannot make this program read other files."
                 )
-            content = read(path, LARGEST)
+            content = read_file(path, MAX_IMAGE_BYTES)
         return BytesIO(content)
 
     return where, data

@@ -18,7 +18,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from fedala.errors import UserError
-from fedala.io import files
+from fedala.io import files, tensor_files
 from fedala.methods import State
 
 log = getLogger("flwr")
@@ -51,14 +51,14 @@ class Kept:
         path = self.path(round)
         try:
             if path.is_symlink():
-                raise files.Damaged(
+                raise files.DamagedFile(
                     f"{path} is a link, which this program never makes and does not follow."
                 )
-            state, about = files.load(path)
+            state, about = tensor_files.load(path)
             other = {**about, **self.about, "round": round}
             if about != other:
-                raise files.Damaged(f"{path} belongs to {about}, not to {other}.")
-        except files.Damaged as error:
+                raise files.DamagedFile(f"{path} belongs to {about}, not to {other}.")
+        except files.DamagedFile as error:
             log.error(
                 "%s This client has LOST its state of round %d and starts over.", error, round
             )
@@ -71,7 +71,9 @@ class Kept:
 
     def save(self, round: int, state: State, *, before: int = 0, **about: Any) -> None:
         """Keeps the state that `round` left, beside the one that it started from, until the server has said which counts."""
-        files.save(self.path(round), state, {**about, **self.about, "round": round}, private=True)
+        tensor_files.save(
+            self.path(round), state, {**about, **self.about, "round": round}, private=True
+        )
         for other in self.rounds():
             if other not in (round, before):
                 self.path(other).unlink()
@@ -79,7 +81,7 @@ class Kept:
     def save_model(self, model: Mapping[str, Tensor]) -> None:
         """Keeps the client's personal model of the last round, as a plain safetensors file."""
         tensors = {name: value.cpu().contiguous() for name, value in model.items()}
-        files.replace(self.folder / "model.safetensors", serialize(tensors), private=True)
+        files.write_file(self.folder / "model.safetensors", serialize(tensors), private=True)
 
 
 def make_private(folder: Path, *, keeps_others: bool = False) -> None:

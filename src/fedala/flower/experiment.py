@@ -11,7 +11,7 @@ import torch
 from flwr.app import Context
 from torch import nn
 
-from fedala.data import Dataset, Federation, federate, known, load
+from fedala.data import Dataset, Federation, federate, known_datasets, load
 from fedala.errors import UserError
 from fedala.flower.client_store import check_name
 from fedala.lanes.task import Task
@@ -160,7 +160,7 @@ def read_own(config: Config, node_config: Mapping[str, Any]) -> Federation:
         }
     name = str(node_config.get("dataset") or config.dataset)
     folder = node_config.get("data-dir")
-    is_known = any(row.name == name for row in known())
+    is_known = any(row.name == name for row in known_datasets())
     if "dataset" not in node_config and name != "digits" and not (is_known and folder):
         raise UserError(
             f"The run config asks for {name!r}, and this node reads only what its own config names: start it with "
@@ -193,7 +193,7 @@ def data_at_nodes(config: Config) -> dict[str, Any]:
 def with_absolute_paths(config: Config) -> Config:
     """The same config for processes that work in other folders."""
     is_path = not config.dataset.startswith("hub:") and all(
-        row.name != config.dataset for row in known()
+        row.name != config.dataset for row in known_datasets()
     )
     return replace(
         config,

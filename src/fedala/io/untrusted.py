@@ -1,4 +1,7 @@
-"""Files from elsewhere: none is believed. What is opened is a file, and what it promises is held against what there is."""
+"""Read files that may come from anywhere, and trust none of them.
+
+Only regular files are opened, and a size that a file declares is checked before memory is taken.
+"""
 
 import io
 import json
@@ -10,49 +13,50 @@ from typing import Any
 
 from fedala.errors import UserError
 
-#: Compressed data may unpack to this many bytes, or to so many times its own size. Real samples stay far below that.
-FREELY, RATIO = 2**28, 100
+#: Compressed data may always unpack to this many bytes, and beyond that to `MAX_EXPANSION` times
+#: its own size. Real samples stay far below that.
+ALWAYS_ALLOWED, MAX_EXPANSION = 2**28, 100
 
 
-def regular(path: Path) -> Path:
-    """`path`, if it is a file: a pipe would be waited for, and a device may have no end."""
+def require_file(path: Path) -> Path:
+    """Return `path` if it is a file or absent: a pipe may block, and a device may be endless."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a file, and cannot be read as one.")
+        raise UserError(f"{path} is not a file; it must be a regular file.")
     return path
 
 
-def opened(path: Path) -> io.BufferedReader:
-    """Open a file to read its bytes. A pipe or a device is refused, even one that has just been put there."""
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a regular file to read bytes. The check also holds if `path` changes meanwhile."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(regular(path), flags)
+    descriptor = os.open(require_file(path), flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UserError(f"{path} is not a file, and cannot be read as one.")
+            raise UserError(f"{path} is not a file; it must be a regular file.")
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def read(path: Path, most: int) -> bytes:
-    """The content of a file of at most so many bytes."""
-    with opened(path) as file:
-        data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-    if data is None or len(data) > most:
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Read a file of at most `max_bytes`."""
+    with open_file(path) as file:
+        data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if data is None or len(data) > max_bytes:
         raise UserError(
-            f"{path} is larger than {most:,} bytes, which is too much for what it should be."
+            f"{path} is larger than {max_bytes:,} bytes, the most that a file of its kind may have."
         )
     return data
 
 
-def read_json(path: Path, most: int) -> Any:
-    """Read a JSON file of at most so many bytes.
+def read_json(path: Path, max_bytes: int) -> Any:
+    """Read a JSON file of at most `max_bytes`.
 
-    It must be unambiguous: no key twice, no whole number of more than 64 bits, only text that can be written again.
+    Duplicate keys, whole numbers of more than 64 bits and text that is not Unicode are refused.
     """
-    data = read(path, most)
+    data = read_file(path, max_bytes)
     try:
-        content = json.loads(data.decode(), object_pairs_hook=_without_repeats, parse_int=_whole)
+        content = json.loads(data.decode(), object_pairs_hook=_unique_keys, parse_int=_parse_int)
         if b"\\u" in data:  # an escape can stand for half a character
             json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -66,7 +70,7 @@ def read_json(path: Path, most: int) -> Any:
     return content
 
 
-def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -75,32 +79,33 @@ def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _whole(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     if len(digits) > 20 or not -(2**63) <= (number := int(digits)) < 2**63:
         raise ValueError("it holds a number of more than 64 bits")
     return number
 
 
-def check_room(size: int, what: str) -> None:
-    """Refuses what does not fit, before memory is taken: a system promises more than it has, and then ends the process."""
+def check_memory(size: int, what: str) -> None:
+    """Refuse data that does not fit into memory; the system would kill the process only later."""
     free = free_memory()
     if size > free:
         raise UserError(
-            f"{what} takes {size / 2**30:.1f} GiB of memory, and there are {free / 2**30:.1f} left."
+            f"{what} needs {size / 2**30:.1f} GiB of memory, and only {free / 2**30:.1f} are free."
         )
 
 
-def check_expansion(size: int, stored: int, what: str, instead: str) -> None:
-    """Refuse `stored` bytes that unpack to `size`, if nobody's samples compress that well. `instead` says what to do."""
-    if size > max(FREELY, RATIO * stored):
+def check_expansion(size: int, stored: int, what: str, advice: str) -> None:
+    """Refuse `stored` bytes that unpack to an implausible `size`. `advice` says what to do."""
+    if size > max(ALWAYS_ALLOWED, MAX_EXPANSION * stored):
         raise UserError(
-            f"{what} has {stored / 2**20:.1f} MiB that unpack to {size / 2**30:.2f} GiB. More than {RATIO} times "
-            f"its size is only read up to {FREELY // 2**20} MiB: {instead}."
+            f"{what} has {stored / 2**20:.1f} MiB that unpack to {size / 2**30:.2f} GiB. "
+            f"Above {ALWAYS_ALLOWED // 2**20} MiB, at most {MAX_EXPANSION} times the stored size "
+            f"is read: {advice}."
         )
 
 
 def free_memory() -> int:
-    """Bytes of memory that can be had, or 4 GiB where the system does not say."""
+    """Return the bytes of free memory, or 4 GiB if the system does not tell."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return next(

@@ -1,8 +1,8 @@
-"""The paper's models, as plain `nn.Module`s. Each says which of its parameters form its layers, output first."""
+"""The paper's models, as plain `nn.Module`s. Each lists its layers, output first."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedala.errors import UserError
 from fedala.models.cnn import cnn
@@ -10,16 +10,26 @@ from fedala.models.fasttext import fasttext
 from fedala.models.resnet import resnet18
 from fedala.options import suggest
 
-if TYPE_CHECKING:
-    from fedala.data import Dataset
-
 __all__ = ["MODELS", "build_model", "cnn", "fasttext", "resnet18"]
 
 MODELS = ("cnn", "resnet18", "fasttext")
 
 
-def build_model(name: str, dataset: "Dataset") -> nn.Module:
-    """The model `name` with the inputs and outputs that fit `dataset`."""
+class Samples(Protocol):
+    """The properties of a dataset that a model must fit."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def x(self) -> Tensor: ...
+    @property
+    def classes(self) -> int: ...
+    @property
+    def vocabulary(self) -> int | None: ...
+
+
+def build_model(name: str, dataset: Samples) -> nn.Module:
+    """Build the model `name` with inputs and outputs that fit `dataset`."""
     if name not in MODELS:
         raise UserError(f"There is no model {name!r}{suggest(name, MODELS)}.")
     if name == "fasttext":

@@ -1,4 +1,4 @@
-"""The 4-layer CNN of McMahan et al. (2017), as the paper uses it: two 5×5 convolutions and two linear layers, no padding."""
+"""The CNN of McMahan et al. (2017): two 5×5 convolutions without padding, two linear layers."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,7 +28,7 @@ class CNN(Layered):
 
     def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:
         return (
-            # The ReLU of the largest is the largest ReLU: pooling first leaves a quarter of the work.
+            # ReLU keeps order, so pooling first gives the same and leaves a quarter of the work.
             lambda x: F.max_pool2d(self.conv1(x), 2).relu(),
             lambda x: F.max_pool2d(self.conv2(x), 2).relu().flatten(1),
             lambda x: self.fc1(x).relu(),
@@ -37,5 +37,5 @@ class CNN(Layered):
 
 
 def cnn(shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10) -> CNN:
-    """The paper's CNN for images of `shape` (channels, height, width)."""
+    """Build the paper's CNN for images of `shape` (channels, height, width)."""
     return CNN(shape, classes)

@@ -1,4 +1,4 @@
-"""fastText (Joulin et al., 2017): the mean of word embeddings, a hidden linear layer, a linear output layer."""
+"""fastText (Joulin et al., 2017): mean of word embeddings, hidden linear layer, output layer."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ class FastText(Layered):
 
     def __init__(self, vocabulary: int, classes: int, width: int) -> None:
         super().__init__()
-        # Row 0 stands for unknown words and padding: zero, and `padding_idx` keeps it from learning.
+        # Row 0 is for unknown words and padding: it is zero, and `padding_idx` keeps it so.
         self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
         self.hidden = nn.Linear(width, width)
         self.fc = nn.Linear(width, classes)
@@ -22,5 +22,5 @@ class FastText(Layered):
 
 
 def fasttext(vocabulary: int = 98635, classes: int = 4, width: int = 32) -> FastText:
-    """fastText over `vocabulary` words, index 0 among them."""
+    """Build fastText for `vocabulary` words, including index 0."""
     return FastText(vocabulary, classes, width)

@@ -1,4 +1,4 @@
-"""ResNet-18 (He et al., 2016), the standard ImageNet one with its 7×7 stem and the parameter names everybody uses."""
+"""ResNet-18 (He et al., 2016) for ImageNet: a 7×7 stem, and torchvision's parameter names."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,16 +9,17 @@ from fedala.lanes.layers import Layered
 
 
 class BasicBlock(nn.Module):
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outside)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outside)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
         self.downsample: nn.Module | None = None
-        if stride != 1 or inside != outside:
+        if stride != 1 or in_channels != out_channels:
             self.downsample = nn.Sequential(
-                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False),
+                nn.BatchNorm2d(out_channels),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,5 +55,5 @@ class ResNet18(Layered):
 
 
 def resnet18(shape: tuple[int, int, int] = (3, 64, 64), classes: int = 200) -> ResNet18:
-    """ResNet-18 from scratch for images of `shape` (channels, height, width)."""
+    """Build an untrained ResNet-18 for images of `shape` (channels, height, width)."""
     return ResNet18(shape[0], classes)

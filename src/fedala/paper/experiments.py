@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedala.data import Known, known
+from fedala.data import KnownDataset, known_datasets
 from fedala.errors import UserError
 from fedala.methods import Method, catalogue, make
 from fedala.models import cnn, fasttext, resnet18
@@ -40,8 +40,8 @@ class Setting:
     join_ratio: float
 
     @property
-    def data(self) -> Known:
-        return next(row for row in known() if row.name == self.dataset)
+    def data(self) -> KnownDataset:
+        return next(row for row in known_datasets() if row.name == self.dataset)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def draw(
         table = folder / f"{name}.csv"
         written += [*plots.write({name: figure}, folder), table]
         lines = [{key: spreadsheet_safe(value) for key, value in row.items()} for row in rows]
-        files.replace(table, csv_text(list(rows[0]), lines, header=True).encode())
+        files.write_file(table, csv_text(list(rows[0]), lines, header=True).encode())
     return written
 
 

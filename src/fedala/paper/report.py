@@ -11,7 +11,7 @@ from typing import Any
 
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.io import files
-from fedala.io.untrusted import read
+from fedala.io.untrusted import read_file
 from fedala.methods import catalogue
 from fedala.paper.experiments import Column, Printed, Table, drawings, tables
 from fedala.paper.results import Figure, Results
@@ -376,7 +376,7 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            files.replace(folder / name, text.encode(), durable=False)
+            files.write_file(folder / name, text.encode(), durable=False)
     except OSError as error:
         raise UserError(f"The report cannot be written to {folder}: {error.strerror}.") from None
     return [folder / name for name in texts]
@@ -389,7 +389,7 @@ def _picture(path: Path) -> Html:
     )
     text = f"{path.stem}: {what}" if what else path.stem
     try:
-        image = base64.b64encode(read(path, _LARGEST)).decode()
+        image = base64.b64encode(read_file(path, _LARGEST)).decode()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     return tag(
@@ -408,7 +408,7 @@ def body(results: Results) -> str:
 def around(path: Path) -> tuple[str, str]:
     """What stands before and after the tables in a Markdown file, up to the two marks and with them."""
     try:
-        text = read(path, _LARGEST).decode()
+        text = read_file(path, _LARGEST).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
     before, begin, rest = text.partition(BEGIN)
@@ -424,7 +424,7 @@ def insert(results: Results, path: Path) -> None:
     """Puts the Markdown tables between the two marks of a file, in the place of what stands there."""
     before, after = around(path)
     try:
-        files.replace(path.resolve(), f"{before}\n\n{body(results)}\n{after}".encode())
+        files.write_file(path.resolve(), f"{before}\n\n{body(results)}\n{after}".encode())
     except OSError as error:
         raise UserError(f"The tables cannot be written to {path}: {error.strerror}.") from None
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.dataset import first_line
-from fedala.errors import UserError, spreadsheet_safe
+from fedala.errors import UserError, first_line, spreadsheet_safe
 from fedala.io import files
-from fedala.io.untrusted import read, read_json, regular
+from fedala.io.untrusted import read_file, read_json
 from fedala.methods import make
 from fedala.options import build, convert
 from fedala.paper.experiments import Cell, preset, settings, tables, text
@@ -239,8 +238,8 @@ class Results:
             notes.append(
                 f"{folder / CSV} is missing: what it said of folders that are gone is lost."
             )
-        elif record and is_there and not record.expects(CSV, read(folder / CSV, _LARGEST_CSV)):
-            raise files.Damaged(
+        elif record and is_there and not record.expects(CSV, read_file(folder / CSV, _LARGEST_CSV)):
+            raise files.DamagedFile(
                 f"{folder / CSV} is not what fedala paper run wrote. Restore it, or give it another name, "
                 "such as other.csv, to have its lines counted as they are."
             )
@@ -272,8 +271,8 @@ class Results:
         data = csv_text(COLUMNS, lines, header=True).encode()
         record = Digests.read(path.parent) or Digests()
         record.add_version(path, data)
-        files.replace(path.parent / DIGESTS, record.pack())
-        files.replace(path, data)
+        files.write_file(path.parent / DIGESTS, record.pack())
+        files.write_file(path, data)
 
 
 def hyperparameters(cell: Cell) -> str:
@@ -283,7 +282,7 @@ def hyperparameters(cell: Cell) -> str:
 def read_csv(path: Path) -> Iterator[Run]:
     """The lines of a csv file of results; a file of other columns, or with impossible numbers, is refused."""
     try:
-        rows = csv.DictReader(io.StringIO(read(path, _LARGEST_CSV).decode(), newline=""))
+        rows = csv.DictReader(io.StringIO(read_file(path, _LARGEST_CSV).decode(), newline=""))
         if list(rows.fieldnames or ()) != COLUMNS:
             raise UserError(
                 f"{path} is no csv of results: its first line must be {','.join(COLUMNS)}."
@@ -308,7 +307,7 @@ def found(folder: Path, notes: list[str]) -> Iterator[Run]:
 
 def write_about(path: Path, words: Mapping[str, Any]) -> None:
     """Write a cell's own file: what it says about its data and machine, and the checksum of that."""
-    files.replace(path, json.dumps({**words, "checksum": _checksum(words)}, indent=2).encode())
+    files.write_file(path, json.dumps({**words, "checksum": _checksum(words)}, indent=2).encode())
 
 
 def _checksum(words: Mapping[str, Any]) -> str:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedala.data.dataset import first_line, need
-from fedala.errors import UserError
+from fedala.errors import UserError, first_line, import_optional
 from fedala.options import suggest
 from fedala.records import HistoryRow
 
@@ -27,7 +26,7 @@ class TensorBoard:
     """Event files in the run folder: `tensorboard --logdir RUN`."""
 
     def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
-        self.package = need(
+        self.package = import_optional(
             "torch.utils.tensorboard", "tensorboard", "tensorboard", "Logging to TensorBoard"
         )
         self.place = folder / "tensorboard" / method / f"seed-{seed}"
@@ -48,7 +47,7 @@ class WandB:
     """Weights & Biases, in the project fedala; it leaves out steps that it has already by itself."""
 
     def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
-        package = need("wandb", "wandb", "wandb", "Logging to Weights & Biases")
+        package = import_optional("wandb", "wandb", "wandb", "Logging to Weights & Biases")
         self.run = package.init(
             project="fedala",
             group=folder.resolve().name,
@@ -71,7 +70,7 @@ class MLflow:
     """MLflow, in the experiment fedala of whatever tracking server its own settings name."""
 
     def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
-        package = need("mlflow", "mlflow", "mlflow", "Logging to MLflow")
+        package = import_optional("mlflow", "mlflow", "mlflow", "Logging to MLflow")
         self.client = package.MlflowClient()
         experiment = self.client.get_experiment_by_name("fedala")
         place = experiment.experiment_id if experiment else self.client.create_experiment("fedala")
@@ -112,7 +111,7 @@ def check(names: Sequence[str]) -> None:
     for name in names:
         if name not in KINDS:
             raise UserError(f"There is no logger {name!r}{suggest(name, KINDS)}.")
-        need(KINDS[name][1], name, name, f"Logging to {name}")
+        import_optional(KINDS[name][1], name, name, f"Logging to {name}")
 
 
 class Loggers:

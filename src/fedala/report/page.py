@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedala.errors import UserError
-from fedala.io.files import replace
+from fedala.io.files import write_file
 from fedala.report.markup import Html, details, document, join, table, tag
 from fedala.report.runs import (
     Array,
@@ -117,7 +117,7 @@ def write(
         )
     text = page(runs)
     try:
-        replace(target, text.encode())
+        write_file(target, text.encode())
     except OSError as error:
         raise UserError(f"The page cannot be written to {target} ({error.strerror}).") from None
     return target

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedala.data.dataset import need
-from fedala.errors import UserError
+from fedala.errors import UserError, import_optional
 from fedala.report.page import COLUMNS, lines
 from fedala.report.runs import Array, Run, curves, distinct_splits, mean_std
 from fedala.runs.folder import nearest_existing_parent
@@ -26,7 +25,7 @@ _DASHES = ("-", "--", ":")
 
 def check(path: Path) -> None:
     """Refuses what could not be plotted or written, before any work is done."""
-    need("matplotlib", "matplotlib", "plots", "Plotting")
+    import_optional("matplotlib", "matplotlib", "plots", "Plotting")
     if path.suffix.lower() not in _KINDS:
         raise UserError(f"A plot is a .png, .pdf or .svg file, not {path}.")
     if path.is_dir():
@@ -317,7 +316,7 @@ def write_all(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 def check_folder(folder: Path) -> None:
     """Refuse a place where no folder of plots can be, before anything is written."""
-    need("matplotlib", "matplotlib", "plots", "Plotting")
+    import_optional("matplotlib", "matplotlib", "plots", "Plotting")
     blocking = folder if os.path.lexists(folder) else nearest_existing_parent(folder)
     if not blocking.is_dir():
         raise UserError(
@@ -327,7 +326,7 @@ def check_folder(folder: Path) -> None:
 
 def ready(folder: Path) -> None:
     """Refuses to begin where nothing could be plotted, or where there can be no such folder."""
-    need("matplotlib", "matplotlib", "plots", "Plotting")
+    import_optional("matplotlib", "matplotlib", "plots", "Plotting")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

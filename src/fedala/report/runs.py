@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.dataset import first_line
-from fedala.errors import UserError, printable
+from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import read_json
 from fedala.methods import make
 from fedala.records import HistoryRow

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedala.bench.measure import Figures
-from fedala.data import Federation, Known
+from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
 
 #: The accuracies of a summary, and what to call them.
@@ -114,7 +113,7 @@ def hyperparameters(entries: Iterable[Entry]) -> Table:
     return table
 
 
-def datasets(rows: Iterable[Known]) -> Table:
+def datasets(rows: Iterable[KnownDataset]) -> Table:
     """The datasets known by name, with the settings that a run takes for them."""
     table = _table("dataset", "what it is")
     for name in ("classes", "samples", "shape"):
@@ -127,27 +126,8 @@ def datasets(rows: Iterable[Known]) -> Table:
         shape = "×".join(map(str, row.shape))
         sizes = (str(row.classes), f"{row.samples:,}", shape)
         table.add_row(
-            row.name, row.what, *sizes, row.source, row.model, f"{row.lr:g}", str(row.rounds)
+            row.name, row.description, *sizes, row.source, row.model, f"{row.lr:g}", str(row.rounds)
         )
-    return table
-
-
-def bench(figures: Iterable[Figures]) -> Table:
-    """Seconds per round, and how much faster than the plain loop."""
-    table = _table("case", "device", "precision")
-    for column in (
-        "until the first\nround is done",
-        "round of the\ninitial stage",
-        "steady round",
-        "plain loop",
-        "faster",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    for f in figures:
-        plain = "" if f.plain is None else f"{f.plain:.3g} s"
-        faster = "" if f.speedup is None else f"{f.speedup:.1f} ×"
-        seconds = (f"{value:.3g} s" for value in (f.start, f.initial, f.steady))
-        table.add_row(escape(f.case), escape(f.device), f.precision, *seconds, plain, faster)
     return table
 
 

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from fedala.errors import UserError
-from fedala.io import files
+from fedala.io import files, tensor_files
 from fedala.simulation import Simulation
 from fedala.simulation.client_states import NOTHING, File, Lane
 
@@ -56,17 +56,17 @@ class Checkpoint:
 
     def pack(self) -> bytes:
         clients = [[*lane, *file] for lane, file in self.clients.items()]
-        return files.pack_json(
+        return files.pack_checksummed(
             "checkpoint", {"version": files.VERSION, **asdict(self), "clients": clients}
         )
 
     @classmethod
     def unpack(cls, path: Path) -> "Checkpoint":
         try:
-            values = files.read_json(path, "checkpoint", LARGEST)
+            values = files.read_checksummed(path, "checkpoint", LARGEST)
         except FileNotFoundError as error:
-            raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
-        with files.damage(path):
+            raise files.DamagedFile(f"{path} cannot be read: {error.strerror}.") from None
+        with files.refuse_damage(path):
             version = values.pop("version")
             if version != files.VERSION:
                 raise ValueError(
@@ -144,7 +144,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         clients = simulation.clients.write()
         server = f"server-{simulation.round}.safetensors"
-        digest = files.save(self.folder / server, simulation.state())
+        digest = tensor_files.save(self.folder / server, simulation.state())
         new = Checkpoint(
             config=self.config,
             round=simulation.round,
@@ -179,7 +179,7 @@ class Checkpoints:
         self._remove_unreferenced()
 
     def _write_manifest(self, checkpoint: Checkpoint) -> None:
-        files.replace(self._manifest(checkpoint), checkpoint.pack())
+        files.write_file(self._manifest(checkpoint), checkpoint.pack())
 
     def _drop_manifests_except(self, kept: list[Checkpoint]) -> None:
         """Remove the other manifests. Their files go later, so that no manifest lacks its files."""
@@ -204,7 +204,7 @@ class Checkpoints:
                 self._check_identity(checkpoint, path)
                 if found.newest is None:  # of older ones, only the names of their files matter
                     self._check_files(checkpoint)
-            except files.Damaged as error:
+            except files.DamagedFile as error:
                 damage = str(error)
                 if found.newest is None:
                     self.on_message(f"{damage} Looking for an earlier checkpoint.")
@@ -212,7 +212,7 @@ class Checkpoints:
             else:
                 found.intact.append(checkpoint)
         if found.newest is None and (damage or any(self.folder.glob("*.damaged"))):
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"All checkpoints in {self.folder} are damaged, so nothing can be resumed. "
                 f"{damage}".strip()
             )
@@ -228,7 +228,7 @@ class Checkpoints:
     def _check_files(self, checkpoint: Checkpoint) -> None:
         for file in (checkpoint.server, *checkpoint.clients.values()):
             if file != NOTHING:
-                files.read(self.folder / file.name, file.digest)
+                files.read_verified(self.folder / file.name, file.digest)
 
     def continue_from(self, found: FoundCheckpoints) -> None:
         """Rename damaged manifests, and write further checkpoints after the intact ones."""
@@ -253,11 +253,11 @@ class Checkpoints:
         On the same kind of device, it gets the lanes and threads of the checkpoint, too.
         """
         path = self.folder / checkpoint.server.name
-        state, _ = files.load(path, checkpoint.server.digest)
+        state, _ = tensor_files.load(path, checkpoint.server.digest)
         try:
             simulation.restore(checkpoint.round, state)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"{path} does not fit this run: it is a checkpoint of something else."
             ) from None
         simulation.clients.adopt(checkpoint.clients)

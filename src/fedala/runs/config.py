@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
-from fedala.io.untrusted import read
 from fedala.options import build, option, suggest
 
 LARGEST = 2**20  # bytes of a config file
@@ -33,7 +32,7 @@ class Config:
 
     method: str = option(
         "fedala,fedavg",
-        "methods, separated by commas; x+ala adds ALA to x; all: every method, with and without",
+        "methods, separated by commas; x+ala adds ALA to x; all: every method with and without ALA",
     )
     set: Mapping[str, Any] = field(
         default_factory=dict,
@@ -42,11 +41,9 @@ class Config:
     dataset: str = option(
         "digits", "a dataset's name, an .npz or .csv file, an image folder, or hub:owner/name"
     )
-    data_dir: str | None = option(
-        None, "folder with a local copy of the dataset; without it, the hub"
-    )
+    data_dir: str | None = option(None, "folder with a copy of the dataset; without it, the hub")
     model: str | None = option(
-        None, "cnn, resnet18 or fasttext; without it, the one for the dataset"
+        None, "cnn, resnet18 or fasttext; without it, the usual model of the dataset"
     )
     partition: str = option(
         "dir:0.1", "dir:β, pathological:classes, iid, or a partition file (.json)"
@@ -55,13 +52,13 @@ class Config:
         1, "seed of the partition, the same for all runs", least=0, most=2**32 - 1
     )
     clients: int | None = option(
-        None, "number of clients: 20, or as many as a partition file has", least=1
+        None, "number of clients; without it, 20, or as many as the partition file has", least=1
     )
     join_ratio: float = option(
         1.0, "ρ: share of the clients that take part in a round", above=0, most=1
     )
     rounds: int | None = option(
-        None, "T: number of rounds; without it, 30 for digits and the paper's 2000", least=1
+        None, "T: number of rounds; without it, 30 for digits, otherwise the paper's 2000", least=1
     )
     batch_size: int = option(10, "B: samples per local step", least=1)
     lr: float | None = option(
@@ -72,60 +69,64 @@ class Config:
     )
     local_epochs: int = option(1, "local epochs per round", least=1)
     shuffle: bool = option(
-        True, "reshuffle the batches every epoch; the paper's presets keep the fixed order"
+        True, "reshuffle the batches every epoch; the paper's presets keep a fixed order"
     )
-    seeds: int = option(1, "how many runs", least=1, most=10_000)
-    seed: int = option(0, "seed of the first run; the next runs count on", least=0, most=2**32 - 1)
-    eval_every: int = option(1, "evaluate every so many rounds, and after the last", least=1)
+    seeds: int = option(1, "number of runs, each with its own seed", least=1, most=10_000)
+    seed: int = option(0, "seed of the first run; each further run adds 1", least=0, most=2**32 - 1)
+    eval_every: int = option(
+        1, "rounds between evaluations; the last round is always evaluated", least=1
+    )
     eval_clients: str = option(
         "all",
-        "which clients to evaluate with join_ratio < 1: all clients, or joined",
+        "which clients to evaluate if not all join: all, or joined",
         choices=("all", "joined"),
     )
     validation: float = option(
-        0.0, "share of the training data held out to pick a round by", least=0, most=0.9
+        0.0, "share of the training data to hold out for picking the best round", least=0, most=0.9
     )
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     lanes: str = option(
-        "auto", "clients side by side: auto, all, or a number (1 = one after another)"
+        "auto", "clients to train in parallel: auto, all, or a number (1: one after another)"
     )
     precision: str = option(
         "float32",
-        "arithmetic; tf32 and bf16 are faster on a GPU, and less exact",
+        "number format; tf32 and bf16 are faster on a GPU, and less exact",
         choices=PRECISIONS,
     )
     client_memory: float | None = option(
         None,
-        "GiB of memory for the state of clients that are not taking part; the rest goes to files",
+        "GiB of memory for the states of clients outside the round; the rest goes to files",
         least=0,
     )
     feature_memory: float | None = option(
         None,
-        "GiB for features under the upper layers, which ALA and evaluation keep if they fit and "
-        "compute again if they do not; without it, 1, or an eighth of a GPU's memory",
+        "GiB for the inputs of the upper layers, which ALA and evaluation reuse if they fit; "
+        "without it, 1, or an eighth of a GPU's memory",
         least=0,
     )
     on_divergence: str = option(
         "skip",
-        "a client whose loss or model is no longer finite is left out of the round and keeps its "
-        "last good model (skip), or starts over (reset); or the run ends (stop)",
+        "if a client's loss or model is no longer finite: skip its round and keep its last good "
+        "model (skip), restart it from the initial model (reset), or end the run (stop)",
         choices=("skip", "reset", "stop"),
     )
     record_weights: int | None = option(
         None,
-        "record how ALA's W is spread every so many rounds, 0 for never; without it, about 20 "
-        "times a run",
+        "rounds between records of the distribution of ALA's W; 0: none; "
+        "without it, about 20 records in a run",
         least=0,
     )
-    save_models: bool = option(True, "keep the global and every client's personal model at the end")
+    save_models: bool = option(
+        True, "save the global model and every client's personal model at the end"
+    )
     checkpoint_every: int | None = option(
         None,
-        "rounds between checkpoints; without it, as often as takes less than 1 % of the time; "
-        "0: none",
+        "rounds between checkpoints; 0: none; "
+        "without it, as often as costs less than 1 % of the time",
         least=0,
     )
     keep_checkpoint: bool = option(
-        True, "keep the last checkpoint at the end, to resume with more rounds"
+        True, "keep the last checkpoint of a finished run, to resume it with more rounds"
     )
 
     @classmethod

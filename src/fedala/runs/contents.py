@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedala.errors import UserError
 from fedala.io import files
-from fedala.io.untrusted import read
+from fedala.io.untrusted import read_file
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.record import LARGEST, WHOLE_FILES, RunRecord
@@ -58,7 +58,7 @@ def list_run_files(path: Path) -> tuple[list[Path], list[Path]]:
         if (path / name).exists():
             try:
                 record.read_verified(name)
-            except files.Damaged:
+            except files.DamagedFile:
                 raise UserError(
                     f"{path / name} is not what the run wrote, so --force does not replace it: "
                     "move it away first."
@@ -94,7 +94,7 @@ def _fail(error: OSError) -> None:
 def _is_older_run(path: Path) -> bool:
     """Tell whether a run wrote a folder without digests: its config is written as a run does."""
     try:
-        data = read(path / "config.toml", LARGEST)
+        data = read_file(path / "config.toml", LARGEST)
         config = Config.from_values(Config.parse(data, path / "config.toml"))
         return (path / "split.csv").is_file() and config.text() == data.decode()
     except (OSError, ValueError):

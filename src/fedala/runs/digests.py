@@ -16,7 +16,7 @@ from typing import Any
 
 from fedala.io import files
 from fedala.io.files import sha256
-from fedala.io.untrusted import read
+from fedala.io.untrusted import read_file
 
 NAME = "digests.json"
 LARGEST = 2**28  # bytes: a million saved models
@@ -67,17 +67,17 @@ class Digests:
     """What the initial model computes from the first samples."""
 
     def pack(self) -> bytes:
-        return files.pack_json("digests", asdict(self))
+        return files.pack_checksummed("digests", asdict(self))
 
     @classmethod
-    def read(cls, folder: Path) -> "Digests | None":
+    def read_file(cls, folder: Path) -> "Digests | None":
         """Return the record of a run folder, or None. Raise `Damaged` if no run wrote it."""
         path = folder / NAME
         try:
-            values = files.read_json(path, "digests", LARGEST)
+            values = files.read_checksummed(path, "digests", LARGEST)
         except FileNotFoundError:
             return None
-        with files.damage(path):
+        with files.refuse_damage(path):
             methods = {str(name): _method(value) for name, value in values["methods"].items()}
             written = {
                 str(name): [str(one) for one in both] for name, both in values["written"].items()
@@ -92,7 +92,7 @@ class Digests:
         The present version may be older than the last one recorded: the process that recorded that
         may have been killed.
         """
-        present = read(path, LARGEST) if path.is_file() else None
+        present = read_file(path, LARGEST) if path.is_file() else None
         kept = [sha256(present)] if present is not None and self.expects(path.name, present) else []
         before, new = self.written.get(path.name), sha256(data)
         self.written[path.name] = kept if kept == [new] else [*kept, new]
@@ -114,11 +114,11 @@ class Digests:
             if seen.count < expected:
                 seen.add(row)
                 if seen.count == expected and seen.value[1] != value:
-                    raise files.Damaged(
+                    raise files.DamagedFile(
                         f"{path} is damaged: its rows of {method} are not those that the run wrote."
                     )
             elif record.finished:
-                raise files.Damaged(
+                raise files.DamagedFile(
                     f"{path} is damaged: it has more rows of {method} than the run wrote."
                 )
             else:
@@ -127,7 +127,7 @@ class Digests:
             expected, _ = record.rows.get(path.name, (0, ""))
             found = hashes[method].count if method in hashes else 0
             if found < expected:
-                raise files.Damaged(
+                raise files.DamagedFile(
                     f"{path} is damaged: it has {found} of the {expected} rows of {method} "
                     "that the run wrote."
                 )

@@ -36,7 +36,7 @@ class SavedModels:
             name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()
         }
         data = save(model)
-        files.replace(path, data, durable=False)
+        files.write_file(path, data, durable=False)
         digests[self._name(path)] = files.sha256(data)
         if personal.is_initial:
             self._initial[path.parent] = path
@@ -44,8 +44,8 @@ class SavedModels:
     def load(self, method: str, seed: int, client: int | None = None) -> dict[str, Tensor]:
         """Return a saved model's tensors by name: a client's, or the global model's without one."""
         path = self._file(method, seed, client)
-        data = files.read(path, self._digest(method, path))
-        with files.damage(path):
+        data = files.read_verified(path, self._digest(method, path))
+        with files.refuse_damage(path):
             tensors: dict[str, Tensor] = load(data)
         return tensors
 
@@ -54,8 +54,8 @@ class SavedModels:
         record = self._record.find_method(method)
         for name, digest in record.models.items() if record else ():
             try:
-                files.read(self.path / name, digest)
-            except files.Damaged:
+                files.read_verified(self.path / name, digest)
+            except files.DamagedFile:
                 return self.path / name
         return None
 

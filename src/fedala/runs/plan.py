@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedala.data import Dataset, Federation, federate, known, load
-from fedala.data.dataset import first_line
-from fedala.errors import UserError, byte_size
+from fedala.data import Dataset, Federation, federate, known_datasets, load
+from fedala.errors import UserError, byte_size, first_line
 from fedala.io.untrusted import free_memory
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
@@ -135,7 +134,7 @@ def _federate(config: Config, dataset: Dataset | None) -> Federation:
 def _resolve(config: Config, federation: Federation) -> Config:
     """Return the config with the paper's values for its dataset and model where it has None."""
     values: dict[str, Any] = {"rounds": 2000, "lr": 0.005, "model": "cnn"}
-    named = [entry for entry in known() if entry.name == config.dataset]
+    named = [entry for entry in known_datasets() if entry.name == config.dataset]
     if named:
         values |= {"rounds": named[0].rounds, "lr": named[0].lr, "model": named[0].model}
     elif federation.dataset.vocabulary is not None:

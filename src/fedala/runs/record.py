@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedala.io import files
-from fedala.io.untrusted import read, regular
+from fedala.io.untrusted import read_file, require_file
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME, Digests, MethodRecord
 
@@ -42,13 +42,13 @@ class RunRecord:
         if self.digests is None:
             present = [name for name in WHOLE_FILES if (self.path / name).is_file()]
             self._digests = Digests(
-                {name: [files.sha256(read(self.path / name, LARGEST))] for name in present}
+                {name: [files.sha256(read_file(self.path / name, LARGEST))] for name in present}
             )
         assert self._digests is not None
         return self._digests
 
     def write(self) -> None:
-        files.replace(self.path / NAME, self.digests_to_extend().pack())
+        files.write_file(self.path / NAME, self.digests_to_extend().pack())
 
     def find_method(self, method: str) -> MethodRecord | None:
         """Return the record of a method, if there is one."""
@@ -61,12 +61,12 @@ class RunRecord:
     def read_again_if_stale(self, read: Callable[[], T]) -> T:
         """Call `read`, and once more if another process has written a new record since."""
         try:
-            return read()
-        except files.Damaged:
+            return read_file()
+        except files.DamagedFile:
             before, self._digests = self._digests, None
             if self.digests == before:
                 raise
-            return read()
+            return read_file()
 
     def read_verified(self, name: str) -> bytes:
         """Return the content of a whole file if its digest is the recorded one."""
@@ -75,16 +75,16 @@ class RunRecord:
     def _read_verified(self, name: str) -> bytes:
         path = self.path / name
         try:
-            data = read(path, LARGEST)
+            data = read_file(path, LARGEST)
         except OSError as error:
-            raise files.Damaged(f"{path} cannot be read: {error.strerror}.") from None
+            raise files.DamagedFile(f"{path} cannot be read: {error.strerror}.") from None
         if self.digests and not self.digests.expects(name, data):
-            raise files.Damaged(f"{path} is damaged: it is not what the run wrote.")
+            raise files.DamagedFile(f"{path} is damaged: it is not what the run wrote.")
         return data
 
     def has(self, name: str) -> bool:
         """Tell whether a whole file is there, and verify it."""
-        if regular(self.path / name).exists():
+        if require_file(self.path / name).exists():
             self._read_verified(name)
             return True
         if self.digests and name in self.digests.written:
@@ -96,7 +96,7 @@ class RunRecord:
         data = text.encode()
         if self.digests_to_extend().add_version(self.path / name, data):
             self.write()
-        files.replace(self.path / name, data)
+        files.write_file(self.path / name, data)
 
     def read_config(self) -> Config:
         path = self.path / "config.toml"

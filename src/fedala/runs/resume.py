@@ -178,7 +178,7 @@ class _Inspection:
         """Refuse a folder that has lost its checkpoints: it would look like a new run's."""
         entry = self.folder.find_method_record(self.method.name)
         if self.found.newest is None and entry and entry.checkpoint is not None:
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"The checkpoints of {self.method.title} are gone from {self.folder.path}: "
                 "nothing can be resumed."
             )
@@ -192,7 +192,7 @@ class _Inspection:
             return False
         newest = self.found.newest
         if newest is None or newest.server == NOTHING or newest.round < self._rounds:
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"{damaged} is gone or damaged, "
                 "and no checkpoint was kept from which it could be written again."
             )
@@ -223,7 +223,7 @@ class _Inspection:
         evaluations = -(-rounds // self.before.eval_every) + evaluates_last
         expected = evaluations * self.before.seeds
         if len(rows) != expected:
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"{self.folder.path / 'history.csv'} is damaged: it has {len(rows)} of the "
                 f"{expected} rows of {self.method.title} that belong to {rounds} rounds."
             )

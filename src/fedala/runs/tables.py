@@ -14,7 +14,7 @@ import numpy as np
 from fedala.data.federation import PARTS, Federation
 from fedala.errors import printable, spreadsheet_safe
 from fedala.io import files
-from fedala.io.untrusted import check_room, regular
+from fedala.io.untrusted import check_memory, require_file
 from fedala.records import Fault, HistoryRow, WeightSummary
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import RowHash
@@ -87,7 +87,7 @@ class Tables:
                 table = [*csv.DictReader(file), *texts]
         if new:
             text = csv_text([*columns, *new], table, header=True)
-            files.replace(self.path / name, text.encode())
+            files.write_file(self.path / name, text.encode())
         for line in texts:
             self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
 
@@ -113,7 +113,7 @@ class Tables:
             try:
                 self._record.read_verified("resumed.csv")
                 columns, lines = self._read_lines("resumed.csv")
-            except files.Damaged:
+            except files.DamagedFile:
                 lost = "resumed.csv was damaged: what it said before is lost"
         elif digests and "resumed.csv" in digests.written:
             lost = "resumed.csv was missing: if it said anything before, it is lost"
@@ -162,7 +162,7 @@ class Tables:
         """Write tables, each in one step, if they differ from those on the disk."""
         for name, text in texts.items():
             if (self.path / name).read_bytes() != text.encode():
-                files.replace(self.path / name, text.encode())
+                files.write_file(self.path / name, text.encode())
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Tables:
         histories: dict[str, list[HistoryRow]] = {}
         for cells in self.rows("history.csv"):
             if problem := _find_problem(cells):
-                raise files.Damaged(f"{self.path / 'history.csv'} is damaged: a row {problem}.")
+                raise files.DamagedFile(f"{self.path / 'history.csv'} is damaged: a row {problem}.")
             row = HistoryRow.from_columns(cells)
             histories.setdefault(cells["method"], []).append(row)
         return histories
@@ -184,13 +184,13 @@ class Tables:
         digests = self._record.digests  # before the table, which may grow meanwhile
         if name not in TABLES and not self._record.has(name):
             return []
-        lines = self._read_lines(name)[1] if regular(self.path / name).exists() else []
+        lines = self._read_lines(name)[1] if require_file(self.path / name).exists() else []
         if name in TABLES and digests:
             self._unrecorded[name] = digests.check_rows(self.path / name, lines)
         try:
             return [_values(line) for line in lines]
         except ValueError as error:
-            raise files.Damaged(f"{self.path / name} is damaged: {error}.") from None
+            raise files.DamagedFile(f"{self.path / name} is damaged: {error}.") from None
 
     def list_unrecorded(self) -> list[str]:
         """Say, in sentences, which rows that have been read are newer than the record."""
@@ -205,7 +205,9 @@ class Tables:
         """Return a table's columns and lines, without a last line that was being written."""
         columns, lines, is_cut = self._parse(name)
         if is_cut and not self._may_be_growing():
-            raise files.Damaged(f"{self.path / name} is damaged: it ends in the middle of a row.")
+            raise files.DamagedFile(
+                f"{self.path / name} is damaged: it ends in the middle of a row."
+            )
         return columns, lines
 
     def _may_be_growing(self) -> bool:
@@ -237,11 +239,13 @@ class Tables:
         """Open a table. Content that is not a table's is damage."""
         path = self.path / name
         try:
-            check_room(regular(path).stat().st_size, str(path))
+            check_memory(require_file(path).stat().st_size, str(path))
             with path.open(mode, newline="", encoding="utf-8") as file:
                 yield file
         except (ValueError, KeyError, csv.Error) as error:
-            raise files.Damaged(f"{path} is damaged, or not the table of a run: {error}.") from None
+            raise files.DamagedFile(
+                f"{path} is damaged, or not the table of a run: {error}."
+            ) from None
 
 
 def csv_text(

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedala.io import files
+from fedala.io import files, tensor_files
 from fedala.io.untrusted import free_memory
 from fedala.lanes.trees import State, count_bytes, count_lanes, join, matches, take, tree_map
 
@@ -97,7 +97,7 @@ class ClientStates(Mapping[Lane, State]):
         """Return a client's state. One from another process must be the state of such a client."""
         state, file = self[lane], self._locations[lane].file
         if file in self._adopted and not matches(state, init(lane)):
-            raise files.Damaged(
+            raise files.DamagedFile(
                 f"{self.folder / file.name} does not fit this run: it is the state of another one."
             )
         return state
@@ -207,7 +207,7 @@ class ClientStates(Mapping[Lane, State]):
             return NOTHING
         name = f"{lane[0]}-{lane[1]}-{self._serial}.safetensors"
         self._serial += 1
-        return File(name, files.save(self.folder / name, state, durable=self._is_lasting))
+        return File(name, tensor_files.save(self.folder / name, state, durable=self._is_lasting))
 
     def _spill(self, lane: Lane) -> None:
         """Move a state from memory to its file."""
@@ -229,7 +229,7 @@ class ClientStates(Mapping[Lane, State]):
             return dict(take(location.stack, slice(location.lane, location.lane + 1)))
         if location.file is None:
             raise KeyError(lane)
-        return files.load(self.folder / location.file.name, location.file.digest)[0]
+        return tensor_files.load(self.folder / location.file.name, location.file.digest)[0]
 
     def __contains__(self, lane: object) -> bool:
         return lane in self._locations

@@ -1,0 +1,98 @@
+"""`fedala flower new | demo`: the methods on Flower."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fedala.cli.config_options import config_options, given_options
+from fedala.cli.output import keep_lines, print_line
+from fedala.errors import UserError
+from fedala.report import tables
+from fedala.report.progress import Watch
+from fedala.runs.config import Config
+from fedala.runs.execute import plan
+from fedala.runs.folder import RunFolder
+
+app = typer.Typer(
+    no_args_is_help=True, help="The same methods on Flower: real clients, on their own machines."
+)
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala flower new my-app --method fedala --dataset mnist --data-dir data --clients 10
+  flwr run my-app                           # simulated by Flower, with fedala[flower-simulation]
+  flwr run my-app my-superlink              # on the nodes of a SuperLink: docs/deployment.md""")
+)
+@config_options()
+def new(
+    *,
+    folder: Annotated[Path, typer.Argument(help="the folder to write", metavar="DIR")],
+    **values: Any,
+) -> None:
+    """Write a folder for flwr run: an app for one method, with all options in pyproject.toml."""
+    from fedala.flower.experiment import LOCAL, Deployment
+    from fedala.flower.new import check, write
+
+    check(folder)
+    given = given_options(values)
+    for name in LOCAL:
+        if name in given:
+            raise UserError(
+                f"--{name.replace('_', '-')} has no meaning if every client has its own machine: "
+                "leave it out."
+            )
+    config = Config.from_values({"method": "fedala", **given})
+    _check_single_method(config)
+    resolved = plan(config).config
+    write(folder, resolved, Deployment())
+    print_line(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
+    if resolved.dataset != "digits":
+        print("Each node reads the data that its own node config names: see docs/deployment.md.")
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala flower demo
+  fedala flower demo --method ditto+ala --clients 4 --rounds 5 --out runs/demo""")
+)
+@config_options(
+    "method",
+    "set",
+    "dataset",
+    "data_dir",
+    "model",
+    "partition",
+    "clients",
+    "rounds",
+    "batch_size",
+    "lr",
+    "seed",
+)
+def demo(
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="keep the server's run folder here", metavar="DIR")
+    ] = None,
+    **values: Any,
+) -> None:
+    """Run a federation on this machine: a SuperLink and SuperNodes, with TLS and authentication."""
+    from fedala.flower.demo import demo as run_demo
+
+    defaults = {"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5"}
+    checked = plan(Config.from_values({**defaults, **given_options(values)}))
+    _check_single_method(checked.config)
+    if out:
+        RunFolder.check(out, force=False)
+    with Watch(Console(stderr=True), checked) as watch:
+        summary = run_demo(checked, out, row=watch.row, say=watch.say)
+    tables.console().print(tables.results(summary["methods"]))
+    folder = f" Run folder: {out}" if out else ""
+    print_line(f"SuperLink and SuperNodes have stopped.{folder}")
+
+
+def _check_single_method(config: Config) -> None:
+    if len(config.methods) > 1:
+        raise UserError(f"A federation runs one method at a time, not {config.method}.")

@@ -1,0 +1,31 @@
+"""`fedala methods` and `fedala datasets`: the names for `--method`, `--set` and `--dataset`."""
+
+import typer
+
+from fedala.data import known_datasets
+from fedala.methods import catalogue
+from fedala.report import tables
+
+app = typer.Typer()
+
+
+@app.command()
+def methods() -> None:
+    """List the methods and their hyperparameters."""
+    console, entries = tables.console(), list(catalogue().values())
+    console.print(tables.methods(entries))
+    console.print(tables.hyperparameters(entries))
+    print(
+        "Set a hyperparameter with --set, such as --set fedala.eta=0.5; "
+        "for x+ala, those of ALA are ala.eta and so on."
+    )
+
+
+@app.command()
+def datasets() -> None:
+    """List the datasets that are known by name."""
+    tables.console().print(tables.datasets(known_datasets()))
+    print(
+        "For your own data, give --dataset the path of a .npz file, a .csv file or an image folder,"
+        " or hub:owner/name."
+    )

@@ -1,0 +1,63 @@
+"""`fedala partition`: divide a dataset among clients, without running anything."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedala.cli.config_options import config_options, given_options
+from fedala.cli.output import keep_lines, print_line
+from fedala.data import federate, load, write_partition
+from fedala.report import plots, tables
+from fedala.runs.config import Config
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala partition --partition dir:0.1 --plot split.png
+  fedala partition --dataset mnist --data-dir data --partition pathological:2 --save mine.json
+  fedala run --dataset mnist --data-dir data --partition mine.json""")
+)
+@config_options("dataset", "data_dir", "partition", "partition_seed", "clients", "validation")
+def partition(
+    *,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="draw classes × clients into this .png, .pdf or .svg file", metavar="FILE"
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="write the partition to this .json file, for --partition", metavar="FILE"
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
+    """Divide a dataset among clients and show which client holds which samples."""
+    config = Config.from_values(given_options(values))
+    if plot:
+        plots.check(plot)
+    data = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
+    # Without --clients, the number of clients in a partition file is accepted.
+    federation = federate(
+        data, config.partition, config.clients, config.partition_seed, config.validation
+    )
+    if save:
+        write_partition(federation, save)
+    counts = federation.counts()
+    title = f"{config.dataset}, {config.partition}, {len(counts)} clients"
+    if plot:
+        plots.save(plots.bubbles(counts, data.class_names, title), plot)
+    tables.console().print(tables.clients(federation))
+    sizes = counts.sum(1)
+    note = f" ({data.note})" if data.note else ""
+    print(
+        f"{title}{note}: {sizes.sum():,} samples of {data.classes} classes, "
+        f"{sizes.min():,} to {sizes.max():,} per client"
+    )
+    for path in filter(None, (save, plot)):
+        print_line(f"Written: {path}")

@@ -1,0 +1,213 @@
+"""`fedala run`: train, evaluate, compare."""
+
+import re
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fedala.cli.config_options import config_options, given_options
+from fedala.cli.output import keep_lines, print_line, say
+from fedala.errors import UserError
+from fedala.records import Row
+from fedala.report import loggers, page, tables
+from fedala.report.progress import Watch
+from fedala.runs.config import Config
+from fedala.runs.execute import (
+    Plan,
+    Result,
+    RunObserver,
+    Stopped,
+    catch_stop_signals,
+    execute,
+    plan,
+    resume_advice,
+)
+from fedala.runs.folder import RunFolder
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala run
+  fedala run --method fedala --rounds 50 --seeds 5 --set fedala.layers=2
+  fedala run --dataset cifar10 --data-dir data --partition pathological:2
+  fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
+  fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
+
+A config file is TOML with the same names, such as batch_size = 10.
+Options of the command line override it.""")
+)
+@config_options()
+def run(
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="a TOML file with any of these options", rich_help_panel="Files", metavar="FILE"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help=r"the run folder [dim]\[default: a new one in runs][/dim]",
+            rich_help_panel="Files",
+            metavar="DIR",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            metavar="",
+            help="replace the run folder if it exists",
+            rich_help_panel="Files",
+        ),
+    ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="continue the run in this folder, exactly as if it had never stopped; "
+            "with --out, in a copy of it",
+            rich_help_panel="Files",
+            metavar="DIR",
+        ),
+    ] = None,
+    tensorboard: Annotated[
+        bool,
+        typer.Option(
+            "--tensorboard",
+            metavar="",
+            help="also write TensorBoard events",
+            rich_help_panel="Files",
+        ),
+    ] = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="log live to tensorboard, wandb or mlflow; can be given several times",
+            metavar="NAME",
+            rich_help_panel="Files",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
+    """Run one or several methods: train, evaluate, compare. A run folder keeps all results."""
+    given, file = given_options(values), Config.read(config) if config else {}
+    if resume:
+        if config or force:
+            raise UserError(
+                "--resume takes all options from its folder: leave out --config and --force."
+            )
+        chosen, folder = _resumed_config(resume, given), out or resume
+    else:
+        chosen = Config.from_values(
+            {**file, **given, "set": {**file.get("set", {}), **given["set"]}}
+        )
+        folder = out or Path("runs") / _folder_name(chosen)
+        RunFolder.check(folder, force=force)
+    log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
+    loggers.check(log)
+    checked = plan(chosen)
+    say(_description(checked))
+    _show(_execute(checked, folder, force=force, resume=resume, log=log))
+    _write_page(folder)
+    print_line(f"Run folder: {folder}")
+
+
+def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
+    """Return the config of a run folder with the changes that the command line gives."""
+    config = RunFolder.existing(resume).config().changed(given)
+    for name, value in (("model", config.model), ("partition", config.partition)):
+        if value == "own":
+            raise UserError(
+                f"{resume} was made in Python with its own {name}: "
+                "resume it there with run(resume=…)."
+            )
+    return config
+
+
+def _folder_name(config: Config) -> str:
+    """Return a name for a run folder: the dataset may be a path, and methods may be many."""
+    dataset = Path(config.dataset).stem if Path(config.dataset).suffix else config.dataset
+    time = datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    parts = [
+        re.sub(r"[^\w.+-]+", "-", part, flags=re.ASCII).strip("-.")[-40:]
+        for part in (dataset, "-".join(config.methods))
+    ]
+    return "-".join([*filter(None, parts), time])
+
+
+def _description(checked: Plan) -> str:
+    config, data = checked.config, checked.federation.dataset
+    note = f" ({data.note})" if data.note else ""
+    return (
+        f"{config.dataset}{note}: {len(data.y):,} samples of {data.classes} classes, "
+        f"{config.partition} over {config.clients} clients; {config.model}, "
+        f"rounds: {config.rounds}, runs of each method: {config.seeds}, on {checked.device.type}"
+    )
+
+
+def _execute(
+    checked: Plan, folder: Path, *, force: bool, resume: Path | None, log: list[str]
+) -> Result:
+    """Run all methods with a progress display, live loggers and a clean stop on a signal."""
+    config = checked.config
+    try:
+        with (
+            Watch(Console(stderr=True), checked) as watch,
+            loggers.Loggers(log, folder, vars(config), watch.say) as live,
+            catch_stop_signals() as signals,
+        ):
+
+            def show_row(method: str, row: Row) -> None:
+                watch.row(method, row)
+                live.row(method, row)
+
+            observer = RunObserver(show_row, watch.fault, watch.say, lambda: bool(signals))
+            return execute(checked, folder, force=force, resume=resume, watcher=observer)
+    except Stopped as stopped:
+        say(f"{stopped}; {resume_advice(config, folder)}.")
+        raise typer.Exit(128 + signals[0]) from None
+    except KeyboardInterrupt:
+        advice = f"; {resume_advice(config, folder)}" if folder.exists() else ""
+        raise KeyboardInterrupt(advice) from None
+
+
+def _show(result: Result) -> None:
+    """Print the table of results and the notes that explain it."""
+    config = result.config
+    summaries = {name: method.summary() for name, method in result.methods.items()}
+    tables.console().print(tables.results(summaries))
+    print("The best round is picked on test data, as in the paper.")
+    if any(row["diverged"] for method in result.methods.values() for row in method.history):
+        print(
+            "Some clients diverged: their updates in these rounds do not count "
+            f"(--on-divergence {config.on_divergence}). See faults.csv."
+        )
+    if config.join_ratio < 1:
+        clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
+        print(
+            f"With ρ = {config.join_ratio:g}, accuracy is that of {clients}, "
+            "unless the heading says otherwise."
+        )
+    if config.seeds > 1:
+        print(
+            f"Mean ± standard deviation of {config.seeds} runs; "
+            "the seconds are for all of them together."
+        )
+
+
+def _write_page(folder: Path) -> None:
+    """Write the page of a finished run. A fault of the page must not fail the run."""
+    try:
+        print_line(f"Report: {page.write([folder], say=say)}")
+    except Exception as error:
+        say(
+            f"The report could not be written ({error}); "
+            f"try again with: fedala report {shlex.quote(str(folder))}"
+        )
