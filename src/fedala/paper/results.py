@@ -457,7 +457,7 @@ def _checked_histories(
         if method != config.method:
             told = f"its history.csv is of {method}, and its config.toml of {config.method}"
             raise UserError(f"{folder} is not the run of a cell: {told}.")
-    if not found and regular(folder / "summary.json").exists():
+    if not found and require_file(folder / "summary.json").exists():
         raise UserError(
             f"{folder} is not the run of a cell: it has a summary.json but no history.csv."
         )

@@ -150,7 +150,7 @@ class Config:
     def read(cls, path: Path) -> dict[str, Any]:
         """Return the values of a config file, not yet checked. Hyperparameters: `fedala.eta`."""
         try:
-            data = read(path, LARGEST)
+            data = read_file(path, LARGEST)
         except OSError as error:
             raise UserError(f"The config file {path} cannot be read: {error}.") from error
         return cls.parse(data, path)
