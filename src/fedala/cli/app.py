@@ -540,12 +540,12 @@ def new(
     **values: Any,
 ) -> None:
     """Write a folder for flwr run: an app that runs a method, with every option in its pyproject.toml."""
-    from fedala.flower.experiment import LOCAL, Deployment
-    from fedala.flower.new import check, write
+    from fedala.flower.experiment import SIMULATION_OPTIONS, Deployment
+    from fedala.flower.new import check_app_folder, write_app
 
-    check(folder)
+    check_app_folder(folder)
     given = _given(values)
-    for name in LOCAL:
+    for name in SIMULATION_OPTIONS:
         if name in given:
             raise UserError(
                 f"--{name.replace('_', '-')} has no meaning where every client has its own machine."
@@ -554,7 +554,7 @@ def new(
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
     resolved = plan(config).config
-    write(folder, resolved, Deployment())
+    write_app(folder, resolved, Deployment())
     _print(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
     if resolved.dataset != "digits":
         print("Each node reads the data that its own node config names: see docs/deployment.md.")
@@ -586,7 +586,7 @@ def demo(
     **values: Any,
 ) -> None:
     """Run a federation with TLS and node authentication on this machine: a SuperLink, SuperNodes, one run."""
-    from fedala.flower.demo import demo as show
+    from fedala.flower.demo import run_demo
 
     given = _given(values)
     checked = plan(
@@ -597,7 +597,7 @@ def demo(
     if out:
         RunFolder.check(out, force=False)
     with Watch(Console(stderr=True), checked) as watch:
-        summary = show(checked, out, row=watch.row, say=watch.say)
+        summary = run_demo(checked, out, row=watch.row, say=watch.say)
     _console().print(tables.results(summary["methods"]))
     _print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))
 
