@@ -145,8 +145,8 @@ def add_many_arrays(arrays: ArrayRecord) -> None:
 
 
 ARRAYS: dict[str, Kind] = {
-    **{f"an array of {what}": with_bytes(data) for what, data in BYTES.items()},
-    **{f"an array declared as {what}": declare(**fields) for what, fields in DECLARED.items()},
+    **{f"an array of {name}": with_bytes(data) for name, data in BYTES.items()},
+    **{f"an array declared as {name}": declare(**fields) for name, fields in DECLARED.items()},
     "an array is missing": with_arrays(lambda arrays: arrays.pop("out.bias")),
     "an array too many": with_array("trojan", BIAS),
     "an array with a name of a million letters": with_array(LONG, BIAS),
@@ -284,8 +284,8 @@ FIGURES: dict[str, dict[str, Any]] = {
 }
 
 METRICS: dict[str, Kind] = {
-    **{f"scores of {what}": with_metrics(scores=scores) for what, scores in SCORES.items()},
-    **{f"metrics: {what}": with_metrics(**figures) for what, figures in FIGURES.items()},
+    **{f"scores of {name}": with_metrics(scores=scores) for name, scores in SCORES.items()},
+    **{f"metrics: {name}": with_metrics(**figures) for name, figures in FIGURES.items()},
 }
 
 

@@ -129,8 +129,8 @@ def test_a_path_cannot_be_both_a_tensor_and_a_branch(paths, message):
 
 #: Arrays that a hostile client adds to the tree of `make_tree`, or removes from it (None).
 HOSTILE = {
-    "a tensor where a branch is": ({"model": [1.0]}, "model is not a part of the model"),
-    "a branch where a tensor is": (
+    "a tensor with the name of a branch": ({"model": [1.0]}, "model is not a part of the model"),
+    "a branch with the name of a tensor": (
         {"extra/steps/x": [1.0]},
         "extra/steps/x is not a part of the model",
     ),

@@ -1,4 +1,4 @@
-"""Faults of a federation: lost replies, bad updates, offline clients, damaged files, dead server."""
+"""Faults of a federation: lost replies, bad updates, offline clients, damaged files, a crash."""
 
 from types import SimpleNamespace
 

@@ -111,7 +111,7 @@ def test_bad_updates(group, method, tmp_path, caplog):
 
 def test_bad_scores_of_trained_models(tmp_path, caplog):
     """If some clients are outside a round, replies also score the trained model."""
-    kinds = {what: hostile.with_metrics(left=scores) for what, scores in hostile.SCORES.items()}
+    kinds = {name: hostile.with_metrics(left=scores) for name, scores in hostile.SCORES.items()}
     check_equivalence(tmp_path, caplog, kinds, "train", method="fedala", join_ratio=0.7, rounds=40)
 
 

@@ -316,9 +316,9 @@ def test_a_legacy_client_equals_an_app_of_today(example, tmp_path):
         )
         reply = new(make_message(ArrayRecord(model.state_dict())), make_context(tmp_path / "new"))
         expected = reply.content["arrays"].to_numpy_ndarrays()
-        for found, value in zip(parameters_to_ndarrays(result.parameters), expected, strict=True):
-            assert found.dtype == value.dtype
-            np.testing.assert_array_equal(found, value)
+        for array, value in zip(parameters_to_ndarrays(result.parameters), expected, strict=True):
+            assert array.dtype == value.dtype
+            np.testing.assert_array_equal(array, value)
         assert result.num_examples == 200
         assert result.metrics["accuracy"] == reply.content["metrics"]["accuracy"]
         assert (result.metrics["note"], result.metrics["ala-fault"]) == ("text is allowed here", 0)
@@ -363,7 +363,7 @@ def test_a_legacy_message_without_a_model_is_refused(example, tmp_path, arrays):
 # --- numbers that are not finite ---
 
 
-def run_rounds_with_fault(example, folder, poison, caplog, rounds=4, where=1):
+def run_rounds_with_fault(example, folder, poison, caplog, rounds=4, bad_round=1):
     """Run rounds with one fault; return the replies, and the client's state after each."""
     bad = {"now": False}
 
@@ -385,7 +385,7 @@ def run_rounds_with_fault(example, folder, poison, caplog, rounds=4, where=1):
     for round in range(rounds):
         torch.manual_seed(round)
         arrays = ArrayRecord(example.make_model().state_dict())
-        bad["now"] = round == where
+        bad["now"] = round == bad_round
         if bad["now"] and poison == "received":
             arrays["0.bias"] = Array(arrays["0.bias"].numpy() * np.inf)
         caplog.clear()

@@ -69,7 +69,7 @@ def test_a_run_config_cannot_choose_files_of_a_node(
     """The file is not opened. The error that leaves the node does not name or quote it."""
     opened, is_watching = [], [True]
     sys.addaudithook(
-        lambda event, what: opened.append(str(what[0])) if is_watching and event == "open" else None
+        lambda event, args: opened.append(str(args[0])) if is_watching and event == "open" else None
     )
     monkeypatch.chdir(tmp_path)
     reply = query_node(tmp_path, {"dataset": str(patients)}, **node_config)

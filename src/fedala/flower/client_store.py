@@ -107,8 +107,8 @@ def make_private_folder(folder: Path, *, is_shared: bool = False) -> None:
         mode = stat.S_IMODE(status.st_mode)
         wanted = mode & ~0o022 if is_shared else 0o700
         if status.st_uid != os.geteuid():
-            # In another user's folder, nobody else may be able to replace our files: it must be
-            # closed to writing, or sticky.
+            # In another user's folder, other users must not be able to replace our files: it must
+            # be closed to writing, or sticky.
             if not is_shared or (mode & 0o022 and not mode & stat.S_ISVTX):
                 raise UserError(
                     f"{folder} belongs to another user, who could read or replace a client's "

@@ -1,4 +1,4 @@
-"""The parts that server and clients share: the run config, and the task and method it asks for."""
+"""The parts that server and clients share: the run config, the task, the method and Θ⁰."""
 
 import sys
 from collections.abc import Callable, Mapping

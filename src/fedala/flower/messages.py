@@ -1,7 +1,7 @@
 """The messages between server and clients, as Flower's records.
 
-The client reads a `Request` of its own server. The server reads an `Introduction` and a `Reply`
-that may come from anybody: it accepts what `pack` writes, and refuses everything else.
+A client trusts the `Request` of its server. The server does not trust an `Introduction` or a
+`Reply`: it accepts the output of `pack`, and refuses everything else.
 """
 
 import math
@@ -46,7 +46,7 @@ class Introduction:
     def unpack(
         cls, content: RecordDict, population: int, max_sizes: Mapping[str, int]
     ) -> "Introduction":
-        """Read an introduction that may come from anybody."""
+        """Read and check the introduction of an untrusted node."""
         metrics = _read_metrics(
             _read_records(content, {"metrics": MetricRecord})["metrics"], {"client", *PARTS}
         )
@@ -64,7 +64,7 @@ class Request:
     parts: Sequence[str]
     """The parts of its samples that the client tests on."""
     since: int
-    """The client's last round that the server counted, from 1. 0 if there is none."""
+    """The client's last round that the server counted, from 1. 0: none yet."""
 
     def pack(self) -> RecordDict:
         """Write the request into Flower's records. The message type says whether to train."""
@@ -125,7 +125,7 @@ class Reply:
 
     @classmethod
     def unpack(cls, content: RecordDict, notes: Collection[str]) -> "Reply":
-        """Read a reply that may come from anybody. Of notes, it may hold these."""
+        """Read and check the reply of an untrusted node, which may hold these notes."""
         records = _read_records(content, {"arrays": ArrayRecord, "metrics": MetricRecord})
         note_metrics = {f"{NOTE}{name}" for name in notes}
         required = ("client", "num-examples", "finite", "lost", "scores", "left")

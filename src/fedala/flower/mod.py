@@ -86,8 +86,8 @@ class ALAMod:
         """Blend the received model and the client's own by ALA.
 
         Return the blend, the arrays to train from, and a fault if something was not finite. The
-        arrays are the blend's in the layers that ALA governs, and the received ones elsewhere. If
-        the received model is not finite, all arrays are the client's own.
+        arrays are the blend's in the layers that ALA governs, and the received ones in the others.
+        If the received model is not finite, all arrays are the client's own.
         """
         model, data, loss = (*self.setup(context), F.cross_entropy)[:3]
         global_model = _copy_with_arrays(model, _decode(received))

@@ -82,7 +82,7 @@ class Processes:
             self.processes[name].wait(10)
 
     def stop(self) -> None:
-        """End all programs, including one that a signal kept out of `processes`."""
+        """End all programs, including one that a signal prevented from entering `processes`."""
         for process in self.processes.values():
             process.terminate()
         end = time.monotonic() + self.grace
