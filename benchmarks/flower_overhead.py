@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedala.flower.demo import follow
+from fedala.flower.demo import follow_run
 from fedala.flower.local import LocalFederation
 from fedala.runs.folder import RunFolder
 
@@ -80,12 +80,12 @@ def main(grid, context):
 
 OURS = """
 from fedala.data import Dataset
-from fedala.flower import Own, client_app, server_app
+from fedala.flower import CustomApp, client_app, server_app
 
 def data(context):
     return Dataset("noise", *samples(int(context.node_config["partition-id"])), classes=10)
 
-own = Own(make_model, data, (1, 28, 28), 10)
+own = CustomApp(make_model, data, (1, 28, 28), 10)
 client = client_app(own)
 server = server_app(own)
 """
@@ -123,17 +123,16 @@ def measure(nodes: int, rounds: int, repeats: int) -> dict[str, list[float]]:
             folder / "federation", environment={"OMP_NUM_THREADS": "1"}
         ) as federation:
             for client in range(nodes):
-                federation.node(client)
+                federation.start_node(client)
             for repeat in range(repeats):
                 for name in found:
                     options = {"clients": nodes, "rounds": rounds, "out": str(folder / "runs")}
                     experiment = f"{name}-{repeat}"
-                    run = federation.run(folder / name, experiment=experiment, **options)
+                    run = federation.submit(folder / name, experiment=experiment, **options)
                     out = folder / "runs" / experiment
                     if name == "fedala":
-                        finished = follow(federation, run, RunFolder(out), seconds=1800)
-                        [rows] = finished.history().values()
-                        seconds = [row.seconds for row in rows[:-1]]
+                        rows = follow_run(federation, run, RunFolder(out), seconds=1800).history()
+                        seconds = [row["seconds"] for row in rows[:-1]]
                     else:
                         while not (out / "seconds.json").exists():
                             time.sleep(0.5)

@@ -1,4 +1,7 @@
-"""ALA in an existing Flower app: `before` is the app as it was, `after` is the same with ALA. `flwr run .` runs it."""
+"""ALA in an existing Flower app: `before` is the app without ALA, `after` the same app with it.
+
+`flwr run .` runs it.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from fedala.flower import ala_mod, mods
+from fedala.flower import ala_mod, order_mods
 
 
 def make_model() -> nn.Module:
@@ -16,14 +19,14 @@ def make_model() -> nn.Module:
 
 
 def load_data(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points in the plane; clients label the same regions differently."""
+    """Make points in the plane. Clients label the same regions differently."""
     client = int(context.node_config["partition-id"])
     x = torch.randn(200, 2, generator=torch.Generator().manual_seed(client))
     return x, ((x[:, 0] > 0).long() + client) % 2 + 2 * (x[:, 1] > 0).long()
 
 
 def train(message: Message, context: Context) -> Message:
-    """The app's own training; it knows nothing of ALA."""
+    """Train as the app always did. It knows nothing about ALA."""
     model = make_model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     x, y = load_data(context)
@@ -34,10 +37,8 @@ def train(message: Message, context: Context) -> Message:
         F.cross_entropy(model(x[i : i + 10]), y[i : i + 10]).backward()
         optimizer.step()
     metrics = MetricRecord({"num-examples": len(x), "accuracy": accuracy})
-    return Message(
-        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
-        reply_to=message,
-    )
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
 
 
 before = ClientApp()
@@ -45,11 +46,11 @@ before.train()(train)
 
 
 def setup(context: Context) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """What ALA needs to know: the model, and the client's data."""
+    """Return what ALA needs: the model, and the client's data."""
     return make_model(), load_data(context)
 
 
-after = ClientApp(mods=mods(ala_mod(setup, layers=1)))  # the one line
+after = ClientApp(mods=order_mods(ala_mod(setup, layers=1)))  # the one line
 after.train()(train)
 
 server = ServerApp()
@@ -61,7 +62,5 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     start = ArrayRecord(make_model().state_dict())
     result = strategy.start(grid, start, num_rounds=int(context.run_config["rounds"]))
-    last = max(result.train_metrics_clientapp)
-    print(
-        f"accuracy before training in round {last}: {result.train_metrics_clientapp[last]['accuracy']:.1%}"
-    )
+    last_round, metrics = max(result.train_metrics_clientapp.items())
+    print(f"accuracy before training in round {last_round}: {metrics['accuracy']:.1%}")

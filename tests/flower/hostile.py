@@ -1,4 +1,4 @@
-"""Replies as a broken or hostile node may send them, each by name: what the server gets in place of a client's reply."""
+"""Bad replies of broken or hostile nodes, by name: functions that spoil a good reply."""
 
 import io
 import pickle
@@ -10,89 +10,93 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 
-#: Forges a line of a log, colours a terminal and sets its title.
+#: Text that forges a line of a log, colours a terminal and sets its title.
 FORGED = "\nINFO :  Round 9: \x1b[31mall is well\x1b[0m\x1b]0;gone\x07\r\u202e"
 LONG = "x" * 1_000_000
 
 Kind = Callable[[Message], Any]
 
 
-# --- bytes of arrays -------------------------------------------------------------------------------------------------
+# --- bytes of arrays ---
 
 
-def saved(value: Any, **options: Any) -> bytes:
+def to_npy(value: Any, **options: Any) -> bytes:
     file = io.BytesIO()
     np.save(file, value, **options)
     return file.getvalue()
 
 
-def zipped(value: Any) -> bytes:
+def to_npz(value: Any) -> bytes:
     file = io.BytesIO()
     np.savez_compressed(file, value)
     return file.getvalue()
 
 
-def headed(
+def make_npy_with_header(
     header: str,
     rest: bytes = bytes(12),
     version: tuple[int, int] = (1, 0),
     length: int | None = None,
 ) -> bytes:
-    """An .npy file whose header is any text."""
+    """Make an .npy file with any text as its header."""
     text = header.encode("latin1") + b"\n"
     size = struct.pack("<H", len(text) if length is None else length)
     return b"\x93NUMPY" + bytes(version) + size + text + rest
 
 
-def npy(shape: str, descr: str = "'<f4'", order: str = "False", **options: Any) -> bytes:
-    return headed(f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}", **options)
+def make_npy_of_shape(
+    shape: str, descr: str = "'<f4'", order: str = "False", **options: Any
+) -> bytes:
+    return make_npy_with_header(
+        f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}", **options
+    )
 
 
 BIAS = np.arange(3, dtype=np.float32)  # out.bias is float32 [3]
 
-#: What `out.bias` holds: bytes, and what they are declared to be.
+#: Bytes of `out.bias`.
 BYTES: dict[str, bytes] = {
     "the start of a zip file": b"PK\x03\x04junk",
     "no bytes": b"",
-    "a header that promises 16 TiB": npy("(4398046511104,)"),
-    "a zip file": zipped(BIAS),
-    "a zip bomb": zipped(np.zeros(2**22, np.float32)),
-    "pickled objects": saved(np.array([{}, 1, "x"], dtype=object), allow_pickle=True),
+    "a header that promises 16 TiB": make_npy_of_shape("(4398046511104,)"),
+    "a zip file": to_npz(BIAS),
+    "a zip bomb": to_npz(np.zeros(2**22, np.float32)),
+    "pickled objects": to_npy(np.array([{}, 1, "x"], dtype=object), allow_pickle=True),
     "a pickle": pickle.dumps([1.0, 2.0, 3.0]),
-    "a structure": saved(np.zeros(3, [("a", "<f4")])),
-    "big-endian numbers": saved(BIAS.astype(">f4")),
-    "Fortran order": npy("(3,)", order="True"),
-    "an order that is not a truth value": npy("(3,)", order="3"),
-    "another shape": saved(np.zeros(2, np.float32)),
-    "another shape of the same size": saved(np.zeros((3, 1), np.float32)),
-    "another type": saved(BIAS.astype(np.float64)),
-    "half precision": saved(BIAS.astype(np.float16)),
-    "complex numbers": saved(BIAS.astype(np.complex64)),
-    "texts": saved(np.array(["a", "b", "c"])),
-    "dates": saved(np.zeros(3, "datetime64[s]")),
-    "no numbers": saved(np.zeros(0, np.float32)),
-    "a number without a shape": saved(np.float32(1)),
-    "a byte too few": saved(BIAS)[:-1],
-    "a byte too many": saved(BIAS) + b"x",
-    "a megabyte too many": saved(BIAS) + bytes(2**20),
-    "a version that numpy does not know": headed("{}", version=(9, 0)),
-    "a header that is a call": headed("print('I am run')"),
-    "a header that is a list": headed("[1, 2, 3]"),
-    "a header without a shape": headed("{'descr': '<f4', 'fortran_order': False}"),
-    "a header of Python 2": npy("(3L,)"),
-    "a header with thousands of brackets": headed("(" * 9000),
-    "a header that is longer than the file": npy("(3,)", length=65535),
-    "a header of zero bytes": npy("(3,)", length=0),
-    "a negative shape": npy("(-3,)"),
-    "a shape of fractions": npy("(3.0,)"),
-    "a shape of truth values": npy("(True, True, True)"),
-    "a type that is code": npy("(3,)", descr="'__import__'"),
-    "an object type": npy("(3,)", descr="'|O'"),
-    "NaN": saved(np.array([np.nan, 0, 0], np.float32)),
-    "infinity": saved(np.array([0, -np.inf, 0], np.float32)),
+    "a structure": to_npy(np.zeros(3, [("a", "<f4")])),
+    "big-endian numbers": to_npy(BIAS.astype(">f4")),
+    "Fortran order": make_npy_of_shape("(3,)", order="True"),
+    "an order that is not a truth value": make_npy_of_shape("(3,)", order="3"),
+    "another shape": to_npy(np.zeros(2, np.float32)),
+    "another shape of the same size": to_npy(np.zeros((3, 1), np.float32)),
+    "another type": to_npy(BIAS.astype(np.float64)),
+    "half precision": to_npy(BIAS.astype(np.float16)),
+    "complex numbers": to_npy(BIAS.astype(np.complex64)),
+    "texts": to_npy(np.array(["a", "b", "c"])),
+    "dates": to_npy(np.zeros(3, "datetime64[s]")),
+    "no numbers": to_npy(np.zeros(0, np.float32)),
+    "a number without a shape": to_npy(np.float32(1)),
+    "a byte too few": to_npy(BIAS)[:-1],
+    "a byte too many": to_npy(BIAS) + b"x",
+    "a megabyte too many": to_npy(BIAS) + bytes(2**20),
+    "a version that numpy does not know": make_npy_with_header("{}", version=(9, 0)),
+    "a header that is a call": make_npy_with_header("print('I am run')"),
+    "a header that is a list": make_npy_with_header("[1, 2, 3]"),
+    "a header without a shape": make_npy_with_header("{'descr': '<f4', 'fortran_order': False}"),
+    "a header of Python 2": make_npy_of_shape("(3L,)"),
+    "a header with thousands of brackets": make_npy_with_header("(" * 9000),
+    "a header that is longer than the file": make_npy_of_shape("(3,)", length=65535),
+    "a header of zero bytes": make_npy_of_shape("(3,)", length=0),
+    "a negative shape": make_npy_of_shape("(-3,)"),
+    "a shape of fractions": make_npy_of_shape("(3.0,)"),
+    "a shape of truth values": make_npy_of_shape("(True, True, True)"),
+    "a type that is code": make_npy_of_shape("(3,)", descr="'__import__'"),
+    "an object type": make_npy_of_shape("(3,)", descr="'|O'"),
+    "NaN": to_npy(np.array([np.nan, 0, 0], np.float32)),
+    "infinity": to_npy(np.array([0, -np.inf, 0], np.float32)),
 }
 
-#: What `out.bias` is declared to be.
+#: Declarations of `out.bias`.
 DECLARED: dict[str, dict[str, Any]] = {
     "no type": {"dtype": ""},
     "a type with control characters": {"dtype": f"float32{FORGED}"},
@@ -100,7 +104,7 @@ DECLARED: dict[str, dict[str, Any]] = {
     "a type that is not one": {"dtype": "no such type"},
     "an object": {"dtype": "object"},
     "big-endian": {"dtype": ">f4"},
-    "a shape of 16 TiB": {"shape": (2**42,), "data": npy("(4398046511104,)")},
+    "a shape of 16 TiB": {"shape": (2**42,), "data": make_npy_of_shape("(4398046511104,)")},
     "a shape of a million dimensions": {"shape": (1,) * 1_000_000},
     "another shape": {"shape": (1, 3)},
     "no shape": {"shape": ()},
@@ -124,7 +128,7 @@ def with_bytes(data: bytes) -> Kind:
     return with_arrays(change)
 
 
-def declared(**fields: Any) -> Kind:
+def declare(**fields: Any) -> Kind:
     def change(arrays: ArrayRecord) -> None:
         for name, value in fields.items():
             setattr(arrays["out.bias"], name, value)
@@ -136,25 +140,25 @@ def with_array(name: str, value: Any) -> Kind:
     return with_arrays(lambda arrays: arrays.update({name: Array(np.asarray(value))}))
 
 
-def many_arrays(arrays: ArrayRecord) -> None:
+def add_many_arrays(arrays: ArrayRecord) -> None:
     arrays.update({f"extra{i}": Array(BIAS) for i in range(2000)})
 
 
 ARRAYS: dict[str, Kind] = {
-    **{f"an array of {what}": with_bytes(data) for what, data in BYTES.items()},
-    **{f"an array declared as {what}": declared(**fields) for what, fields in DECLARED.items()},
+    **{f"an array of {name}": with_bytes(data) for name, data in BYTES.items()},
+    **{f"an array declared as {name}": declare(**fields) for name, fields in DECLARED.items()},
     "an array is missing": with_arrays(lambda arrays: arrays.pop("out.bias")),
     "an array too many": with_array("trojan", BIAS),
     "an array with a name of a million letters": with_array(LONG, BIAS),
     "an array with control characters in its name": with_array(FORGED, BIAS),
-    "two thousand arrays too many": with_arrays(many_arrays),
+    "two thousand arrays too many": with_arrays(add_many_arrays),
     "no arrays": with_arrays(lambda arrays: arrays.clear()),
     "a counter below zero": with_array("norm.num_batches_tracked", np.int64(-1)),
-    "a counter beyond all reason": with_array("norm.num_batches_tracked", np.int64(2**62)),
+    "a counter out of range": with_array("norm.num_batches_tracked", np.int64(2**62)),
 }
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
+# --- records ---
 
 
 def with_content(change: Callable[[RecordDict], Any]) -> Kind:
@@ -165,12 +169,12 @@ def with_content(change: Callable[[RecordDict], Any]) -> Kind:
     return apply
 
 
-def misplaced(content: RecordDict) -> None:
+def replace_metrics(content: RecordDict) -> None:
     metrics = content.pop("metrics")
     content["metrics"] = ConfigRecord(dict(metrics))
 
 
-def without_content(reply: Message) -> Message:
+def remove_content(reply: Message) -> Message:
     reply.__dict__["_content"] = None
     return reply
 
@@ -190,26 +194,25 @@ RECORDS: dict[str, Kind] = {
     "a record with control characters in its name": with_content(
         lambda c: c.update({FORGED: MetricRecord()})
     ),
-    "a config record in the place of the metrics": with_content(misplaced),
-    "neither content nor an error": without_content,
+    "a config record instead of the metrics": with_content(replace_metrics),
+    "neither content nor an error": remove_content,
 }
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics ---
 
 NAN, INF = float("nan"), float("inf")
 
 
 def with_metrics(**metrics: Any) -> Kind:
-    """A metric of the value None is missing. Names may be any text."""
+    """Set metrics, and remove those with the value None. Names may be any text."""
 
     def change(content: RecordDict) -> None:
         for name, value in metrics.items():
             content["metrics"].pop(name, None)
             if value is not None:
-                content["metrics"].__dict__["_data"][name] = (
-                    value  # past the checks of the sender's own machine
-                )
+                # Around the checks of Flower at the sender.
+                content["metrics"].__dict__["_data"][name] = value
 
     return with_content(change)
 
@@ -227,7 +230,7 @@ SCORES: dict[str, Any] = {
     "fewer samples than introduced": [1.0, 0.1, 1.0],
     "a negative loss": [3.0, -1.0, 6.0],
     "a loss of minus infinity": [3.0, -INF, 6.0],
-    "a loss beyond all reason": [3.0, 1e308, 6.0],
+    "a loss out of range": [3.0, 1e308, 6.0],
     "too few figures": [3.0, 1.0],
     "too many figures": [3.0, 1.0, 6.0] * 2,
     "a million figures": [6.0] * 1_000_000,
@@ -252,18 +255,18 @@ FIGURES: dict[str, dict[str, Any]] = {
     "more samples than introduced": {"num-examples": 2**62},
     "a negative number of samples": {"num-examples": -17},
     "a fractional number of samples": {"num-examples": 17.0},
-    "lost, and by how much": {"lost": 7},
+    "lost seven times": {"lost": 7},
     "lost to NaN": {"lost": NAN},
-    "no word on what was lost": {"lost": None},
+    "no word on a lost state": {"lost": None},
     "twice finite": {"finite": 2},
     "less than finite": {"finite": -1},
     "finite in a list": {"finite": [1]},
     "finite as text": {"finite": "yes"},
-    "no word on being finite": {"finite": None},
-    "diverged, and yet arrays": {"finite": 0},
+    "no word on divergence": {"finite": None},
+    "diverged, but sends arrays": {"finite": 0},
     "no scores": {"scores": None},
-    "no left scores": {"left": None},
-    "left scores that nobody asked for": {"left": [3.0, 1.0, 6.0]},
+    "no scores after training": {"left": None},
+    "scores after training that were not requested": {"left": [3.0, 1.0, 6.0]},
     "the note weights": {"note.weights": 1.0},
     "a note that is a column": {"note.accuracy": 1.0},
     "a note with a name of a million letters": {f"note.{LONG}": 1.0},
@@ -273,23 +276,23 @@ FIGURES: dict[str, dict[str, Any]] = {
     "a note that is a list": {"note.train_loss": [1.0]},
     "a note that is text": {"note.train_loss": FORGED},
     "a note of infinity": {"note.train_loss": INF},
-    "a note beyond all reason": {"note.train_loss": 1e308},
+    "a note out of range": {"note.train_loss": 1e308},
     "ten thousand notes": {f"note.n{i}": 1.0 for i in range(10_000)},
-    "a metric that nobody knows": {"extra": 1.0},
+    "an unknown metric": {"extra": 1.0},
     "a metric with control characters": {FORGED: 1.0},
     "a metric with a name of a million letters": {LONG: 1.0},
 }
 
 METRICS: dict[str, Kind] = {
-    **{f"scores of {what}": with_metrics(scores=scores) for what, scores in SCORES.items()},
-    **{f"metrics: {what}": with_metrics(**figures) for what, figures in FIGURES.items()},
+    **{f"scores of {name}": with_metrics(scores=scores) for name, scores in SCORES.items()},
+    **{f"metrics: {name}": with_metrics(**figures) for name, figures in FIGURES.items()},
 }
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
+# --- messages ---
 
 
-def error(code: int, reason: str) -> Kind:
+def reply_with_error(code: int, reason: str) -> Kind:
     def apply(reply: Message) -> Message:
         reply.__dict__["_content"], reply.__dict__["_error"] = None, Error(code, reason)
         return reply
@@ -305,34 +308,34 @@ def with_metadata(**values: Any) -> Kind:
     return apply
 
 
-def raised(error: Exception) -> Kind:
+def raise_error(error: Exception) -> Kind:
     return lambda reply: error
 
 
 MESSAGES: dict[str, Kind] = {
-    "an error": error(0, "failed"),
-    "an error with control characters": error(2, f"<class 'ValueError'>:<'{FORGED}'>"),
-    "an error of a million letters": error(2, LONG),
-    "an error without a reason": error(0, ""),
+    "an error": reply_with_error(0, "failed"),
+    "an error with control characters": reply_with_error(2, f"<class 'ValueError'>:<'{FORGED}'>"),
+    "an error of a million letters": reply_with_error(2, LONG),
+    "an error without a reason": reply_with_error(0, ""),
     "an answer to another message": with_metadata(_reply_to_message_id="other"),
     "an answer from another node": with_metadata(_src_node_id=100),
     "an answer of another type": with_metadata(_message_type="query"),
-    "objects that Flower cannot decode": raised(
+    "objects that Flower cannot decode": raise_error(
         ValueError(f"Unexpected set of `children` {FORGED}")
     ),
-    "objects that do not fit into memory": raised(MemoryError()),
-    "objects that are nested too deeply": raised(
+    "objects that do not fit into memory": raise_error(MemoryError()),
+    "objects that are nested too deeply": raise_error(
         RecursionError("maximum recursion depth exceeded")
     ),
-    "objects that are not there": raised(KeyError(LONG)),
+    "objects that are not there": raise_error(KeyError(LONG)),
 }
 
-#: Everything that can be wrong with a reply to a train message.
+#: Bad replies to a train message.
 TRAIN = {**ARRAYS, **RECORDS, **METRICS, **MESSAGES}
 
-#: And with a reply to an evaluation, which carries no arrays.
+#: Bad replies to an evaluate message, which hold no arrays.
 EVALUATE = {
-    "an array that nobody asked for": with_array("out.bias", BIAS),
+    "an array that was not requested": with_array("out.bias", BIAS),
     "the start of a zip file": with_content(
         lambda c: c["arrays"].update(
             {"out.bias": Array("float32", (3,), "numpy.ndarray", b"PK\x03\x04junk")}
@@ -357,14 +360,21 @@ EVALUATE = {
     },
 }
 
-#: And with what a node says of itself.
+#: Bad introductions of a node.
 INTRODUCE = {
     **{name: kind for name, kind in RECORDS.items() if "array" not in name},
     **{
         f"metrics: {name}": METRICS[f"metrics: {name}"]
         for name in (
-            "a client that does not exist", "a negative client", "a fraction of a client", "a list of clients", "no client",
-            "a truth value for a client", "text for a client", "a metric with control characters", "a metric that nobody knows",
+            "a client that does not exist",
+            "a negative client",
+            "a fraction of a client",
+            "a list of clients",
+            "no client",
+            "a truth value for a client",
+            "text for a client",
+            "a metric with control characters",
+            "an unknown metric",
             "a metric with a name of a million letters",
         )
     },
@@ -379,31 +389,31 @@ INTRODUCE = {
     "a size is missing": with_metrics(test=None),
     "validation samples in a run that has none": with_metrics(validation=5),
     **{name: kind for name, kind in MESSAGES.items() if name != "an answer of another type"},
-}  # fmt: skip
+}
 
 
-# --- over the wire ---------------------------------------------------------------------------------------------------
+# --- over the wire ---
 
 
-class Garbled(MetricRecord):
-    """A record whose bytes Flower's decoder cannot read."""
+class GarbledRecord(MetricRecord):
+    """A record with bytes that Flower's decoder cannot read."""
 
     def deflate(self) -> bytes:
         return add_header_to_object_body(object_body=b"\xff\x1b[31m", obj=self)
 
 
-Garbled.__qualname__ = "MetricRecord"  # by which the decoder chooses the class
+GarbledRecord.__qualname__ = "MetricRecord"  # the decoder chooses the class by this name
 
 
 def garble(content: RecordDict) -> None:
-    content["metrics"] = Garbled(dict(content["metrics"]))
+    content["metrics"] = GarbledRecord(dict(content["metrics"]))
 
 
 def fail(reply: Message) -> Message:
     raise ValueError(FORGED)
 
 
-#: What a real SuperNode sends, in rounds 1, 2, …, and what the server then says.
+#: The bad replies of a real SuperNode in rounds 1, 2, …, each with the server's message.
 OVER_TLS: list[tuple[Kind, str]] = [
     (TRAIN["an array of the start of a zip file"], "is dropped: out.bias has 8 bytes"),
     (
@@ -411,7 +421,7 @@ OVER_TLS: list[tuple[Kind, str]] = [
         "is dropped: out.bias does not hold the float32 [3]",
     ),
     (TRAIN["metrics: a note with a name of a million letters"], "is dropped: its metric 'note.xxx"),
-    (with_metrics(scores=[1e18, 0.0, 1e18]), "is dropped: its numbers of samples are not those"),
+    (with_metrics(scores=[1e18, 0.0, 1e18]), "is dropped: its numbers of samples differ"),
     (with_content(garble), "failed: its answer cannot be read"),
     (fail, "failed: <class 'ValueError'>:<' INFO :  Round 9"),
 ]

@@ -1,11 +1,11 @@
-"""Updates as a node that is broken, or means harm, would send them."""
+"""Updates that a broken or hostile node would send."""
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
 
 def poison(record: ArrayRecord, how: str) -> None:
-    """Puts something wrong into what a client uploads."""
+    """Spoil a client's upload."""
     arrays = {name: array.numpy().copy() for name, array in record.items()}
     if how == "nan":
         arrays["out.bias"][0] = np.nan

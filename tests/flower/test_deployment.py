@@ -1,6 +1,6 @@
-"""Flower for real: a SuperLink and SuperNodes on loopback, with TLS and node authentication, in processes of their own.
+"""Real Flower: a SuperLink and SuperNodes in their own processes, with TLS and authentication.
 
-What runs in them is tests/flower/deployed/app.py. The first test is for everybody; the others last minutes.
+They run tests/flower/deployed/app.py. The first test always runs; the others take minutes.
 """
 
 import os
@@ -13,19 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from flower.hostile import OVER_TLS  # noqa: E402
-from flower.inprocess import OWN, RUN, Here, together  # noqa: E402
-from flower.test_processes import marked  # noqa: E402
+from flower.inprocess import CUSTOM, RUN, InProcessGrid, build_federation  # noqa: E402
+from flower.test_processes import find_marked  # noqa: E402
 from small import Net, assert_close  # noqa: E402
 
 import fedala  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
-from fedala.flower.demo import follow  # noqa: E402
+from fedala.flower.demo import follow_run  # noqa: E402
 from fedala.flower.local import LocalFederation, make_certificates, make_key  # noqa: E402
-from fedala.flower.processes import family  # noqa: E402
+from fedala.flower.processes import find_family  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 from fedala.io import tensor_files  # noqa: E402
 from fedala.runs.folder import RunFolder  # noqa: E402
@@ -41,29 +42,24 @@ def federation(tmp_path):
     with LocalFederation(tmp_path / "federation", environment=environment) as federation:
         yield federation
     assert not [
-        pid for name in federation.processes for pid in family(f"{federation.folder}/{name}")
+        pid for name in federation.processes for pid in find_family(f"{federation.folder}/{name}")
     ]
 
 
 def submit(federation, tmp_path, **options):
-    return federation.run(
+    return federation.submit(
         APP, **{"out": str(tmp_path / "runs"), "clients": 2, "min_nodes": 2, **RUN, **options}
     )
 
 
 def finish(federation, run, tmp_path, seconds=600):
-    folder = follow(federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds)
-    return only(folder.history())
+    return follow_run(
+        federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds
+    ).history()
 
 
-def only(histories):
-    """The history of the only method."""
-    [history] = histories.values()
-    return history
-
-
-def simulated(clients=2, **options):
-    return fedala.run(dataset=together(clients), model=Net, lanes="1", **{**RUN, **options})
+def run_simulation(clients=2, **options):
+    return fedala.run(dataset=build_federation(clients), model=Net, lanes="1", **{**RUN, **options})
 
 
 def assert_same_rows(there, here):
@@ -88,49 +84,41 @@ def assert_same_models(federation, tmp_path, result):
                 / f"client-{client:05d}"
                 / "model.safetensors"
             )
-            assert_close(fedala_load(path), model, 1e-5)
+            assert_close(load_file(path), model, 1e-5)
 
 
-def fedala_load(path):
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
-def test_a_federation_with_tls_and_authentication_is_the_simulation_and_takes_nobody_else_in(
-    federation, tmp_path
-):
-    """Two registered nodes run FedALA. A third has no registered key; a fourth does not know the certificate authority."""
+def test_a_federation_with_tls_equals_the_simulation_and_refuses_strangers(federation, tmp_path):
+    """Two registered nodes run FedALA. A third has another key, a fourth another authority."""
     (tmp_path / "other").mkdir()
     make_certificates(tmp_path / "other")
     for client in range(2):
-        federation.node(client)
-    federation.node(7, key=make_key(tmp_path / "unregistered"))
-    federation.node(8, key=make_key(tmp_path / "ignorant"), ca=tmp_path / "other" / "ca.crt")
+        federation.start_node(client)
+    federation.start_node(7, key=make_key(tmp_path / "unregistered"))
+    federation.start_node(8, key=make_key(tmp_path / "ignorant"), ca=tmp_path / "other" / "ca.crt")
     run = submit(federation, tmp_path, method="fedala", rounds=2)
     history = finish(federation, run, tmp_path, 240)
-    result = simulated(method="fedala", rounds=2)
+    result = run_simulation(method="fedala", rounds=2)
     assert_same_rows(history, result.history)
     assert_same_models(federation, tmp_path, result)
-    superlink = federation.log("superlink")
+    superlink = federation.read_log("superlink")
     assert superlink.count("[Fleet.ActivateNode] Activated") == 2
     for stranger in (7, 8):
-        assert "Receiving: train message" not in federation.log(f"node-{stranger}")
-    assert "Receiving: train message" in federation.log("node-0")
+        assert "Receiving: train message" not in federation.read_log(f"node-{stranger}")
+    assert "Receiving: train message" in federation.read_log("node-0")
 
 
 @pytest.mark.deployment
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "fedrep", "fedfomo"])
-def test_a_deployment_is_the_simulation(method, federation, tmp_path):
+def test_a_deployment_equals_the_simulation(method, federation, tmp_path):
     for client in range(2):
-        federation.node(client)
+        federation.start_node(client)
     history = finish(federation, submit(federation, tmp_path, method=method), tmp_path)
-    result = simulated(method=method)
+    result = run_simulation(method=method)
     assert_same_rows(history, result.history)
     assert_same_models(federation, tmp_path, result)
 
 
-def model_state(folder, client, round):
+def load_state(folder, client, round):
     tree, _ = tensor_files.load(
         folder / "fedala" / f"client-{client:05d}" / f"round-{round:06d}.safetensors"
     )
@@ -145,102 +133,107 @@ def assert_same_states(a, b):
     assert_close(a["local"], b["local"], 1e-5)
 
 
-def wait_for(what, seconds=300):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it does not happen"
+    while not condition():
+        assert time.monotonic() < end, "the condition is still false"
         time.sleep(0.2)
 
 
-def undisturbed(tmp_path, absent=(), **options):
-    """The same federation in this process, where some clients are not asked in some rounds."""
+def run_in_this_process(tmp_path, absent=(), **options):
+    """Run the same federation here. `absent` clients, (round, client), get no message."""
     waits = {"clients": 2, "min_nodes": 2, "round_timeout": 0.01}
     run_config = {**waits, "out": str(tmp_path / "here" / "runs"), **RUN, **options}
-    grid = Here(client_app(OWN), 2, tmp_path / "here" / "state", run_config)
-    grid.asks = lambda sent: (
+    grid = InProcessGrid(client_app(CUSTOM), 2, tmp_path / "here" / "state", run_config)
+    grid.delivers = lambda sent: (
         (int(sent.metadata.group_id or 0), sent.metadata.dst_node_id - 100) not in absent
     )
-    return serve(grid, run_config, OWN)
+    return serve(grid, run_config, CUSTOM)
 
 
 @pytest.mark.deployment
-def test_a_node_that_was_killed_has_what_it_had(federation, tmp_path):
-    """`kill -9` in the middle of round 2, and a restart after the minute in which the SuperLink still believes in the node."""
+def test_a_killed_node_keeps_its_state(federation, tmp_path):
+    """`kill -9` in round 2. The restart waits until the SuperLink has given the node up."""
     for client in range(2):
-        federation.node(client)
+        federation.start_node(client)
     run = submit(federation, tmp_path, method="fedala", rounds=4)
-    wait_for(lambda: federation.log("node-1").count("Receiving: train message") == 2)
+    wait_for(lambda: federation.read_log("node-1").count("Receiving: train message") == 2)
     federation.kill("node-1")
     time.sleep(75)
-    federation.node(1)
+    federation.start_node(1)
     history = finish(federation, run, tmp_path)
-    said = federation.run_log(run)
-    assert re.search(r"Round 2: client 1 \(node \d+\) failed", said)
-    result = undisturbed(tmp_path, absent={(2, 1)}, method="fedala", rounds=4)
+    log = federation.read_run_log(run)
+    assert re.search(r"Round 2: client 1 \(node \d+\) failed", log)
+    result = run_in_this_process(tmp_path, absent={(2, 1)}, method="fedala", rounds=4)
     assert_same_rows(history, result.history)
     for client in range(2):
-        there = model_state(federation.folder / f"node-{client}", client, 4)
-        assert_same_states(there, model_state(tmp_path / "here" / "state", client, 4))
+        there = load_state(federation.folder / f"node-{client}", client, 4)
+        assert_same_states(there, load_state(tmp_path / "here" / "state", client, 4))
 
 
 @pytest.mark.deployment
-def test_a_server_that_was_killed_goes_on_at_the_next_round(federation, tmp_path):
+def test_a_killed_server_continues_at_the_next_round(federation, tmp_path):
     for client in range(2):
-        federation.node(client)
+        federation.start_node(client)
     submit(federation, tmp_path, method="fedala", rounds=4)
     wait_for(lambda: list((tmp_path / "runs" / "fedala" / "checkpoint").rglob("0000002.json")))
     federation.kill("superlink")
-    federation.start()
+    federation.start_superlink()
     run = submit(federation, tmp_path, method="fedala", rounds=4)
     rows = finish(federation, run, tmp_path)
-    result = simulated(method="fedala", rounds=4)
+    result = run_simulation(method="fedala", rounds=4)
     assert_same_rows(rows, result.history)
     assert_same_models(federation, tmp_path, result)
-    assert set(re.findall(rf"RUN {run}, ROUND (\d)", federation.log("node-0"))) == {"3", "4", "5"}
+    assert set(re.findall(rf"RUN {run}, ROUND (\d)", federation.read_log("node-0"))) == {
+        "3",
+        "4",
+        "5",
+    }
 
 
 @pytest.mark.deployment
 @pytest.mark.parametrize(
-    ("how", "sentence"),
+    ("how", "message"),
     [
         ("nan", "is not finite"),
-        ("shape", "and should be float32"),
-        ("huge", "away from what was sent"),
+        ("shape", "but should be float32"),
+        ("huge", "away from the model that was sent"),
     ],
 )
-def test_a_poisoned_update_is_dropped_and_named(how, sentence, federation, tmp_path):
-    federation.node(0)
-    federation.node(1, poison=how)
+def test_a_poisoned_update_is_dropped_and_named(how, message, federation, tmp_path):
+    federation.start_node(0)
+    federation.start_node(1, poison=how)
     run = submit(federation, tmp_path, method="fedala", rounds=1, max_norm=100.0)
     finish(federation, run, tmp_path)
-    said = federation.run_log(run)
-    [line] = [line for line in said.splitlines() if "is dropped" in line]
+    log = federation.read_run_log(run)
+    [line] = [line for line in log.splitlines() if "is dropped" in line]
     assert "Round 1: the update of client 1 (node" in line
-    assert sentence in line
+    assert message in line
 
 
 @pytest.mark.deployment
-def test_bad_replies_over_tls_cost_their_own_update_alone(federation, tmp_path):
-    """Another kind in every round; afterwards there is a good one, and the experiment goes on with one more round."""
-    federation.node(0)
-    federation.node(1, hostile=True)
+def test_bad_replies_over_tls_cost_only_their_own_update(federation, tmp_path):
+    """Every round has another kind. A good round follows, and a resumed run adds one more."""
+    federation.start_node(0)
+    federation.start_node(1, hostile=True)
     rounds = len(OVER_TLS) + 1
     run = submit(federation, tmp_path, method="fedala", rounds=rounds)
     history = finish(federation, run, tmp_path)
-    said = re.sub(
-        r"\x1b\[[0-9;]*m(WARNING|INFO|ERROR) ?\x1b\[0m", r"\1", federation.run_log(run)
-    )  # Flower's own colours
-    for round, (_, sentence) in enumerate(OVER_TLS, 1):
+    colours = r"\x1b\[[0-9;]*m(WARNING|INFO|ERROR) ?\x1b\[0m"  # of Flower itself
+    log = re.sub(colours, r"\1", federation.read_run_log(run))
+    for round, (_, message) in enumerate(OVER_TLS, 1):
         [line] = [
             line
-            for line in said.splitlines()
+            for line in log.splitlines()
             if f"Round {round}: " in line and "client 1 (node " in line
         ]
-        assert sentence in line
+        assert message in line
         assert line.isprintable()
         assert len(line) < 600
     absent = {(round, 1) for round in range(1, rounds)}
-    assert_same_rows(history, undisturbed(tmp_path, absent, method="fedala", rounds=rounds).history)
+    assert_same_rows(
+        history, run_in_this_process(tmp_path, absent, method="fedala", rounds=rounds).history
+    )
     (tmp_path / "runs" / "fedala" / "summary.json").unlink()
     again = finish(
         federation, submit(federation, tmp_path, method="fedala", rounds=rounds + 1), tmp_path
@@ -249,9 +242,9 @@ def test_bad_replies_over_tls_cost_their_own_update_alone(federation, tmp_path):
 
 
 @pytest.mark.deployment
-def test_a_damaged_state_file_is_survived(federation, tmp_path):
+def test_a_client_survives_a_damaged_state_file(federation, tmp_path):
     for client in range(2):
-        federation.node(client)
+        federation.start_node(client)
     run = submit(federation, tmp_path, method="fedala", rounds=3)
     first = federation.folder / "node-1" / "fedala" / "client-00001" / "round-000001.safetensors"
     wait_for(first.exists)
@@ -259,17 +252,17 @@ def test_a_damaged_state_file_is_survived(federation, tmp_path):
     data[-7] ^= 64
     first.write_bytes(data)
     assert len(finish(federation, run, tmp_path)) == 4
-    assert "Round 2: client 1 had LOST its state and started over." in federation.run_log(run)
-    assert "The damaged file is now" in federation.log("node-1")
+    assert "Round 2: client 1 had LOST its state and started over." in federation.read_run_log(run)
+    assert "The damaged file is now" in federation.read_log("node-1")
 
 
 @pytest.fixture
 def simulate(tmp_path):
-    """`flwr run` with Ray instead of SuperNodes: a function of app, run config, environment."""
+    """Return a function that runs an app by `flwr run`, with Ray instead of SuperNodes."""
     pytest.importorskip(
         "ray", reason="Ray is not installed: pip install 'fedala[flower-simulation]'"
     )
-    from fedala.flower.local import OFFLINE, program
+    from fedala.flower.local import OFFLINE_ENVIRONMENT, find_program
 
     home = tmp_path / "flwr"
     home.mkdir()
@@ -278,7 +271,7 @@ def simulate(tmp_path):
         "options.backend.client-resources.num-cpus = 1\n"
     )
     paths = os.pathsep.join(map(str, [HERE.parents[1] / "src", HERE.parent]))
-    common = {**os.environ, **OFFLINE, "FLWR_HOME": str(home)}
+    common = {**os.environ, **OFFLINE_ENVIRONMENT, "FLWR_HOME": str(home)}
     common |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     common |= {"XDG_STATE_HOME": str(tmp_path / "state"), "FEDALA_FEDERATION": f"{tmp_path}/engine"}
     common["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -286,7 +279,15 @@ def simulate(tmp_path):
     def run(app, run_config, **environment):
         values = {"out": f"'{tmp_path}/runs'", **run_config}
         overrides = " ".join(f"{key}={value}" for key, value in values.items())
-        command = [program("flwr"), "run", str(app), "local", "--stream", "--run-config", overrides]
+        command = [
+            find_program("flwr"),
+            "run",
+            str(app),
+            "local",
+            "--stream",
+            "--run-config",
+            overrides,
+        ]
         whole = common | environment
         done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=300)
         return done.stdout + done.stderr
@@ -294,27 +295,27 @@ def simulate(tmp_path):
     try:
         yield run
     finally:
-        for pid in family(f"{tmp_path}/engine"):
+        for pid in find_family(f"{tmp_path}/engine"):
             os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.deployment
-def test_the_simulation_engine_is_the_simulation(simulate, tmp_path):
+def test_flowers_simulation_engine_equals_the_simulation(simulate, tmp_path):
     for method in ("fedavg", "fedala", "ditto", "fedrep", "fedfomo"):
         names = {"method": f"'{method}'", "experiment": f"'{method}'"}
-        said = simulate(APP, {**RUN, "clients": 2, **names})
+        log = simulate(APP, {**RUN, "clients": 2, **names})
         folder = RunFolder(tmp_path / "runs" / method)
-        assert (folder.path / "summary.json").exists(), said
-        assert_same_rows(only(folder.history()), simulated(method=method).history)
+        assert (folder.path / "summary.json").exists(), log
+        assert_same_rows(folder.history(), run_simulation(method=method).history)
 
 
-#: Flower as it comes, which installs what an app depends on; and no index to install from.
+#: Flower's default, which installs the dependencies of an app, but without an index.
 INSTALLING = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "0", "UV_OFFLINE": "1"}
 
 
 @pytest.fixture
-def generated(tmp_path):
-    """An app folder by `fedala flower new`."""
+def app_folder(tmp_path):
+    """Write an app folder with `fedala flower new`."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src")}
     command = [sys.executable, "-m", "fedala.cli.app", "flower", "new", str(tmp_path / "my-app")]
     subprocess.run([*command, "--clients", "2", "--rounds", "1"], env=environment, check=True)
@@ -322,26 +323,26 @@ def generated(tmp_path):
 
 
 @pytest.mark.deployment
-def test_the_simulation_engine_runs_a_generated_app(simulate, generated, tmp_path):
-    said = simulate(generated, {}, **INSTALLING)
-    assert "App dependencies installed successfully" in said
-    assert (tmp_path / "runs" / "fedala" / "summary.json").exists(), said
+def test_the_simulation_engine_runs_a_generated_app(simulate, app_folder, tmp_path):
+    log = simulate(app_folder, {}, **INSTALLING)
+    assert "App dependencies installed successfully" in log
+    assert (tmp_path / "runs" / "fedala" / "summary.json").exists(), log
 
 
 @pytest.mark.deployment
-def test_a_superlink_runs_a_generated_app(generated, tmp_path):
+def test_a_superlink_runs_a_generated_app(app_folder, tmp_path):
     environment = {"PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1", **INSTALLING}
     with LocalFederation(tmp_path / "federation", environment=environment) as federation:
         for client in range(2):
-            federation.node(client)
-        run = federation.run(generated)
+            federation.start_node(client)
+        run = federation.submit(app_folder)
         folder = RunFolder(federation.folder / "runs" / "fedala")
-        history = only(follow(federation, run, folder, seconds=240).history())
-        assert [row.round for row in history] == [0, 1]
-        assert "App dependencies installed successfully" in federation.run_log(run)
+        history = follow_run(federation, run, folder, seconds=240).history()
+        assert [row["round"] for row in history] == [0, 1]
+        assert "App dependencies installed successfully" in federation.read_run_log(run)
 
 
-#: As in the foreground: a shell's background jobs ignore Ctrl-C.
+#: A shell's background jobs ignore Ctrl-C, so this restores Python's own handler.
 DEMO = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -366,8 +367,8 @@ main()
         ("TERM KILL", "SuperLink on", 0.5),
     ],
 )
-def test_a_demo_that_is_interrupted_leaves_nothing(signals, moment, delay, tmp_path):
-    """Neither a process nor a file, private keys above all. Signals come 0.2 s apart."""
+def test_an_interrupted_demo_leaves_nothing_behind(signals, moment, delay, tmp_path):
+    """Neither a process nor a file, such as a private key. Signals come 0.2 s apart."""
     environment = {
         **os.environ,
         "TMPDIR": str(tmp_path),
@@ -379,10 +380,10 @@ def test_a_demo_that_is_interrupted_leaves_nothing(signals, moment, delay, tmp_p
         assert any(moment in line for line in demo.stderr)
         time.sleep(delay)
         assert list(tmp_path.glob("fedala-demo-*/**/server.key"))
-        assert len(marked(tmp_path)) > 2
+        assert len(find_marked(tmp_path)) > 2
         for name in signals.split():
             demo.send_signal(signal.Signals[f"SIG{name}"])
             time.sleep(0.2)
         assert demo.wait(60) == (-signal.SIGKILL if "KILL" in signals else 130)
-    wait_for(lambda: not marked(tmp_path), 10)
+    wait_for(lambda: not find_marked(tmp_path), 10)
     wait_for(lambda: not list(tmp_path.iterdir()), 2)

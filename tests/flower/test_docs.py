@@ -1,4 +1,4 @@
-"""What docs/deployment.md tells people to type works."""
+"""The commands and programs of docs/deployment.md work."""
 
 import os
 import re
@@ -13,21 +13,21 @@ import pytest
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
-from flower.inprocess import Here, samples  # noqa: E402
+from flower.inprocess import InProcessGrid, make_samples  # noqa: E402
 from flwr.common.config import validate_config  # noqa: E402
 from flwr.supercore import object_ref  # noqa: E402
 from small import Net  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from fedala.cli.app import app  # noqa: E402
-from fedala.flower.experiment import read  # noqa: E402
+from fedala.flower.experiment import read_run_config  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
 
 
-def blocks(language):
+def find_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -36,7 +36,7 @@ def blocks(language):
     reason="needs openssl and ssh-keygen",
 )
 def test_the_certificates_are_good(tmp_path):
-    certificates, keys = blocks("sh")
+    certificates, keys = find_blocks("sh")
     for script in (certificates, keys):
         subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, capture_output=True)
     server, client = (
@@ -57,30 +57,30 @@ def test_the_certificates_are_good(tmp_path):
     assert (tmp_path / "node.key.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
 
 
-def test_the_units_restart_nodes_after_the_minute_in_which_they_are_refused():
-    server, node = blocks("ini")
+def test_the_units_restart_nodes_after_the_minute_of_refusal():
+    server, node = find_blocks("ini")
     assert int(re.search(r"RestartSec=(\d+)", node)[1]) > 60
     assert "--enable-supernode-auth" in server
     assert "flower-supernode" in node
 
 
-def finds_its_parts(folder):
-    """Flower reads the app's text before it runs it, and has to find the names there."""
+def has_components(folder):
+    """Tell whether Flower finds the app's names in its text, which it reads before it runs it."""
     return all(
         object_ref.validate(f"app:{name}", project_dir=folder)[0] for name in ("client", "server")
     )
 
 
 def test_the_python_of_the_page_runs(tmp_path):
-    """The app with data and a model of one's own, for a round in this process; the mod's lines are those of the example."""
-    mod, own = blocks("python")
-    (tmp_path / "app.py").write_text(own, encoding="utf-8")
-    assert finds_its_parts(tmp_path)
+    """Run the app with custom data and model for a round. The mod's lines are in the example."""
+    mod, custom = find_blocks("python")
+    (tmp_path / "app.py").write_text(custom, encoding="utf-8")
+    assert has_components(tmp_path)
     scope = {
         "make_model": Net,
-        "read": lambda data: (samples(data).x, samples(data).y),
+        "read": lambda data: (make_samples(data).x, make_samples(data).y),
     }
-    exec(own.replace("(3, 32, 32)", "(1, 6, 6)").replace("classes=10", "classes=3"), scope)
+    exec(custom.replace("(3, 32, 32)", "(1, 6, 6)").replace("classes=10", "classes=3"), scope)
     run_config = {
         "clients": 2,
         "rounds": 1,
@@ -88,7 +88,7 @@ def test_the_python_of_the_page_runs(tmp_path):
         "out": str(tmp_path / "runs"),
         "lr": 0.1,
     }
-    grid = Here(scope["client"], 2, tmp_path, run_config)
+    grid = InProcessGrid(scope["client"], 2, tmp_path, run_config)
     for node, config in grid.node_configs.items():
         config["data"] = node - 100
     assert len(serve(grid, run_config, scope["own"]).history) == 2
@@ -101,7 +101,7 @@ def test_the_python_of_the_page_runs(tmp_path):
 
 
 def assert_installs_without_an_index(folder, tmp_path):
-    """Flower accepts the app, and the `uv sync` by which a SuperLink installs it needs no index."""
+    """Check that Flower accepts the app, and that a SuperLink's `uv sync` needs no index."""
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     valid, errors, _ = validate_config(project, project_dir=folder)
     assert valid, errors
@@ -139,7 +139,7 @@ def test_a_new_app_holds_every_option_and_runs(tmp_path):
         **{k: v for k, v in table.items() if k != "set"},
         **{f"set.{k}": v for k, v in table["set"].items()},
     }
-    config, deployment = read(flat)
+    config, deployment = read_run_config(flat)
     assert (config.methods, config.clients, config.rounds, config.set) == (
         ("fedala",),
         2,
@@ -149,7 +149,7 @@ def test_a_new_app_holds_every_option_and_runs(tmp_path):
     assert deployment.min_nodes == 2
     for name in re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE):
         assert name in table
-    assert finds_its_parts(folder)
+    assert has_components(folder)
     scope = {}
     exec((folder / "app.py").read_text(encoding="utf-8"), scope)
     assert {"client", "server"} <= scope.keys()
@@ -160,16 +160,16 @@ def test_a_new_app_holds_every_option_and_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (["new", "X", "--lanes", "3"], "--lanes has no meaning"),
         (["demo", "--method", "fedavg,fedala"], "one method at a time"),
         (["demo", "--method", "nonsense"], "no method"),
     ],
 )
-def test_mistakes_are_sentences(arguments, sentence, tmp_path, monkeypatch):
+def test_mistakes_have_clear_messages(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["flower", *arguments])
     assert done.exit_code == 2
-    assert sentence in done.output
+    assert message in done.output
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""ALA in anybody's Flower app: what it does to what is received, kept and uploaded."""
+"""ALA in any Flower app: the models that it initialises, stores and uploads."""
 
 import copy
 import importlib.util
@@ -14,18 +14,31 @@ from torch import nn
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
-from flower.inprocess import Here  # noqa: E402
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
+from flower.inprocess import InProcessGrid  # noqa: E402
+from flwr.app import (  # noqa: E402
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client import NumPyClient  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.clientapp.mod import fixedclipping_mod  # noqa: E402
-from flwr.common import EvaluateIns, FitIns, ndarrays_to_parameters, parameters_to_ndarrays  # noqa: E402
+from flwr.common import (  # noqa: E402
+    EvaluateIns,
+    FitIns,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
 from flwr.compat.common import recorddict_compat as compat  # noqa: E402
 from flwr.serverapp.strategy import FedAvg  # noqa: E402
 
 from fedala import ALA, UserError  # noqa: E402
-from fedala.flower import ala_mod, mods  # noqa: E402
-from fedala.io.tensor_files import load, save  # noqa: E402
+from fedala.flower import ala_mod, order_mods  # noqa: E402
+from fedala.io.files import load, save  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,8 +54,8 @@ def example():
 
 
 def federate(example, app, tmp_path, rounds=4, strategy=None):
-    """Flower's own FedAvg over two clients; the messages that went by, and the result."""
-    grid = Here(app, 2, tmp_path)
+    """Run Flower's own FedAvg over two clients; return the grid and the result."""
+    grid = InProcessGrid(app, 2, tmp_path)
     torch.manual_seed(0)
     start = ArrayRecord(example.make_model().state_dict())
     strategy = strategy or FedAvg(fraction_evaluate=0.0)
@@ -56,8 +69,8 @@ def test_the_example_is_better_after_than_before(example, tmp_path):
     assert accuracies[1] > accuracies[0] + 0.2
 
 
-def test_a_client_does_what_it_would_do_in_its_own_loop(example, tmp_path):
-    """The same rounds by hand, with `fedala.ALA`: the same uploads."""
+def test_a_client_uploads_the_same_as_in_a_loop_of_its_own(example, tmp_path):
+    """Repeat the rounds by hand, with `fedala.ALA`."""
     grid, _ = federate(example, example.after, tmp_path)
     contexts = [Context(1, 100 + i, {"partition-id": i}, RecordDict(), {}) for i in range(2)]
     data = [example.load_data(context) for context in contexts]
@@ -88,22 +101,22 @@ def test_a_client_does_what_it_would_do_in_its_own_loop(example, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _sender(tmp_path):
-    Here(ClientApp(), 0, tmp_path)
+    InProcessGrid(ClientApp(), 0, tmp_path)
 
 
-def message_with(arrays, kind="train", **config):
+def make_message(arrays, kind="train", **config):
     content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
     return Message(content, dst_node_id=7, message_type=kind)
 
 
-def context_at(tmp_path, **node_config):
+def make_context(tmp_path, **node_config):
     return Context(
         1, 7, {"partition-id": 0, "state-dir": str(tmp_path), **node_config}, RecordDict(), {}
     )
 
 
-def moving_app(example, *around):
-    """An app whose training moves every parameter by a step, so that all of it is seen: the update is known."""
+def make_moving_app(example, *around):
+    """Make an app whose training adds 0.5 to every parameter."""
     app = ClientApp(mods=list(around))
 
     def train(message, context):
@@ -117,7 +130,7 @@ def moving_app(example, *around):
     return app
 
 
-def distance(a, b):
+def measure_distance(a, b):
     return np.sqrt(
         sum(
             np.sum((x - y) ** 2)
@@ -126,29 +139,29 @@ def distance(a, b):
     )
 
 
-def uploads_under_clipping(example, tmp_path, order):
-    """The norms of three rounds' updates, as the server would measure them, under a clipping mod with the bound 0.1."""
-    app, norms = moving_app(example, *order), []
+def measure_clipped_updates(example, tmp_path, order):
+    """Return the norms of three rounds' updates, as the server sees them, clipped to 0.1."""
+    app, norms = make_moving_app(example, *order), []
     for round in range(3):
         torch.manual_seed(round)
         sent = ArrayRecord(example.make_model().state_dict())
-        reply = app(message_with(sent, clipping_norm=0.1), context_at(tmp_path))
-        norms.append(distance(reply.content["arrays"], sent))
+        reply = app(make_message(sent, clipping_norm=0.1), make_context(tmp_path))
+        norms.append(measure_distance(reply.content["arrays"], sent))
     return norms
 
 
-def test_a_clipping_mod_still_bounds_what_is_uploaded(example, tmp_path):
+def test_a_clipping_mod_still_bounds_the_upload(example, tmp_path):
     ala = ala_mod(example.setup, layers=1)
-    order = mods(ala, fixedclipping_mod)
+    order = order_mods(ala, fixedclipping_mod)
     assert order == [fixedclipping_mod, ala]
-    assert max(uploads_under_clipping(example, tmp_path / "right", order)) <= 0.1 * (1 + 1e-5)
-    # And this is why the order matters.
-    assert max(uploads_under_clipping(example, tmp_path / "wrong", [ala, fixedclipping_mod])) > 0.2
+    assert max(measure_clipped_updates(example, tmp_path / "right", order)) <= 0.1 * (1 + 1e-5)
+    # This is why the order matters.
+    assert max(measure_clipped_updates(example, tmp_path / "wrong", [ala, fixedclipping_mod])) > 0.2
 
 
 def test_two_ala_mods_are_refused(example):
     with pytest.raises(UserError, match="one ALA mod"):
-        mods(ala_mod(example.setup), ala_mod(example.setup))
+        order_mods(ala_mod(example.setup), ala_mod(example.setup))
 
 
 def test_wrong_settings_are_refused_before_any_message(example):
@@ -157,15 +170,15 @@ def test_wrong_settings_are_refused_before_any_message(example):
 
 
 def test_only_train_messages_are_touched(example, tmp_path):
-    app = moving_app(example, ala_mod(example.setup))
+    app = make_moving_app(example, ala_mod(example.setup))
     sent = ArrayRecord(example.make_model().state_dict())
-    app(message_with(sent), context_at(tmp_path))
+    app(make_message(sent), make_context(tmp_path))
     other = ArrayRecord(example.make_model().state_dict())
-    reply = app(message_with(other, "evaluate"), context_at(tmp_path))
-    assert distance(reply.content["arrays"], other) == 0
+    reply = app(make_message(other, "evaluate"), make_context(tmp_path))
+    assert measure_distance(reply.content["arrays"], other) == 0
 
 
-def test_the_lower_layers_are_the_received_ones_and_the_message_stays_as_it_was(example, tmp_path):
+def test_the_lower_layers_are_the_received_ones_and_the_message_does_not_change(example, tmp_path):
     seen = []
 
     def spy(message, context, call_next):
@@ -176,34 +189,34 @@ def test_the_lower_layers_are_the_received_ones_and_the_message_stays_as_it_was(
     app.train()(example.train)
     for seed in range(2):
         torch.manual_seed(seed)
-        message = message_with(ArrayRecord(example.make_model().state_dict()))
+        message = make_message(ArrayRecord(example.make_model().state_dict()))
         sent = message.content["arrays"]
-        app(message, context_at(tmp_path))
+        app(message, make_context(tmp_path))
         assert message.content["arrays"] is sent
     received, initialized = sent.to_torch_state_dict(), seen[1].to_torch_state_dict()
     assert all(torch.equal(initialized[name], received[name]) for name in ("0.weight", "0.bias"))
     assert not torch.equal(initialized["2.weight"], received["2.weight"])
 
 
-def test_its_state_is_private_and_survives_a_new_process(example, tmp_path):
-    """What a second app makes of the second round depends on what the first one kept, in files that only the owner reads."""
+def test_the_state_is_private_and_survives_a_new_process(example, tmp_path):
+    """A second app continues from the first one's files, which only their owner can read."""
     os.umask(0o022)
     sent = []
     for seed in range(2):
         torch.manual_seed(seed)
         sent.append(ArrayRecord(example.make_model().state_dict()))
 
-    def last(*apps_and_folders):
+    def run_rounds(*apps_and_folders):
         for arrays, (app, folder) in zip(sent, apps_and_folders, strict=True):
-            reply = app(message_with(arrays), context_at(folder))
+            reply = app(make_message(arrays), make_context(folder))
         return reply.content["arrays"]
 
-    one, two = (moving_app(example, ala_mod(example.setup)) for _ in range(2))
-    together = last((one, tmp_path / "a"), (one, tmp_path / "a"))
-    restarted = last((one, tmp_path / "b"), (two, tmp_path / "b"))
-    forgotten = last((one, tmp_path / "c"), (two, tmp_path / "d"))
-    assert distance(together, restarted) == 0
-    assert distance(together, forgotten) > 0.1
+    one, two = (make_moving_app(example, ala_mod(example.setup)) for _ in range(2))
+    one_app = run_rounds((one, tmp_path / "a"), (one, tmp_path / "a"))
+    two_apps = run_rounds((one, tmp_path / "b"), (two, tmp_path / "b"))
+    forgotten = run_rounds((one, tmp_path / "c"), (two, tmp_path / "d"))
+    assert measure_distance(one_app, two_apps) == 0
+    assert measure_distance(one_app, forgotten) > 0.1
     [file] = (tmp_path / "a").rglob("*.safetensors")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert {
@@ -211,50 +224,50 @@ def test_its_state_is_private_and_survives_a_new_process(example, tmp_path):
     } == {0o700}
 
 
-def test_counters_that_averaging_made_fractions_of_are_survived(tmp_path):
+def test_averaged_counters_may_be_fractions(tmp_path):
     def setup(context):
         return nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 4)), (
             torch.randn(20, 2),
             torch.randint(0, 4, (20,)),
         )
 
-    app = moving_app(None, ala_mod(setup))
+    app = make_moving_app(None, ala_mod(setup))
     for _ in range(2):
         arrays = ArrayRecord(setup(None)[0].state_dict())
         arrays["0.num_batches_tracked"] = Array(np.array(2.5))
-        reply = app(message_with(arrays), context_at(tmp_path))
+        reply = app(make_message(arrays), make_context(tmp_path))
         assert reply.content["arrays"]["0.num_batches_tracked"].numpy() == 3.0
 
 
-def test_a_model_that_is_not_the_servers_is_refused(example, tmp_path):
-    app = moving_app(
+def test_another_model_than_the_servers_is_refused(example, tmp_path):
+    app = make_moving_app(
         example, ala_mod(lambda context: (nn.Linear(2, 4), example.load_data(context)))
     )
     with pytest.raises(UserError, match=r"does not have 0\.weight"):
-        app(message_with(ArrayRecord(example.make_model().state_dict())), context_at(tmp_path))
+        app(make_message(ArrayRecord(example.make_model().state_dict())), make_context(tmp_path))
 
 
-def test_arrays_without_names_are_known_by_their_place(example, tmp_path):
-    app = moving_app(example, ala_mod(example.setup))
-    named = []
+def test_arrays_without_names_are_matched_by_index(example, tmp_path):
+    app = make_moving_app(example, ala_mod(example.setup))
+    uploads = []
     for folder, make in (
         ("names", lambda m: m.state_dict()),
-        ("places", lambda m: [*map(np.asarray, m.parameters())]),
+        ("indices", lambda m: [*map(np.asarray, m.parameters())]),
     ):
         for seed in range(2):
             torch.manual_seed(seed)
             with torch.no_grad():
                 arrays = ArrayRecord(make(example.make_model().requires_grad_(False)))
-            reply = app(message_with(arrays), context_at(tmp_path / folder))
-        named.append(reply.content["arrays"])
-    assert distance(*named) == 0
+            reply = app(make_message(arrays), make_context(tmp_path / folder))
+        uploads.append(reply.content["arrays"])
+    assert measure_distance(*uploads) == 0
 
 
-# --- the legacy API ------------------------------------------------------------------------------------------------------
+# --- the legacy API ---
 
 
-def legacy_app(example, *around, returns=lambda arrays, round: arrays):
-    """A `NumPyClient` behind a `client_fn`, as Flower's older examples have it."""
+def make_legacy_app(example, *around, edit=lambda arrays, round: arrays):
+    """Make an app with a `NumPyClient` behind a `client_fn`, as in Flower's older examples."""
 
     class Client(NumPyClient):
         def __init__(self, context):
@@ -269,7 +282,7 @@ def legacy_app(example, *around, returns=lambda arrays, round: arrays):
                 message_type="train",
             )
             content = example.train(message, self.context).content
-            trained = returns(content["arrays"].to_numpy_ndarrays(), config["round"])
+            trained = edit(content["arrays"].to_numpy_ndarrays(), config["round"])
             return (
                 trained,
                 200,
@@ -283,54 +296,57 @@ def legacy_app(example, *around, returns=lambda arrays, round: arrays):
 
 
 def fit(app, arrays, round, folder):
-    """A legacy server's `fit`, as its `GridClientProxy` asks for it: through messages without types and shapes."""
+    """Call `fit` as a legacy server does: by messages whose arrays declare no type and shape."""
     ins = FitIns(ndarrays_to_parameters(arrays), {"round": round, "rate": 0.1, "name": "x"})
     message = Message(
         compat.fitins_to_recorddict(ins, keep_input=True), dst_node_id=7, message_type="train"
     )
     assert {array.dtype for array in message.content["fitins.parameters"].values()} == {""}
-    reply = app(message, context_at(folder))
+    reply = app(message, make_context(folder))
     return compat.recorddict_to_fitres(reply.content, keep_input=True)
 
 
-def test_a_legacy_numpy_client_does_what_an_app_of_today_does(example, tmp_path):
-    old, new = legacy_app(example, ala_mod(example.setup, layers=1)), example.after
+def test_a_legacy_client_equals_an_app_of_today(example, tmp_path):
+    old, new = make_legacy_app(example, ala_mod(example.setup, layers=1)), example.after
     for round in range(3):
         torch.manual_seed(round)
         model = example.make_model()
         result = fit(
             old, [value.numpy() for value in model.state_dict().values()], round, tmp_path / "old"
         )
-        reply = new(message_with(ArrayRecord(model.state_dict())), context_at(tmp_path / "new"))
+        reply = new(make_message(ArrayRecord(model.state_dict())), make_context(tmp_path / "new"))
         expected = reply.content["arrays"].to_numpy_ndarrays()
-        for found, value in zip(parameters_to_ndarrays(result.parameters), expected, strict=True):
-            assert found.dtype == value.dtype
-            np.testing.assert_array_equal(found, value)
+        for array, value in zip(parameters_to_ndarrays(result.parameters), expected, strict=True):
+            assert array.dtype == value.dtype
+            np.testing.assert_array_equal(array, value)
         assert result.num_examples == 200
         assert result.metrics["accuracy"] == reply.content["metrics"]["accuracy"]
         assert (result.metrics["note"], result.metrics["ala-fault"]) == ("text is allowed here", 0)
-    # ALA had a part in it: without it, training starts elsewhere.
+    # Without ALA, training starts from another model.
     plain = fit(
-        legacy_app(example), [value.numpy() for value in model.state_dict().values()], 2, tmp_path
+        make_legacy_app(example),
+        [value.numpy() for value in model.state_dict().values()],
+        2,
+        tmp_path,
     )
     assert not np.array_equal(parameters_to_ndarrays(plain.parameters)[2], expected[2])
     assert "ala-fault" not in plain.metrics
 
 
-def test_other_legacy_messages_go_by(example, tmp_path):
-    app = legacy_app(example, ala_mod(example.setup))
+def test_other_legacy_messages_are_not_touched(example, tmp_path):
+    app = make_legacy_app(example, ala_mod(example.setup))
     ins = EvaluateIns(ndarrays_to_parameters([np.ones(3)]), {})
     message = Message(
         compat.evaluateins_to_recorddict(ins, True), dst_node_id=7, message_type="evaluate"
     )
-    assert compat.recorddict_to_evaluateres(app(message, context_at(tmp_path)).content).metrics == {
-        "sum": 3.0
-    }
+    assert compat.recorddict_to_evaluateres(
+        app(message, make_context(tmp_path)).content
+    ).metrics == {"sum": 3.0}
 
 
 def test_a_legacy_client_that_returns_no_model_keeps_its_last_one(example, tmp_path):
-    app = legacy_app(
-        example, ala_mod(example.setup), returns=lambda arrays, round: [] if round == 1 else arrays
+    app = make_legacy_app(
+        example, ala_mod(example.setup), edit=lambda arrays, round: [] if round == 1 else arrays
     )
     arrays = [value.numpy() for value in example.make_model().state_dict().values()]
     results = [fit(app, arrays, round, tmp_path) for round in range(3)]
@@ -341,14 +357,14 @@ def test_a_legacy_client_that_returns_no_model_keeps_its_last_one(example, tmp_p
 @pytest.mark.parametrize("arrays", [[], [np.array(["text"])] * 4])
 def test_a_legacy_message_without_a_model_is_refused(example, tmp_path, arrays):
     with pytest.raises(UserError, match=r"no arrays|cannot be read"):
-        fit(legacy_app(example, ala_mod(example.setup)), arrays, 0, tmp_path)
+        fit(make_legacy_app(example, ala_mod(example.setup)), arrays, 0, tmp_path)
 
 
-# --- numbers that are not finite -----------------------------------------------------------------------------------------
+# --- numbers that are not finite ---
 
 
-def rounds_with(example, folder, poison, caplog, rounds=4, where=1):
-    """The replies of some rounds, in one of which something is not finite; and what the client had kept after each."""
+def run_rounds_with_fault(example, folder, poison, caplog, rounds=4, bad_round=1):
+    """Run rounds with one fault; return the replies, and the client's state after each."""
     bad = {"now": False}
 
     def setup(context):
@@ -365,37 +381,37 @@ def rounds_with(example, folder, poison, caplog, rounds=4, where=1):
 
     app = ClientApp(mods=[ala_mod(setup, layers=1), spoil])
     app.train()(example.train)
-    replies, kept = [], []
+    replies, states = [], []
     for round in range(rounds):
         torch.manual_seed(round)
         arrays = ArrayRecord(example.make_model().state_dict())
-        bad["now"] = round == where
+        bad["now"] = round == bad_round
         if bad["now"] and poison == "received":
             arrays["0.bias"] = Array(arrays["0.bias"].numpy() * np.inf)
         caplog.clear()
-        replies.append(app(message_with(arrays), context_at(folder)).content)
+        replies.append(app(make_message(arrays), make_context(folder)).content)
         warned = any(
             record.levelname == "WARNING" and "not finite" in record.message
             for record in caplog.records
         )
         assert warned == bad["now"]
         [file] = folder.rglob("*.safetensors")
-        kept.append(load(file)[0])
-    return replies, kept
+        states.append(load(file)[0])
+    return replies, states
 
 
 @pytest.mark.parametrize("poison", ["data", "received", "training"])
-def test_one_bad_round_does_not_outlive_itself(example, tmp_path, caplog, monkeypatch, poison):
-    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)  # so that caplog sees it
-    replies, kept = rounds_with(example, tmp_path, poison, caplog)
+def test_a_bad_round_does_not_spoil_later_ones(example, tmp_path, caplog, monkeypatch, poison):
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)  # caplog needs it
+    replies, states = run_rounds_with_fault(example, tmp_path, poison, caplog)
     assert [reply["metrics"]["ala-fault"] for reply in replies] == [0, 1, 0, 0]
-    for state in kept:
+    for state in states:
         assert all(value.isfinite().all() for part in state.values() for value in part.values())
     for name in ("weights.2.weight", "weights.2.bias"):
-        assert torch.equal(kept[1]["ala"][name], kept[0]["ala"][name])
-        assert not torch.equal(kept[3]["ala"][name], kept[0]["ala"][name])
+        assert torch.equal(states[1]["ala"][name], states[0]["ala"][name])
+        assert not torch.equal(states[3]["ala"][name], states[0]["ala"][name])
     same = all(
-        torch.equal(kept[1]["local"][name], value) for name, value in kept[0]["local"].items()
+        torch.equal(states[1]["local"][name], value) for name, value in states[0]["local"].items()
     )
     assert same == (poison == "training")
     finite = [
@@ -409,16 +425,18 @@ def test_a_first_model_that_is_not_finite_is_refused(example, tmp_path):
     arrays = ArrayRecord(example.make_model().state_dict())
     arrays["0.bias"] = Array(arrays["0.bias"].numpy() * np.nan)
     with pytest.raises(UserError, match=r"Neither model.*0\.bias"):
-        moving_app(example, ala_mod(example.setup))(message_with(arrays), context_at(tmp_path))
+        make_moving_app(example, ala_mod(example.setup))(
+            make_message(arrays), make_context(tmp_path)
+        )
 
 
-def test_kept_weights_that_are_not_finite_are_learned_from_the_start(example, tmp_path):
-    """States of an older version may hold them."""
-    app = moving_app(example, ala_mod(example.setup))
+def test_stored_weights_that_are_not_finite_are_learned_from_the_start(example, tmp_path):
+    """The states of an older version may hold such weights."""
+    app = make_moving_app(example, ala_mod(example.setup))
     for seed in range(2):
         torch.manual_seed(seed)
         reply = app(
-            message_with(ArrayRecord(example.make_model().state_dict())), context_at(tmp_path)
+            make_message(ArrayRecord(example.make_model().state_dict())), make_context(tmp_path)
         )
         [file] = tmp_path.rglob("*.safetensors")
         state, about = load(file)
@@ -444,7 +462,7 @@ def test_metrics_can_be_averaged_over_clients_with_and_without_a_fault(example, 
     assert result.train_metrics_clientapp[2]["ala-fault"] == 0.5
 
 
-def test_a_model_that_flattens_with_view_goes_through_the_mod(tmp_path):
+def test_a_model_that_flattens_with_view_works(tmp_path):
     class Views(nn.Module):
         def __init__(self):
             super().__init__()
@@ -454,9 +472,9 @@ def test_a_model_that_flattens_with_view_goes_through_the_mod(tmp_path):
             return self.fc(self.conv(x).relu().view(-1, 36))
 
     data = torch.randn(20, 1, 5, 5), torch.randint(0, 4, (20,))
-    app = moving_app(None, ala_mod(lambda context: (Views(), data)))
+    app = make_moving_app(None, ala_mod(lambda context: (Views(), data)))
     for _ in range(2):
-        reply = app(message_with(ArrayRecord(Views().state_dict())), context_at(tmp_path))
+        reply = app(make_message(ArrayRecord(Views().state_dict())), make_context(tmp_path))
     [file] = tmp_path.rglob("*.safetensors")
     assert load(file)[0]["ala"]["trained"]
     assert reply.content["metrics"]["ala-fault"] == 0

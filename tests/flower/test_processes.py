@@ -1,6 +1,6 @@
-"""Whatever ends a process, the programs that it started end and its temporary folder is deleted.
+"""However a process ends, its programs end and its temporary folder is deleted.
 
-`sleep` stands in for Flower's programs; test_deployment.py does the same with them.
+`sleep` replaces Flower's programs here. test_deployment.py uses the real ones.
 """
 
 import os
@@ -40,19 +40,19 @@ print("clean", flush=True)
 """
 
 
-def marked(mark):
-    """The processes that have this in their environment; one that has ended has none."""
-    found = []
+def find_marked(mark):
+    """Return the ids of the processes with this mark in their environment."""
+    marked = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if os.fsencode(f"FEDALA_TEST={mark}") in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+                marked.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return marked
 
 
-def start(folder, ignored=(), patience=60):
+def start_driver(folder, ignored=(), patience=60):
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     environment |= {"TMPDIR": str(folder), "FEDALA_TEST": str(folder)}
@@ -62,10 +62,10 @@ def start(folder, ignored=(), patience=60):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def assert_nothing_is_left(folder, seconds=10):
+def assert_nothing_remains(folder, seconds=10):
     end = time.monotonic() + seconds
-    while marked(folder) or list(folder.iterdir()):
-        assert time.monotonic() < end, (marked(folder), list(folder.rglob("*")))
+    while find_marked(folder) or list(folder.iterdir()):
+        assert time.monotonic() < end, (find_marked(folder), list(folder.rglob("*")))
         time.sleep(0.02)
 
 
@@ -82,9 +82,9 @@ TWICE = {
 
 @pytest.mark.parametrize("moment", ["starting", "running"])
 @pytest.mark.parametrize("patterns", [ONCE, TWICE], ids=["once", "more than once"])
-def test_nothing_is_left_after_signals(patterns, moment, tmp_path):
+def test_nothing_remains_after_signals(patterns, moment, tmp_path):
     with ExitStack() as stack:
-        drivers = {name: stack.enter_context(start(tmp_path / name)) for name in patterns}
+        drivers = {name: stack.enter_context(start_driver(tmp_path / name)) for name in patterns}
         for name, driver in drivers.items():
             assert any(line.strip() == moment for line in driver.stdout), name
         for name, driver in drivers.items():
@@ -94,34 +94,36 @@ def test_nothing_is_left_after_signals(patterns, moment, tmp_path):
                 driver.send_signal(number)
         for name, driver in drivers.items():
             assert driver.wait(10) != 0
-            assert_nothing_is_left(tmp_path / name, 10 if "KILL" in name else 0)
+            assert_nothing_remains(tmp_path / name, 10 if "KILL" in name else 0)
             if moment == "running" and "KILL" not in name:
                 assert (tmp_path / f"{name}.ended").exists(), "the clean-up was cut short"
 
 
-def test_nothing_is_left_after_a_kill_at_any_moment_of_the_start(tmp_path):
+def test_nothing_remains_after_a_kill_during_the_start(tmp_path):
     with ExitStack() as stack:
-        drivers = [stack.enter_context(start(tmp_path / str(number))) for number in range(12)]
+        drivers = [
+            stack.enter_context(start_driver(tmp_path / str(number))) for number in range(12)
+        ]
         for number, driver in enumerate(drivers):
             time.sleep(0.02)
             driver.send_signal((KILL, TERM, HUP)[number % 3])
         for number, driver in enumerate(drivers):
             driver.wait(10)
-            assert_nothing_is_left(tmp_path / str(number))
+            assert_nothing_remains(tmp_path / str(number))
 
 
-def test_nothing_is_left_at_the_end(tmp_path):
-    with start(tmp_path / "x", patience=0) as driver:
+def test_nothing_remains_at_the_end(tmp_path):
+    with start_driver(tmp_path / "x", patience=0) as driver:
         assert "clean" in driver.stdout.read()
         assert driver.wait(10) == 0
-    assert_nothing_is_left(tmp_path / "x", 0)
+    assert_nothing_remains(tmp_path / "x", 0)
 
 
-def test_a_signal_that_was_ignored_stays_ignored(tmp_path):
-    """As `nohup` and a shell's background jobs expect."""
-    with start(tmp_path / "x", ignored=[HUP, INT], patience=0.5) as driver:
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    """`nohup` and a shell's background jobs rely on it."""
+    with start_driver(tmp_path / "x", ignored=[HUP, INT], patience=0.5) as driver:
         assert any(line.strip() == "running" for line in driver.stdout)
         for number in (HUP, INT):
             driver.send_signal(number)
         assert driver.wait(10) == 0
-    assert_nothing_is_left(tmp_path / "x", 0)
+    assert_nothing_remains(tmp_path / "x", 0)

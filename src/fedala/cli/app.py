@@ -17,7 +17,7 @@ except ModuleNotFoundError:
 from fedala.cli import bench, flower, lists, paper, partition, report, run
 from fedala.cli.output import keep_lines, say
 from fedala.errors import RunError, UserError
-from fedala.runs.execute import versions
+from fedala.runs.provenance import versions
 
 
 class Commands(TyperGroup):

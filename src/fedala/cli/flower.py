@@ -12,8 +12,8 @@ from fedala.errors import UserError
 from fedala.report import tables
 from fedala.report.progress import Watch
 from fedala.runs.config import Config
-from fedala.runs.execute import plan
 from fedala.runs.folder import RunFolder
+from fedala.runs.plan import plan
 
 app = typer.Typer(
     no_args_is_help=True, help="The same methods on Flower: real clients, on their own machines."
@@ -33,12 +33,12 @@ def new(
     **values: Any,
 ) -> None:
     """Write a folder for flwr run: an app for one method, with all options in pyproject.toml."""
-    from fedala.flower.experiment import LOCAL, Deployment
-    from fedala.flower.new import check, write
+    from fedala.flower.experiment import SIMULATION_OPTIONS, Deployment
+    from fedala.flower.new import check_app_folder, write_app
 
-    check(folder)
+    check_app_folder(folder)
     given = given_options(values)
-    for name in LOCAL:
+    for name in SIMULATION_OPTIONS:
         if name in given:
             raise UserError(
                 f"--{name.replace('_', '-')} has no meaning if every client has its own machine: "
@@ -47,7 +47,7 @@ def new(
     config = Config.from_values({"method": "fedala", **given})
     _check_single_method(config)
     resolved = plan(config).config
-    write(folder, resolved, Deployment())
+    write_app(folder, resolved, Deployment())
     print_line(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
     if resolved.dataset != "digits":
         print("Each node reads the data that its own node config names: see docs/deployment.md.")
@@ -79,13 +79,13 @@ def demo(
     **values: Any,
 ) -> None:
     """Run a federation on this machine: a SuperLink and SuperNodes, with TLS and authentication."""
-    from fedala.flower.demo import demo as run_demo
+    from fedala.flower.demo import run_demo
 
     defaults = {"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5"}
     checked = plan(Config.from_values({**defaults, **given_options(values)}))
     _check_single_method(checked.config)
     if out:
-        RunFolder.check(out, force=False)
+        RunFolder.check_output(out, force=False)
     with Watch(Console(stderr=True), checked) as watch:
         summary = run_demo(checked, out, row=watch.row, say=watch.say)
     tables.console().print(tables.results(summary["methods"]))

@@ -12,21 +12,16 @@ from rich.console import Console
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
-from fedala.records import Row
+from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
 from fedala.report.progress import Watch
 from fedala.runs.config import Config
-from fedala.runs.execute import (
-    Plan,
-    Result,
-    RunObserver,
-    Stopped,
-    catch_stop_signals,
-    execute,
-    plan,
-    resume_advice,
-)
+from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
+from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
+from fedala.runs.plan import Plan, plan
+from fedala.runs.results import Result
+from fedala.runs.resume import resume_advice
 
 app = typer.Typer()
 
@@ -109,7 +104,7 @@ def run(
             {**file, **given, "set": {**file.get("set", {}), **given["set"]}}
         )
         folder = out or Path("runs") / _folder_name(chosen)
-        RunFolder.check(folder, force=force)
+        RunFolder.check_output(folder, force=force)
     log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
     loggers.check(log)
     checked = plan(chosen)
@@ -121,7 +116,7 @@ def run(
 
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
-    config = RunFolder.existing(resume).config().changed(given)
+    config = RunFolder.open(resume).config().with_changes(given)
     for name, value in (("model", config.model), ("partition", config.partition)):
         if value == "own":
             raise UserError(
@@ -164,12 +159,12 @@ def _execute(
             catch_stop_signals() as signals,
         ):
 
-            def show_row(method: str, row: Row) -> None:
+            def show_row(method: str, row: HistoryRow) -> None:
                 watch.row(method, row)
                 live.row(method, row)
 
             observer = RunObserver(show_row, watch.fault, watch.say, lambda: bool(signals))
-            return execute(checked, folder, force=force, resume=resume, watcher=observer)
+            return execute(checked, folder, force=force, resume=resume, observer=observer)
     except Stopped as stopped:
         say(f"{stopped}; {resume_advice(config, folder)}.")
         raise typer.Exit(128 + signals[0]) from None
@@ -184,7 +179,7 @@ def _show(result: Result) -> None:
     summaries = {name: method.summary() for name, method in result.methods.items()}
     tables.console().print(tables.results(summaries))
     print("The best round is picked on test data, as in the paper.")
-    if any(row["diverged"] for method in result.methods.values() for row in method.history):
+    if any(row.diverged for method in result.methods.values() for row in method.history):
         print(
             "Some clients diverged: their updates in these rounds do not count "
             f"(--on-divergence {config.on_divergence}). See faults.csv."

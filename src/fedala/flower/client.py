@@ -1,166 +1,163 @@
-"""A client of a real federation: a cohort of one lane, which runs the methods' own code on its own samples."""
+"""A client of a real federation: a cohort of one lane, which runs the methods on its samples."""
 
 from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Context
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from fedala.flower.client_store import Kept, directory, name_of
-from fedala.flower.experiment import PARTS, Own, at_client, read
-from fedala.flower.records import Reply, to_params, to_record
-from fedala.lanes.cohort import Cohort
+from fedala.flower.arrays import pack_message, unpack_trusted_message
+from fedala.flower.client_store import ClientStore, choose_state_dir, name_client
+from fedala.flower.experiment import CustomApp, prepare_client, read_run_config
+from fedala.flower.messages import PARTS, Introduction, Reply, Request
+from fedala.lanes import Cohort, Message, Params, State
+from fedala.lanes.messages import add_transient, drop_transient
 from fedala.lanes.randomness import torch_seed
-from fedala.lanes.trees import Params, take
-from fedala.methods import State
-from fedala.simulation.rounds import CohortResult, RoundRequest, scores, take_part
+from fedala.lanes.trees import take
+from fedala.simulation.client_round import CohortResult, run_client_round, score_model
 
 log = getLogger("flwr")
 
 
-def client_app(own: Own | None = None, mods: list[Mod] | None = None) -> ClientApp:
-    """A Flower client app that takes part in any method's rounds; the run config says which.
+def client_app(custom: CustomApp | None = None, mods: list[Mod] | None = None) -> ClientApp:
+    """Make a Flower client app that takes part in any method's rounds. The run config says which.
 
-    Train messages initialise, test the initialised model, train and upload; evaluate messages train nothing.
+    A train message initialises a model, tests it, trains it and uploads it. An evaluate message
+    does not train.
     """
     app = ClientApp(mods=mods)
-    known: dict[tuple[Any, ...], Client] = {}  # a process may get several messages
+    clients: dict[tuple[Any, ...], Client] = {}  # a process may get several messages
 
-    def client_of(context: Context) -> "Client":
+    def get_client(context: Context) -> "Client":
         key = tuple(sorted((*context.run_config.items(), *context.node_config.items())))
-        if key not in known:
-            known.clear()
-            known[key] = Client(context, own)
-        return known[key]
+        if key not in clients:
+            clients.clear()
+            clients[key] = Client(context, custom)
+        return clients[key]
 
-    def by(work: Callable[["Client", Message], Message]) -> Callable[[Message, Context], Message]:
-        def handle(message: Message, context: Context) -> Message:
+    def handle(
+        work: Callable[["Client", FlowerMessage], FlowerMessage],
+    ) -> Callable[..., FlowerMessage]:
+        def handler(message: FlowerMessage, context: Context) -> FlowerMessage:
             try:
-                return work(client_of(context), message)
+                return work(get_client(context), message)
             except Exception as error:
-                # Flower sends an error's words to the server. They may quote data or name files.
-                log.error("This client cannot do what it is asked.", exc_info=error)
+                # Flower sends the text of an error to the server. It may quote data or name files.
+                log.error("This client cannot handle a message.", exc_info=error)
                 raise ClientError(f"{type(error).__name__}; the node's own log says why") from None
 
-        return handle
+        return handler
 
-    app.train()(by(Client.take_part))
-    app.evaluate()(by(Client.take_part))
-    app.evaluate("received")(by(Client.score))
-    app.query()(by(Client.introduce))
+    app.train()(handle(Client.take_part))
+    app.evaluate()(handle(Client.take_part))
+    app.evaluate("received")(handle(Client.score_received))
+    app.query()(handle(Client.introduce))
     return app
 
 
 class ClientError(Exception):
-    """What the server hears of an error at a node: its kind."""
+    """An error at a node, as the server sees it: only its class."""
 
 
 class Client:
     """One client of one experiment, on its own machine."""
 
-    def __init__(self, context: Context, own: Own | None) -> None:
-        self.experiment, self.number = at_client(context, own)
-        _, deployment = read(context.run_config)
-        self.kept = Kept(directory(context.node_config), deployment.experiment, name_of(context))
+    def __init__(self, context: Context, custom: CustomApp | None) -> None:
+        self.experiment, self.number = prepare_client(context, custom)
+        _, deployment = read_run_config(context.run_config)
+        folder = choose_state_dir(context.node_config)
+        self.store = ClientStore(folder, deployment.experiment, name_client(context))
 
-    def introduce(self, message: Message) -> Message:
-        """Who this is, and how many samples it has: the only thing that the server hears of them."""
+    def introduce(self, message: FlowerMessage) -> FlowerMessage:
+        """Tell the server which client this is, and how many samples it has."""
         task = self.experiment.task
         sizes = {part: task.size(self.number, part) if task.parts[part] else 0 for part in PARTS}
-        return Message(
-            RecordDict({"metrics": MetricRecord({"client": self.number, **sizes})}),
-            reply_to=message,
-        )
+        return FlowerMessage(Introduction(self.number, sizes).pack(), reply_to=message)
 
-    def take_part(self, message: Message) -> Message:
-        """A round, from the state that the last participation that the server has counted (`since`) left."""
-        asked, words = _asked(message)
-        method, task = self.experiment.method, self.experiment.task
-        received = to_params(_arrays(message), task.device)
-        state, lost = self._state(int(words["since"]), received)
-        done = take_part(
-            method, self._cohort(asked, received), [(0, self.number)], state, asked, _parts(words)
-        )
-        if done.finite is not None and not done.finite:
+    def take_part(self, message: FlowerMessage) -> FlowerMessage:
+        """Take part in a round, from the state of the last round that the server counted."""
+        request = Request.unpack(message)
+        round, since = request.work.round, request.since
+        method = self.experiment.method
+        received = self._unpack(request)
+        state, has_lost_state = self._load_state(since, received)
+        cohort = self._make_cohort(round, received)
+        lanes = [(0, self.number)]
+        result = run_client_round(method, cohort, lanes, state, request.work, request.parts)
+        if result.diverged:
             log.error(
-                "This client's training diverged in round %d: nothing of it is kept or sent.",
-                asked.round,
+                "The training of this client diverged in round %d. It saves and sends nothing.",
+                round,
             )
-            done.upload = {}
-        elif asked.train:
-            # On the disk before the server hears of it; if it never does, the state before this round is there as well.
-            self.kept.save(asked.round, done.state, before=int(words["since"]), method=method.name)
-        elif method.personal:
-            self.kept.save_model(take(done.evaluated, 0))
-        return self._reply(message, done, lost)
+            result.upload = Message()
+        elif request.work.train:
+            # Save before the server hears of it. If the reply gets lost, the state before this
+            # round is still there.
+            self.store.save(round, result.state, previous=since, method=method.name)
+        elif method.has_personal_models:
+            model = drop_transient(self.experiment.task, result.evaluated)
+            self.store.save_model(take(model, 0))
+        return self._reply(message, result, has_lost_state)
 
-    def score(self, message: Message) -> Message:
-        """What the received model scores as it is; before the first round, Θ⁰."""
-        asked, words = _asked(message)
-        received = to_params(_arrays(message), self.experiment.task.device)
-        cohort = self._cohort(asked, received if asked.round else self._start())
-        done = CohortResult(
-            [(0, self.number)], {}, scores=scores(cohort, cohort.received, _parts(words))
-        )
-        return self._reply(message, done)
+    def score_received(self, message: FlowerMessage) -> FlowerMessage:
+        """Score the received model as it is. In round 0 that is Θ⁰, which is not sent."""
+        request = Request.unpack(message)
+        round = request.work.round
+        received = self._unpack(request) if round else Message(self._make_initial_model())
+        cohort = self._make_cohort(round, received)
+        scores = score_model(cohort, received.model, request.parts)
+        return self._reply(message, CohortResult([(0, self.number)], scores=scores))
 
-    def _start(self) -> Params:
-        """Θ⁰ follows from the seed: it need not be sent."""
+    def _unpack(self, request: Request) -> Message:
+        task, initial = self.experiment.task, self._make_initial_model()
+        received = unpack_trusted_message(request.arrays, task.device)
+        return add_transient(task, received, self.experiment.method.shared_part(task, initial))
+
+    def _make_initial_model(self) -> Params:
+        """Make Θ⁰, which follows from the seed."""
         return self.experiment.start(self.experiment.plan.config.seed)
 
-    def _state(self, since: int, received: Params) -> tuple[State, bool]:
-        """What this client has kept, and whether it should have kept something that is gone."""
-        method, task, start = self.experiment.method, self.experiment.task, self._start()
-        state = self.kept.load(since) if since else None
+    def _load_state(self, since: int, received: Message) -> tuple[State, bool]:
+        """Return the client's state, and whether it lost the one that it should have."""
+        state = self.store.load(since) if since else None
         if state is not None:
             return state, False
-        if since:  # the received model in the place of its own, wherever it is one
-            start |= {n: v for n, v in received.items() if n in start and v.shape == start[n].shape}
-        return method.fresh(task, start), bool(since)
+        initial = self._make_initial_model()
+        if since:  # a client that lost its state starts from the received model
+            for name, value in received.model.items():
+                if name in initial and value.shape == initial[name].shape:
+                    initial[name] = value
+        return self.experiment.method.init_client(self.experiment.task, initial), bool(since)
 
-    def _cohort(self, asked: RoundRequest, received: Params) -> Cohort:
-        config = self.experiment.plan.config
-        # Layers that draw random numbers themselves (dropout) draw what they would draw in a simulation of single lanes.
-        torch.manual_seed(torch_seed(config.seed, "torch", client=self.number, round=asked.round))
+    def _make_cohort(self, round: int, received: Message) -> Cohort:
+        config, task = self.experiment.plan.config, self.experiment.task
+        # Layers that draw random numbers (dropout) draw the same as in a simulation of one lane.
+        torch.manual_seed(torch_seed(config.seed, "torch", client=self.number, round=round))
         rounds = int(config.rounds or 1)
-        return Cohort(
-            self.experiment.task, [self.number], [config.seed], asked.round, rounds, received, [0]
-        )
+        return Cohort(task, [self.number], [config.seed], round, rounds, received, [0])
 
-    def _reply(self, message: Message, done: CohortResult, lost: bool = False) -> Message:
+    def _reply(
+        self, message: FlowerMessage, result: CohortResult, has_lost_state: bool = False
+    ) -> FlowerMessage:
+        task, known = self.experiment.task, self.experiment.method.metrics
+        upload = result.upload._replace(model=drop_transient(task, result.upload.model))
         reply = Reply(
             client=self.number,
             examples=self.experiment.task.size(self.number),
-            arrays=to_record(done.upload),
-            is_finite=done.finite is None or bool(done.finite),
-            has_lost_state=lost,
-            scores=[float(figure) for score in done.scores for figure in score[0]],
-            left=[float(figure) for score in done.left for figure in score[0]],
-            notes={
-                n: float(v[0]) for n, v in done.notes.items() if n in self.experiment.method.notes
-            },
+            arrays=pack_message(upload),
+            is_finite=not result.diverged,
+            has_lost_state=has_lost_state,
+            scores=_list_scores(result.scores),
+            trained_scores=_list_scores(result.scores_after_training),
+            notes={name: float(v[0]) for name, v in result.metrics.items() if name in known},
         )
-        return Message(reply.pack(), reply_to=message)
+        return FlowerMessage(reply.pack(), reply_to=message)
 
 
-def _asked(message: Message) -> tuple[RoundRequest, dict[str, Any]]:
-    [record] = message.content.config_records.values()
-    words: dict[str, Any] = dict(record)
-    trains = (
-        message.metadata.message_type == MessageType.TRAIN
-    )  # whatever the words say, nothing else does
-    return RoundRequest(
-        int(words["round"]), trains, bool(words["evaluates"]), bool(words["looks-back"])
-    ), words
-
-
-def _parts(words: dict[str, Any]) -> list[str]:
-    return [part for part in PARTS if part in words["parts"]]
-
-
-def _arrays(message: Message) -> ArrayRecord:
-    [arrays] = message.content.array_records.values()
-    return arrays
+def _list_scores(scores: list[torch.Tensor]) -> list[float]:
+    """Return the scores of one lane for each part, in a row."""
+    return [figure for score in scores for figure in score[0].tolist()]

@@ -1,7 +1,8 @@
-"""What a client keeps between rounds, in a directory of its own: it survives the process, and never leaves the machine.
+"""A client's state between rounds, in private files that never leave its machine.
 
-Flower starts a fresh process for every message, and forgets `context.state` when a SuperNode restarts. A client of FedALA
-that lost its local model and its weights W would start over without anybody noticing; so they are in files.
+Flower starts a new process for every message, and forgets `context.state` when a SuperNode
+restarts. A FedALA client that lost its local model and its weights W would start over unnoticed.
+So both are in files.
 """
 
 import os
@@ -24,40 +25,39 @@ from fedala.methods import State
 log = getLogger("flwr")
 
 
-class Kept:
-    """The states that one client of one experiment was left with, by the round that left them."""
+class ClientStore:
+    """The states of one client of one experiment, by the round that ended with them."""
 
     def __init__(self, root: Path, experiment: str, client: str) -> None:
-        check_name(experiment)
+        check_experiment_name(experiment)
         self.about = {"experiment": experiment, "client": client}
         self.folder = root / experiment / client
-        make_private(root, keeps_others=True)
-        make_private(self.folder.parent)
-        make_private(self.folder)
+        make_private_folder(root, is_shared=True)
+        make_private_folder(self.folder.parent)
+        make_private_folder(self.folder)
 
-    def path(self, round: int) -> Path:
+    def state_path(self, round: int) -> Path:
+        """Return the path of the state after this round."""
         return self.folder / f"round-{round:06d}.safetensors"
 
-    def rounds(self) -> list[int]:
-        """The rounds whose states are there, in order."""
-        names = (
-            re.fullmatch(r"round-(\d{6,})\.safetensors", path.name, re.ASCII)
-            for path in self.folder.iterdir()
-        )
-        return sorted(int(name[1]) for name in names if name)
+    def list_rounds(self) -> list[int]:
+        """Return the rounds whose states are stored, in order."""
+        rounds = []
+        for path in self.folder.iterdir():
+            if match := re.fullmatch(r"round-(\d{6,})\.safetensors", path.name, re.ASCII):
+                rounds.append(int(match[1]))
+        return sorted(rounds)
 
     def load(self, round: int) -> State | None:
-        """The state that `round` left. What is missing or damaged is gone: the client is told so, and gets None."""
-        path = self.path(round)
+        """Return the state after this round. If it is missing or damaged, log it; return None."""
+        path = self.state_path(round)
         try:
             if path.is_symlink():
-                raise files.DamagedFile(
-                    f"{path} is a link, which this program never makes and does not follow."
-                )
+                raise files.DamagedFile(f"{path} is a link, which this program does not follow.")
             state, about = tensor_files.load(path)
-            other = {**about, **self.about, "round": round}
-            if about != other:
-                raise files.DamagedFile(f"{path} belongs to {about}, not to {other}.")
+            expected = {**about, **self.about, "round": round}
+            if about != expected:
+                raise files.DamagedFile(f"{path} belongs to {about}, not to {expected}.")
         except files.DamagedFile as error:
             log.error(
                 "%s This client has LOST its state of round %d and starts over.", error, round
@@ -69,26 +69,28 @@ class Kept:
             return None
         return state
 
-    def save(self, round: int, state: State, *, before: int = 0, **about: Any) -> None:
-        """Keeps the state that `round` left, beside the one that it started from, until the server has said which counts."""
-        tensor_files.save(
-            self.path(round), state, {**about, **self.about, "round": round}, private=True
-        )
-        for other in self.rounds():
-            if other not in (round, before):
-                self.path(other).unlink()
+    def save(self, round: int, state: State, *, previous: int = 0, **about: Any) -> None:
+        """Save the state after this round, and delete all others but that of `previous`.
+
+        The server has yet to say which of the two the client continues from.
+        """
+        about = {**about, **self.about, "round": round}
+        tensor_files.save(self.state_path(round), state, about, private=True)
+        for other in self.list_rounds():
+            if other not in (round, previous):
+                self.state_path(other).unlink()
 
     def save_model(self, model: Mapping[str, Tensor]) -> None:
-        """Keeps the client's personal model of the last round, as a plain safetensors file."""
+        """Save the client's personal model of the last round as a plain safetensors file."""
         tensors = {name: value.cpu().contiguous() for name, value in model.items()}
         files.write_file(self.folder / "model.safetensors", serialize(tensors), private=True)
 
 
-def make_private(folder: Path, *, keeps_others: bool = False) -> None:
-    """Make a folder that only its owner can enter, or close one that is there.
+def make_private_folder(folder: Path, *, is_shared: bool = False) -> None:
+    """Make a folder that only its owner can enter, or restrict an existing one.
 
-    A link is refused, not followed. A folder that `keeps_others`, which the operator may have made
-    for more than this program, is only closed to writing.
+    Refuse a link. A folder that the operator may share with other programs (`is_shared`) is only
+    closed to writing.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,21 +98,21 @@ def make_private(folder: Path, *, keeps_others: bool = False) -> None:
     except OSError as error:
         if folder.is_symlink():
             raise UserError(
-                f"{folder} is a link, and a client's state is not kept behind one: remove it, or name the folder "
-                "itself as state-dir."
+                f"{folder} is a link, but a client's state must not be behind a link: remove it, "
+                "or name the folder itself as state-dir."
             ) from None
         raise UserError(f"{folder} cannot hold a client's state: {error.strerror}.") from None
     try:
-        found = os.fstat(descriptor)
-        mode = stat.S_IMODE(found.st_mode)
-        wanted = mode & ~0o022 if keeps_others else 0o700
-        if found.st_uid != os.geteuid():
-            # Nobody but us may be able to exchange what we keep in somebody else's folder:
-            # it is closed to writing, or sticky.
-            if not keeps_others or (mode & 0o022 and not mode & stat.S_ISVTX):
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        wanted = mode & ~0o022 if is_shared else 0o700
+        if status.st_uid != os.geteuid():
+            # In another user's folder, other users must not be able to replace our files: it must
+            # be closed to writing, or sticky.
+            if not is_shared or (mode & 0o022 and not mode & stat.S_ISVTX):
                 raise UserError(
-                    f"{folder} belongs to another user, who could read or exchange a client's state: name a folder of "
-                    "this user's as state-dir."
+                    f"{folder} belongs to another user, who could read or replace a client's "
+                    "state: name a folder of your own as state-dir."
                 )
         elif mode != wanted:
             os.fchmod(descriptor, wanted)
@@ -118,22 +120,22 @@ def make_private(folder: Path, *, keeps_others: bool = False) -> None:
         os.close(descriptor)
 
 
-def check_name(experiment: str) -> None:
-    """An experiment's name comes from the server, and becomes a path."""
+def check_experiment_name(experiment: str) -> None:
+    """Refuse a name that could lead out of its folder: it comes from the server."""
     if not re.fullmatch(r"\w[\w.-]{0,99}", experiment, re.ASCII):
         raise UserError(
             f"An experiment's name must be letters, digits, dots and dashes, not {experiment!r}."
         )
 
 
-def directory(node_config: Mapping[str, Any]) -> Path:
-    """Where a node keeps its clients' states: what its operator says (`state-dir`), or the user's own state directory."""
-    if chosen := node_config.get("state-dir"):
-        return Path(str(chosen)).expanduser()
+def choose_state_dir(node_config: Mapping[str, Any]) -> Path:
+    """Return the folder of the node config (`state-dir`), or the user's own state directory."""
+    if folder := node_config.get("state-dir"):
+        return Path(str(folder)).expanduser()
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedala"
 
 
-def name_of(context: Context) -> str:
-    """A client's name on its node: its number in the federation, or else the node's own."""
+def name_client(context: Context) -> str:
+    """Name a client on its node by its number in the federation, or else by its node id."""
     number = context.node_config.get("partition-id")
     return f"node-{context.node_id}" if number is None else f"client-{int(number):05d}"

@@ -5,80 +5,80 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fedala.errors import RunError
-from fedala.flower.experiment import Deployment, data_at_nodes, with_absolute_paths
+from fedala.flower.experiment import Deployment, build_node_config, make_paths_absolute
 from fedala.flower.local import LocalFederation
-from fedala.flower.new import write
+from fedala.flower.new import write_app
 from fedala.records import HistoryRow
 from fedala.runs.folder import RunFolder
 from fedala.runs.plan import Plan
 
+#: Seconds between two looks at the run folder, and between two looks at the run's status.
+PAUSE = 0.3
+STATUS_PAUSE = 10.0
 
-def demo(
-    plan: Plan,
-    out: Path | None,
-    *,
-    row: Callable[[str, HistoryRow], None],
-    say: Callable[[str], None],
+
+def run_demo(
+    plan: Plan, out: Path | None, *, row: Callable[[str, Row], None], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run the plan's method on a SuperLink and one SuperNode per client; return the run's summary.
 
-    Everything is in a temporary folder, which is deleted in the end. `out`: where to keep the
-    server's run folder.
+    Everything is in a temporary folder, which is deleted at the end. With `out`, the server's run
+    folder is there and remains.
     """
     clients = int(plan.config.clients or 1)
-    config = with_absolute_paths(plan.config)
+    config = make_paths_absolute(plan.config)
     with LocalFederation() as federation:
         say(f"SuperLink on 127.0.0.1:{federation.port}, with TLS and node authentication")
         folder = (out or federation.folder / "demo").absolute()
         app = federation.folder / "app"
         deployment = Deployment(experiment=folder.name, out=str(folder.parent), min_nodes=clients)
-        write(app, config, deployment)
+        write_app(app, config, deployment)
         for client in range(clients):
-            federation.node(client, **data_at_nodes(config))
+            federation.start_node(client, **build_node_config(config))
             say(f"SuperNode of client {client}: registered, started")
-        run = federation.run(app)
-        say(
-            f"Run {run} is submitted; Flower starts a process for every message, which takes seconds"
-        )
-        follow(federation, run, RunFolder(folder), row)
+        run = federation.submit(app)
+        say(f"Run {run} is submitted. Flower takes seconds to start a process for every message")
+        follow_run(federation, run, RunFolder(folder), row)
         summary: dict[str, Any] = json.loads(RunFolder(folder).read_verified("summary.json"))
         return summary
 
 
-def follow(
+def follow_run(
     federation: LocalFederation,
     run: str,
     folder: RunFolder,
     row: Callable[[str, HistoryRow], None] = lambda method, row: None,
     seconds: float = float("inf"),
 ) -> RunFolder:
-    """Waits for a run to end, and hands on the rows of its history as they come."""
-    began = looked = time.monotonic()
+    """Wait until a run ends, and pass each new row of its history to `row`."""
+    start = last_look = time.monotonic()
     seen = 0
+    summary = folder.path / "summary.json"
     while True:
-        done = (folder.path / "summary.json").exists()
+        is_finished = summary.exists()
         rows: list[tuple[str, HistoryRow]] = []
-        with suppress(OSError, ValueError, TypeError):  # not there yet, or being written
+        with suppress(OSError, ValueError, TypeError):  # not there yet, or half written
             for method, history in folder.history().items():
                 rows += [(method, line) for line in history]
         for method, line in rows[seen:]:
             row(method, line)
             seen += 1
-        if done:
+        if is_finished:
             return folder
         now = time.monotonic()
-        if now - looked > 10:
-            looked = now
-            status = federation.status(run)
-            if status.startswith("finished") and not (folder.path / "summary.json").exists():
-                raise RunError(
-                    f"The run has ended as {status}. Its last words:\n{federation.run_log(run)[-2000:]}"
-                )
-        if now - began > seconds:
-            raise RunError(
-                f"The run has not ended after {seconds:g} s:\n{federation.run_log(run)[-2000:]}"
-            )
-        time.sleep(0.3)
+        if now - last_look > STATUS_PAUSE:
+            last_look = now
+            status = federation.read_status(run)
+            if status.startswith("finished") and not summary.exists():
+                _fail(federation, run, f"The run ended as {status} without a summary")
+        if now - start > seconds:
+            _fail(federation, run, f"The run did not end within {seconds:g} s")
+        time.sleep(PAUSE)
+
+
+def _fail(federation: LocalFederation, run: str, problem: str) -> NoReturn:
+    log = federation.read_run_log(run)[-2000:]
+    raise RunError(f"{problem}. The end of its log:\n{log}")

@@ -1,4 +1,4 @@
-"""What server and clients have in common: the run config, and the task, the method and Θ⁰ that follow from it."""
+"""The parts that server and clients share: the run config, the task, the method and Θ⁰."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch import nn
 
 from fedala.data import Dataset, Federation, federate, known_datasets, load
 from fedala.errors import UserError
-from fedala.flower.client_store import check_name
+from fedala.flower.client_store import check_experiment_name
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
 from fedala.methods import Method
@@ -22,135 +22,148 @@ from fedala.runs.build import build_task
 from fedala.runs.config import Config
 from fedala.runs.plan import Plan, plan
 
+#: Options of `fedala run` that do not apply if every client has its own machine.
+SIMULATION_OPTIONS = ("seeds", "lanes", "client_memory", "checkpoint_every", "keep_checkpoint")
+
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a federation behaves, besides what it computes. A field is a key of the app's run config."""
+    """How a federation behaves. Each field is a key of the app's run config."""
 
     experiment: str = option(
-        "fedala", "name of the experiment: what server and clients keep is kept under it"
+        "fedala", "name of the experiment, under which server and clients store their files"
     )
     out: str = option(
-        "runs",
-        "the server's folder of run folders; a run that stands there unfinished is gone on with",
+        "runs", "the server's folder of run folders; an unfinished run there is resumed"
     )
-    min_nodes: int = option(2, "nodes that must be there before a round begins", least=1)
+    min_nodes: int = option(2, "nodes that must be online before a round begins", least=1)
     min_updates: int = option(
-        1, "good updates that a round needs; with fewer, the global model stays", least=1
+        1, "good updates that a round needs; with fewer, the global model does not change", least=1
     )
     start_timeout: float = option(600.0, "seconds to wait for nodes", above=0)
     round_timeout: float = option(3600.0, "seconds to wait for the updates of a round", above=0)
     max_norm: float = option(
-        0.0,
-        "an update that is further than this from what was sent is dropped; 0: no bound",
-        least=0,
+        0.0, "drop updates further than this from the model that was sent; 0: no bound", least=0
     )
     max_samples: int = option(
         10_000_000,
-        "a node that says it has more samples than this is refused: samples are its weight",
+        "refuse nodes that report more samples than this: samples are a client's weight",
         least=1,
     )
     rebind: bool = option(
-        False, "let a client that is not there come back as another node: with another key"
+        False, "let a client that is offline return as another node, with another key"
     )
 
 
 @dataclass(frozen=True)
-class Own:
-    """Data and a model of one's own: what the server must know to make the model, and each node's samples."""
+class CustomApp:
+    """Your own data and model, for `client_app` and `server_app`."""
 
     model: Callable[[], nn.Module]
+    """Makes the model, on the server and on each node."""
     data: Callable[[Context], Dataset]
-    #: Of one sample, as the model gets it; and how many classes there are, whoever has seen which.
+    """Reads the samples of one node."""
     shape: tuple[int, ...]
+    """The shape of one sample, as the model gets it."""
     classes: int
+    """The number of classes over all nodes."""
 
 
-#: The parts of a client's samples, as `Federation` has them.
-PARTS = ("train", "test", "validation")
-
-#: Options of `fedala run` that have no meaning where every client is a machine of its own.
-LOCAL = ("seeds", "lanes", "client_memory", "checkpoint_every", "keep_checkpoint")
-
-
-def read(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
-    """The options that stand in a Flower run config, checked; `set.fedala.eta` is a hyperparameter."""
-    known = {f.name for f in fields(Config)} - {"set", *LOCAL}
-    own = {f.name for f in fields(Deployment)}
+def read_run_config(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
+    """Read and check the options of a Flower run config. `set.fedala.eta` is a hyperparameter."""
+    config_keys = {field.name for field in fields(Config)} - {"set", *SIMULATION_OPTIONS}
+    deployment_keys = {field.name for field in fields(Deployment)}
     values: dict[str, Any] = {"set": {}}
     deployment: dict[str, Any] = {}
     for key, value in run_config.items():
         if key.startswith("set."):
             values["set"][key.removeprefix("set.")] = value
-        elif key in own:
+        elif key in deployment_keys:
             deployment[key] = value
-        elif key in known:
+        elif key in config_keys:
             values[key] = value
         else:
-            raise UserError(
-                f"The run config has an unknown option {key}{suggest(key, [*known, *own])}."
-            )
+            hint = suggest(key, [*config_keys, *deployment_keys])
+            raise UserError(f"The run config has an unknown option {key}{hint}.")
     config = Config.from_values({"method": "fedala", "checkpoint_every": 1, **values})
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
     options = build(Deployment, deployment)
-    check_name(options.experiment)
+    check_experiment_name(options.experiment)
     return config, options
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One method, ready to be worked on: by the server, or by one client."""
+    """One method, ready for the server or for one client."""
 
     plan: Plan
     method: Method
     task: Task
     start: Callable[[int], Params]
+    """Makes Θ⁰ for a seed."""
     validates: bool = False
-    """Whether some samples are held out to pick a round by."""
+    """Whether some samples are held out to choose a round by."""
 
     @classmethod
-    def of(
-        cls, config: Config, own: Own | None = None, samples: Federation | None = None
-    ) -> "Experiment":
-        planned = plan(config, samples, own.model if own else None)
-        # Samples that are handed over are divided already; what is noted is how, so that it can be asked for again.
-        planned = replace(
-            planned,
-            config=replace(
-                planned.config, partition=config.partition, validation=config.validation
-            ),
-        )
+    def build(cls, config: Config, samples: Federation, custom: CustomApp | None) -> "Experiment":
+        """Plan the run on samples that are already divided among clients."""
+        planned = plan(config, samples, custom.model if custom else None)
+        # The run folder records how the samples were divided, so that a restart does the same.
+        recorded = replace(planned.config, partition=config.partition, validation=config.validation)
+        planned = replace(planned, config=recorded)
         task, start = build_task(planned)
         return cls(planned, planned.methods[0], task, start)
 
 
-def at_client(context: Context, own: Own | None) -> tuple[Experiment, int]:
-    """A node's view: which client it is, and that client's samples."""
-    config, _ = read(context.run_config)
+def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:
+    """Prepare the server: it has the model, and no samples of its clients."""
+    validates = config.validation > 0
+    if custom:
+        if config.clients is None:
+            raise UserError(
+                "The run config must say how many clients there are, as in clients = 10."
+            )
+        images = torch.zeros(2, *custom.shape)
+        samples = Dataset("own", images, torch.tensor([0, 1]), custom.classes)
+        clients = config.clients
+    else:
+        samples = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
+        divided = federate(samples, config.partition, config.clients, config.partition_seed)
+        clients = len(divided.train)
+        validates |= any(len(rows) for rows in divided.validation)
+    nothing = (np.arange(0),) * clients
+    empty = Federation(samples, nothing, nothing, nothing)
+    return replace(Experiment.build(config, empty, custom), validates=validates)
+
+
+def prepare_client(context: Context, custom: CustomApp | None) -> tuple[Experiment, int]:
+    """Prepare a node's client with its samples; return the client's number, too."""
+    config, _ = read_run_config(context.run_config)
     number = context.node_config.get("partition-id")
     if not isinstance(number, int) or number < 0:
         raise UserError(
-            "This node does not say which client it is: start it with --node-config 'partition-id=0'."
+            "This node does not say which client it is: "
+            "start it with --node-config 'partition-id=0'."
         )
-    if own:
-        alone = federate(own.data(context), "iid", 1, config.partition_seed, config.validation)
-        nobody = (np.arange(0),) * number  # the others' samples are elsewhere
-        parts = [nobody + part for part in (alone.train, alone.test, alone.validation)]
-        return Experiment.of(config, own, Federation(alone.dataset, *parts)), number
-    samples = read_own(config, context.node_config)
+    if custom:
+        alone = federate(custom.data(context), "iid", 1, config.partition_seed, config.validation)
+        others = (np.arange(0),) * number  # the samples of other clients are on other machines
+        parts = [others + part for part in (alone.train, alone.test, alone.validation)]
+        return Experiment.build(config, Federation(alone.dataset, *parts), custom), number
+    samples = read_node_samples(config, context.node_config)
     if number >= (clients := len(samples.train)):
         raise UserError(
-            f"This node says that it is client {number}, and the clients are 0 to {clients - 1}."
+            f"This node says that it is client {number}, but the clients are 0 to {clients - 1}."
         )
-    return Experiment.of(replace(config, data_dir=None), samples=samples), number
+    return Experiment.build(replace(config, data_dir=None), samples, None), number
 
 
-def read_own(config: Config, node_config: Mapping[str, Any]) -> Federation:
-    """Read the samples that this node's own config names.
+def read_node_samples(config: Config, node_config: Mapping[str, Any]) -> Federation:
+    """Read the samples that the node config names.
 
-    The run config comes from elsewhere and chooses no files. It may name the digits, which are a
-    part of scikit-learn, and a known dataset if the node says where a copy of it is.
+    The run config comes from the server and does not choose files. It may name the digits, which
+    are a part of scikit-learn, and a known dataset if the node says where a copy of it is.
     """
     if _is_simulated():
         node_config = {
@@ -163,47 +176,50 @@ def read_own(config: Config, node_config: Mapping[str, Any]) -> Federation:
     is_known = any(row.name == name for row in known_datasets())
     if "dataset" not in node_config and name != "digits" and not (is_known and folder):
         raise UserError(
-            f"The run config asks for {name!r}, and this node reads only what its own config names: start it with "
-            "--node-config \"dataset='…'\", or with data-dir='…' for a copy of a dataset known by name."
+            f"The run config asks for {name!r}, but this node reads only what its own config "
+            "names: start it with --node-config \"dataset='…'\", or with data-dir='…' for a copy "
+            "of a dataset known by name."
         )
     partition = config.partition
     if _is_file(partition):
         if "partition" not in node_config:
             raise UserError(
-                f"The run config asks for the partition file {partition!r}, and this node reads only what its own "
-                "config names: start it with --node-config \"partition='….json'\"."
+                f"The run config asks for the partition file {partition!r}, but this node reads "
+                "only what its own config names: start it with "
+                "--node-config \"partition='….json'\"."
             )
         partition = str(node_config["partition"])
     data = load(name, Path(str(folder)) if folder else None)
     return federate(data, partition, config.clients, config.partition_seed, config.validation)
 
 
-def data_at_nodes(config: Config) -> dict[str, Any]:
-    """The node config that a run needs at its nodes, if they read the same files as the server."""
-    chosen: dict[str, Any] = {}
+def build_node_config(config: Config) -> dict[str, Any]:
+    """Return the node config with which nodes read the same files as the server."""
+    node_config: dict[str, Any] = {}
     if config.dataset != "digits":
-        chosen["dataset"] = config.dataset
+        node_config["dataset"] = config.dataset
     if config.data_dir:
-        chosen["data-dir"] = config.data_dir
+        node_config["data-dir"] = config.data_dir
     if _is_file(config.partition):
-        chosen["partition"] = config.partition
-    return chosen
+        node_config["partition"] = config.partition
+    return node_config
 
 
-def with_absolute_paths(config: Config) -> Config:
-    """The same config for processes that work in other folders."""
-    is_path = not config.dataset.startswith("hub:") and all(
-        row.name != config.dataset for row in known_datasets()
-    )
+def make_paths_absolute(config: Config) -> Config:
+    """Return the same config for processes that work in other folders."""
+    is_known = any(row.name == config.dataset for row in known_datasets())
+    is_path = not is_known and not config.dataset.startswith("hub:")
     return replace(
         config,
-        dataset=_absolute(config.dataset) if is_path else config.dataset,
-        data_dir=_absolute(config.data_dir) if config.data_dir else None,
-        partition=_absolute(config.partition) if _is_file(config.partition) else config.partition,
+        dataset=_make_absolute(config.dataset) if is_path else config.dataset,
+        data_dir=_make_absolute(config.data_dir) if config.data_dir else None,
+        partition=(
+            _make_absolute(config.partition) if _is_file(config.partition) else config.partition
+        ),
     )
 
 
-def _absolute(path: str) -> str:
+def _make_absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
@@ -212,33 +228,9 @@ def _is_file(partition: str) -> bool:
 
 
 def _is_simulated() -> bool:
-    """Whether this is a worker of Flower's simulation engine.
+    """Tell whether this is a worker of Flower's simulation engine.
 
-    Whoever gave the run config then runs the nodes, too.
+    Then the nodes belong to the user who wrote the run config.
     """
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
-
-
-def at_server(config: Config, own: Own | None) -> Experiment:
-    """The server's view: it has the model; of the clients' samples it knows the number, once they have said it."""
-    validates = config.validation > 0
-    if own:
-        if config.clients is None:
-            raise UserError(
-                "The run config must say how many clients there are, as in clients = 10."
-            )
-        samples, clients = (
-            Dataset("own", torch.zeros(2, *own.shape), torch.tensor([0, 1]), own.classes),
-            config.clients,
-        )
-    else:
-        samples = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
-        divided = federate(samples, config.partition, config.clients, config.partition_seed)
-        clients = len(divided.train)
-        validates |= any(len(rows) for rows in divided.validation)
-    nothing = (np.arange(0),) * clients
-    return replace(
-        Experiment.of(config, own, Federation(samples, nothing, nothing, nothing)),
-        validates=validates,
-    )

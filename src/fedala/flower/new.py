@@ -1,4 +1,4 @@
-"""A folder for `flwr run`: an app that runs a method of this package, with every option in its pyproject.toml."""
+"""An app folder for `flwr run`: it runs a method of fedala, with all options in pyproject.toml."""
 
 import os
 from collections.abc import Collection
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
-from fedala.flower.experiment import LOCAL, Deployment
+from fedala.flower.experiment import SIMULATION_OPTIONS, Deployment
 from fedala.runs.config import Config, toml
 from fedala.runs.folder import nearest_existing_parent
 
-APP = '''"""The app that `flwr run` starts. For data and a model of your own, give both functions a fedala.flower.Own."""
+APP = '''"""The app that `flwr run` starts.
+
+For your own data and model, pass a `fedala.flower.CustomApp` to both functions.
+"""
 
 from fedala.flower import client_app, server_app
 
@@ -45,8 +48,8 @@ clientapp = "app:client"
 """
 
 
-def check(folder: Path) -> None:
-    """Refuse a folder that cannot take an app, before any work is done."""
+def check_app_folder(folder: Path) -> None:
+    """Refuse a folder that cannot hold a new app, before any work is done."""
     try:
         if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is not empty, or not a folder: choose another.")
@@ -57,18 +60,15 @@ def check(folder: Path) -> None:
         raise UserError(f"The app cannot be written to {folder}: {error.strerror}.") from None
 
 
-def write(folder: Path, config: Config, deployment: Deployment) -> None:
-    """Writes an app folder. `config` has its values resolved: what stands in the file can be set for a run."""
-    check(folder)
+def write_app(folder: Path, config: Config, deployment: Deployment) -> None:
+    """Write an app folder. `config` has all its values resolved, so that a run can change each."""
+    check_app_folder(folder)
+    hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
+    options = [*_list_options(config, {"set", *SIMULATION_OPTIONS}), *_list_options(deployment)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        options = [*_options(config, {"set", *LOCAL}), *_options(deployment)]
-        hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
-        name = "".join(
-            c if c.isascii() and c.isalnum() else "-" for c in folder.resolve().name.lower()
-        ).strip("-")
         text = PROJECT.format(
-            name=name or "fedala-app",
+            name=_make_project_name(folder),
             method=config.method,
             options="\n".join(options) + "\n",
             hyperparameters="\n".join(hyperparameters),
@@ -79,8 +79,13 @@ def write(folder: Path, config: Config, deployment: Deployment) -> None:
         raise UserError(f"The app cannot be written to {folder}: {error.strerror}.") from None
 
 
-def _options(options: Any, without: Collection[str] = ()) -> list[str]:
-    """Each option with what it is for."""
+def _make_project_name(folder: Path) -> str:
+    letters = (c if c.isascii() and c.isalnum() else "-" for c in folder.resolve().name.lower())
+    return "".join(letters).strip("-") or "fedala-app"
+
+
+def _list_options(options: Any, without: Collection[str] = ()) -> list[str]:
+    """Return a line for each option, with its help as a comment."""
     lines = []
     for field in fields(options):
         value = getattr(options, field.name)

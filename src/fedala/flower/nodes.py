@@ -1,205 +1,193 @@
-"""Who is there: which node is which client, and what the clients answer."""
+"""The nodes behind a grid: which client each of them is, and sending them messages."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping
 from logging import getLogger
 
-from flwr.app import Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedala.errors import UserError
-from fedala.flower.experiment import PARTS
-from fedala.flower.records import quote, read_metrics, read_records, whole
+from fedala.flower.messages import PARTS, Introduction, clean_text
 
 log = getLogger("flwr")
 
-#: Seconds between two looks at who is there, and at what has come back.
+#: Seconds between two looks at the nodes and at their answers.
 PAUSE = 1.0
 
-REMEDY = "if that has changed for a good reason, start the run once with rebind=true"
+REMEDY = "if this change is intended, start the run once with rebind=true"
 
 
 class Nodes:
     """The clients of a federation behind a grid.
 
-    A client is known by its number. The first node that introduces itself under a number keeps it:
-    Flower gives a registered key one node id for good, so another id is another key.
+    A client is known by its number. The first node that introduces itself under a number owns it.
+    Flower gives a registered key the same node id forever, so another id means another key.
     """
 
     def __init__(
         self,
         grid: Grid,
-        clients: int,
-        least: int,
+        population: int,
+        min_clients: int,
         *,
         max_samples: int = 2**53,
         validates: bool = True,
         rebind: bool = False,
     ) -> None:
-        """`least` of the clients must be there to begin a round.
+        """A round begins when `min_clients` of the `population` are online.
 
-        A node that says it has more than `max_samples` is refused, and so is one that has
-        validation samples in a run that does not use any. With `rebind`, a client that is not there
-        may come back as another node.
+        A node that reports more than `max_samples` samples is refused. So is one that reports
+        validation samples if the run does not use any (`validates`). With `rebind`, a client that
+        is offline may return as another node.
         """
-        self.grid, self.clients, self.least = grid, clients, least
-        self.most = {
-            part: max_samples if part != "validation" or validates else 0 for part in PARTS
-        }
+        self.grid, self.population, self.min_clients = grid, population, min_clients
+        self.max_sizes = dict.fromkeys(PARTS, max_samples)
+        if not validates:
+            self.max_sizes["validation"] = 0
         self.rebind = rebind
-        #: The node of each client that has introduced itself, and how many samples it said it has.
-        self.node: dict[int, int] = {}
-        self.sizes: dict[int, dict[str, int]] = {}
-        #: The node that each number belongs to, also while it is not there.
-        self.bound: dict[int, int] = {}
+        #: The node id of each client that has introduced itself, and its number of samples.
+        self.node_ids: dict[int, int] = {}
+        self.sizes: dict[int, Mapping[str, int]] = {}
+        #: The node id that owns each client's number, online or not.
+        self.owners: dict[int, int] = {}
         self._refused: set[int] = set()
 
-    def online(self) -> dict[int, int]:
-        """The clients that are there now, and their nodes."""
-        there = set(self.grid.get_node_ids())
-        return {client: node for client, node in self.node.items() if node in there}
+    def find_online_clients(self) -> dict[int, int]:
+        """Return the node ids of the clients that are online now."""
+        online = set(self.grid.get_node_ids())
+        return {client: node for client, node in self.node_ids.items() if node in online}
 
-    def wait(self, seconds: float) -> None:
-        """Waits until enough clients are there."""
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait until enough clients are online."""
         end = time.monotonic() + seconds
-        said = -1
+        last_count = -1
         while True:
-            self._meet(max(1.0, end - time.monotonic()))
-            there = len(self.online())
-            if there >= self.least:
+            self._query_new_nodes(max(1.0, end - time.monotonic()))
+            count = len(self.find_online_clients())
+            if count >= self.min_clients:
                 return
             if time.monotonic() >= end:
                 raise UserError(
-                    f"After {seconds:g} s there are {there} clients, and {self.least} are needed to go on."
+                    f"After {seconds:g} s, {count} clients are online, but {self.min_clients} are "
+                    "required. Start more nodes, or lower min_nodes."
                 )
-            if there != said:
-                log.info("Waiting for clients: %d of at least %d are there.", there, self.least)
-                said = there
+            if count != last_count:
+                log.info(
+                    "Waiting for clients: %d online, at least %d required.", count, self.min_clients
+                )
+                last_count = count
             time.sleep(PAUSE)
 
-    def bind(self, bound: Mapping[int, int]) -> None:
-        """Remember whose number is whose, as an earlier run of this experiment had it.
-
-        Nodes that contradict it are refused.
-        """
+    def restore_owners(self, owners: Mapping[int, int]) -> None:
+        """Restore the owners of an earlier run of this experiment. Refuse nodes that contradict."""
         if self.rebind:
             return
-        self.bound |= bound
-        for client, node in list(self.node.items()):
-            if node != self.bound[client]:
-                self.forget(client)
-                self._refuse(node, _taken(client, self.bound[client]))
+        self.owners |= owners
+        for client, node in list(self.node_ids.items()):
+            if node != self.owners[client]:
+                self.forget_introduction(client)
+                self._refuse(node, _explain_owner(client, self.owners[client]))
 
-    def forget(self, client: int) -> None:
-        """Forget what a client said of itself: it is asked again before the next round."""
-        self.node.pop(client, None)
+    def forget_introduction(self, client: int) -> None:
+        """Forget a client's introduction, so that it is queried again before the next round."""
+        self.node_ids.pop(client, None)
         self.sizes.pop(client, None)
 
-    def _meet(self, seconds: float) -> None:
-        """Asks nodes that have not been seen yet who they are."""
-        there = set(self.grid.get_node_ids())
-        self._refused &= there  # who goes and comes back may have been mended
-        strangers = sorted(there - set(self.node.values()) - self._refused)
-        messages = {
-            node: Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
-            for node in strangers
-        }
-        for node, answer in self._collect(messages, seconds):
-            try:
-                if isinstance(answer, UserError):
-                    raise answer
-                metrics = read_metrics(
-                    read_records(answer.content, {"metrics": MetricRecord})["metrics"],
-                    {"client", *PARTS},
-                )
-                client = whole(metrics, "client", self.clients - 1)
-                sizes = {part: whole(metrics, part, self.most[part]) for part in PARTS}
-                self._claim(client, node, there)
-            except Exception as error:  # whatever its answer does, it is this node that is refused
-                self._refuse(node, quote(error))
-                continue
-            log.info(
-                "Node %d is client %d, with %d training samples.", node, client, sizes["train"]
-            )
-            self.node[client], self.sizes[client] = node, sizes
-
-    def _claim(self, client: int, node: int, there: Collection[int]) -> None:
-        """Give the number to the node, unless it is another's, or the node has another."""
-        owner = self.bound.get(client, node)
-        if owner in there and owner != node:
-            raise UserError(f"it says that it is client {client}, which is node {owner}")
-        others = {c: n for c, n in self.bound.items() if c != client and n == node}
-        if not self.rebind and owner != node:
-            raise UserError(_taken(client, owner))
-        if not self.rebind and others:
-            raise UserError(
-                f"it says that it is client {client}, and it is client {min(others)}; {REMEDY}"
-            )
-        self.bound = {c: n for c, n in self.bound.items() if c not in others} | {client: node}
-
-    def _refuse(self, node: int, why: str) -> None:
-        log.warning("Node %d is not taken in: %s.", node, why)
-        self._refused.add(node)
-
     def exchange(
-        self, kind: str, contents: Mapping[int, RecordDict], round: int, seconds: float
+        self, message_type: str, contents: Mapping[int, RecordDict], round: int, seconds: float
     ) -> dict[int, Message]:
-        """What the clients that are there answer, by client, within so many seconds. Who does not answer is named."""
-        there = self.online()
-        for client in sorted(contents.keys() - there.keys()):
-            log.warning("Round %d: client %d is not there.", round, client)
-        messages = {
-            client: Message(
-                content,
-                dst_node_id=there[client],
-                message_type=kind,
-                group_id=str(round),
-                ttl=seconds + 60,
-            )
-            for client, content in contents.items()
-            if client in there
-        }
+        """Send each client its content; return the answers that arrive in time, by client.
+
+        The log names each client that is offline, fails or does not answer.
+        """
+        online = self.find_online_clients()
+        messages = {}
+        for client, content in contents.items():
+            if client in online:
+                messages[client] = Message(
+                    content,
+                    dst_node_id=online[client],
+                    message_type=message_type,
+                    group_id=str(round),
+                    ttl=seconds + 60,
+                )
+        for client in sorted(contents.keys() - online.keys()):
+            log.warning("Round %d: client %d is offline.", round, client)
         answers = {}
-        for client, answer in self._collect(messages, seconds):
+        for client, answer in self._send_and_collect(messages, seconds):
             if isinstance(answer, UserError):
+                problem = clean_text(answer)
                 log.warning(
                     "Round %d: client %d (node %d) failed: %s.",
-                    round,
-                    client,
-                    there[client],
-                    quote(answer),
-                )
+                    round, client, online[client], problem,
+                )  # fmt: skip
             else:
                 answers[client] = answer
         return answers
 
-    def _collect(
+    def _query_new_nodes(self, seconds: float) -> None:
+        """Ask every node that has not introduced itself who it is."""
+        online = set(self.grid.get_node_ids())
+        self._refused &= online  # a node that left and came back may have been repaired
+        new_nodes = sorted(online - set(self.node_ids.values()) - self._refused)
+        messages = {
+            node: Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
+            for node in new_nodes
+        }
+        for node, answer in self._send_and_collect(messages, seconds):
+            try:
+                if isinstance(answer, UserError):
+                    raise answer
+                said = Introduction.unpack(answer.content, self.population, self.max_sizes)
+                self._claim_number(said.client, node, online)
+            except Exception as error:  # any problem with an answer concerns this node alone
+                self._refuse(node, clean_text(error))
+                continue
+            log.info(
+                "Node %d is client %d, with %d training samples.",
+                node, said.client, said.sizes["train"],
+            )  # fmt: skip
+            self.node_ids[said.client], self.sizes[said.client] = node, said.sizes
+
+    def _claim_number(self, client: int, node: int, online: Collection[int]) -> None:
+        """Make the node the owner of a number, unless another node owns it or it owns another."""
+        owner = self.owners.get(client, node)
+        if owner in online and owner != node:
+            raise UserError(f"it says that it is client {client}, which is node {owner}")
+        others = {c for c, n in self.owners.items() if c != client and n == node}
+        if not self.rebind and owner != node:
+            raise UserError(_explain_owner(client, owner))
+        if not self.rebind and others:
+            raise UserError(
+                f"it says that it is client {client}, but it is client {min(others)}; {REMEDY}"
+            )
+        for other in others:
+            del self.owners[other]
+        self.owners[client] = node
+
+    def _refuse(self, node: int, reason: str) -> None:
+        log.warning("Node %d is refused: %s.", node, reason)
+        self._refused.add(node)
+
+    def _send_and_collect(
         self, messages: Mapping[int, Message], seconds: float
     ) -> Iterator[tuple[int, Message | UserError]]:
-        """Send messages and yield what comes back, with the key of its message.
+        """Send messages; yield the key of each with its answer, or the reason why there is none.
 
-        That is an answer, or a sentence that says why there is none. Answers are fetched one at a
-        time: fetched together, one that Flower cannot decode would take the others with it. And so
-        the SuperLink says which message an answer belongs to, not the answer itself.
+        Answers are fetched one at a time. Fetched together, one that Flower cannot decode would
+        take the others with it. Also, the SuperLink then tells which message an answer belongs to,
+        not the answer itself.
         """
-        sent = set(self.grid.push_messages(messages.values())) if messages else set()
+        accepted = set(self.grid.push_messages(messages.values())) if messages else set()
         waiting = {message.metadata.message_id: key for key, message in messages.items()}
-        for message_id in waiting.keys() - sent:
-            yield (
-                waiting.pop(message_id),
-                UserError("the SuperLink did not take the message for it"),
-            )
+        for message_id in waiting.keys() - accepted:
+            yield waiting.pop(message_id), UserError("the SuperLink did not accept its message")
         end = time.monotonic() + seconds
         while waiting:
-            began = time.monotonic()
+            start = time.monotonic()
             for message_id, key in list(waiting.items()):
-                try:
-                    answers = list(self.grid.pull_messages([message_id]))
-                    answer = _checked(messages[key], answers) if answers else None
-                except (
-                    Exception
-                ) as error:  # also in Flower's decoder: it concerns this answer alone
-                    answer = UserError(f"its answer cannot be read ({quote(error)})")
+                answer = self._pull_answer(message_id, messages[key])
                 if answer is not None:
                     del waiting[message_id]
                     yield key, answer
@@ -207,30 +195,37 @@ class Nodes:
             if waiting and now >= end:
                 break
             if waiting:
-                time.sleep(min(max(PAUSE, now - began), end - now))
+                time.sleep(min(max(PAUSE, now - start), end - now))
         for key in sorted(waiting.values()):
-            yield key, UserError(f"it has not answered within {seconds:g} s")
+            yield key, UserError(f"it did not answer within {seconds:g} s")
+
+    def _pull_answer(self, message_id: str, message: Message) -> Message | UserError | None:
+        """Fetch the answer to one message, or the reason to refuse it. None: not there yet."""
+        try:
+            answers = list(self.grid.pull_messages([message_id]))
+            return _check_answers(message, answers) if answers else None
+        except Exception as error:  # Flower's decoder may raise anything, for this answer alone
+            return UserError(f"its answer cannot be read ({clean_text(error)})")
 
 
-def _checked(message: Message, answers: list[Message]) -> Message | UserError:
-    """The answer to a message, if that is what has come."""
+def _check_answers(message: Message, answers: list[Message]) -> Message | UserError:
+    """Return the one answer to a message, or the reason to refuse it."""
     [answer, *others] = answers
     if answer.has_error():
-        # Of a node that is gone, it is the SuperLink that answers.
-        return UserError(
-            f"{quote(answer.error.reason or 'no reason given')} (code {answer.error.code})"
-        )
-    asked, said = message.metadata, answer.metadata
-    if (said.reply_to_message_id, said.src_node_id) != (asked.message_id, asked.dst_node_id):
-        return UserError("it answers what it was not asked")
-    if said.message_type != asked.message_type:
-        return UserError("its answer is of another type than the message")
+        # For a node that has left, the SuperLink answers.
+        reason = clean_text(answer.error.reason or "no reason given")
+        return UserError(f"{reason} (code {answer.error.code})")
+    request, reply = message.metadata, answer.metadata
+    if (reply.reply_to_message_id, reply.src_node_id) != (request.message_id, request.dst_node_id):
+        return UserError("its answer belongs to another message")
+    if reply.message_type != request.message_type:
+        return UserError("its answer has another type than the message")
     if not answer.has_content():
         return UserError("its answer is empty")
     if others:
-        return UserError(f"it has answered {len(answers)} times")
+        return UserError(f"it answered {len(answers)} times")
     return answer
 
 
-def _taken(client: int, node: int) -> str:
+def _explain_owner(client: int, node: int) -> str:
     return f"it says that it is client {client}, a number that belongs to node {node}; {REMEDY}"

@@ -1,8 +1,8 @@
-"""Programs that end with the process that started them, whatever ends it.
+"""Programs that end with the process that started them, however that process ends.
 
 Run as a script, this file is the reaper: a process that waits until its starter has ended, then
-kills what is left and deletes the temporary folder. It imports only the standard library, so that
-it starts at once.
+kills the remaining programs and deletes the temporary folder. It imports only the standard library,
+so that it starts fast.
 """
 
 import os
@@ -18,10 +18,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-#: The environment variable that marks a program and all that it starts: folder, slash, name.
+#: The environment variable that marks a program and its descendants. Its value is folder/name.
 FAMILY = "FEDALA_FEDERATION"
 
-#: The signals that ask a process to end: Ctrl-C, `kill`, and a terminal that is closed.
+#: The signals that ask a process to end: Ctrl-C, `kill`, and a closed terminal.
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -37,8 +37,8 @@ class Processes:
     grace = 5.0
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._given = folder and folder.absolute()
-        self.folder = self._given or Path(tempfile.gettempdir())  # until the reaper made one
+        self._given_folder = folder and folder.absolute()
+        self.folder = self._given_folder or Path(tempfile.gettempdir())  # until the reaper made one
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
         self._is_stopping = False
@@ -62,7 +62,7 @@ class Processes:
         environment: Mapping[str, str] = os.environ,
         output: Path | None = None,
     ) -> "subprocess.Popen[bytes]":
-        """Start a program that appends what it prints to `output`."""
+        """Start a program that appends its output to `output`."""
         with (output or Path(os.devnull)).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command,
@@ -71,7 +71,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends them in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends them
             )
         return self.processes[name]
 
@@ -82,7 +82,7 @@ class Processes:
             self.processes[name].wait(10)
 
     def stop(self) -> None:
-        """End everything that was started, including what a signal has kept out of `processes`."""
+        """End all programs, including one that a signal prevented from entering `processes`."""
         for process in self.processes.values():
             process.terminate()
         end = time.monotonic() + self.grace
@@ -91,14 +91,14 @@ class Processes:
                 process.wait(max(0.1, end - time.monotonic()))
         kill_family(str(self.folder))
         for process in self.processes.values():
-            process.kill()  # without /proc no family is found
+            process.kill()  # without /proc, families cannot be found
             process.wait()
 
     def _catch_signals(self, stack: ExitStack) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python hands signals to the main thread only
+            return  # Python delivers signals only to the main thread
         for number in STOP:
-            # What is ignored stays ignored: `nohup` and a shell's background jobs rely on it.
+            # An ignored signal stays ignored: `nohup` and a shell's background jobs rely on it.
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 stack.callback(signal.signal, number, signal.signal(number, self._interrupt))
 
@@ -108,52 +108,53 @@ class Processes:
             raise KeyboardInterrupt
 
     def _start_reaper(self, stack: ExitStack) -> None:
-        command = [sys.executable, "-I", __file__, *([str(self._given)] if self._given else [])]
+        folders = [str(self._given_folder)] if self._given_folder else []
+        command = [sys.executable, "-I", __file__, *folders]
         pipe = subprocess.PIPE
         reaper = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd="/", start_new_session=True)
         stack.callback(reaper.communicate)  # closes its input and waits for its end
         assert reaper.stdout is not None
         folder = reaper.stdout.readline().rstrip(b"\n")
         if not folder:
-            raise OSError("no temporary folder could be made")
+            raise OSError("a temporary folder could not be made")
         self.folder = Path(os.fsdecode(folder))
 
 
-def family(name: str) -> list[int]:
-    """Find the processes started under this name, or in this folder, and all that they started."""
+def find_family(name: str) -> list[int]:
+    """Return the ids of the processes with this folder or folder/name, and of their descendants."""
     mark = os.fsencode(f"{FAMILY}={name}")
-    found = []
+    family = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             variables = path.read_bytes().split(b"\0")
             if any(text == mark or text.startswith(mark + b"/") for text in variables):
-                found.append(int(path.parent.name))
-    return found
+                family.append(int(path.parent.name))
+    return family
 
 
 def kill_family(name: str, seconds: float = 10) -> None:
-    """Kill these processes until none is left: they may be starting others."""
+    """Kill these processes until none remains: they may start others meanwhile."""
     end = time.monotonic() + seconds
-    while (left := family(name)) and time.monotonic() < end:
-        for pid in left:
+    while (family := find_family(name)) and time.monotonic() < end:
+        for pid in family:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def reap(given: Sequence[str]) -> None:
+def reap(folders: Sequence[str]) -> None:
     """Print the folder, wait for the end of the input, then kill and delete.
 
-    `given`: a folder that is kept, or nothing for a temporary one.
+    `folders` has one folder, which is not deleted, or none: then the reaper makes a temporary one.
     """
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
-    folder = given[0] if given else tempfile.mkdtemp(prefix="fedala-demo-")
-    with suppress(BrokenPipeError):  # its starter has died already
+    folder = folders[0] if folders else tempfile.mkdtemp(prefix="fedala-demo-")
+    with suppress(BrokenPipeError):  # the starter is already dead
         os.write(1, os.fsencode(folder) + b"\n")
     sys.stdin.buffer.read()  # ends when the starter closes the pipe or dies
     kill_family(folder)
-    if not given:
+    if not folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 

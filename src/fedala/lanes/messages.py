@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.samples import to_device
+from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, State, join, leaves, take, tree_map
 
 #: The bytes of uploads that are copied at a time while they are averaged.
@@ -113,3 +114,22 @@ def _mean(
 def count_numbers_per_lane(message: Message) -> int:
     """Return how many numbers one client sends or gets with a message."""
     return sum(leaf[:1].numel() for _, leaf in leaves(message))
+
+
+def drop_transient(task: Task, model: Params) -> Params:
+    """Return a model without the buffers that `state_dict` leaves out: they do not travel."""
+    return {name: value for name, value in model.items() if name not in task.transient}
+
+
+def add_transient(task: Task, message: Message, shared: Params) -> Message:
+    """Give a message back the buffers that did not travel; `shared` is what the method shares."""
+    names = task.transient & shared.keys()
+    if not message.model or not names:
+        return message
+    model = dict(message.model)
+    some = next(iter(message.model))
+    stack = model[some].shape[1:2] if model[some].dim() > shared[some].dim() else ()
+    for name in names:
+        value = shared[name]
+        model[name] = value.expand(*stack, *value.shape).movedim(0, 1) if stack else value
+    return message._replace(model=model)

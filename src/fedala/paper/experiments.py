@@ -304,7 +304,7 @@ def choose(
 def governed(build: Callable[[], nn.Module], layers: int) -> int:
     """How many parameters ALA has on the upper layers of a model, as FedALA would use it."""
     model = _skeleton(build)
-    names = make("fedala", {"fedala.layers": layers}).governed(model, layers)
+    names = make("fedala", {"fedala.layers": layers}).ala_parameters(model, layers)
     return sum(model.get_parameter(name).numel() for name in names)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedala.errors import UserError, first_line, spreadsheet_safe
 from fedala.io import files
-from fedala.io.untrusted import read_file, read_json
+from fedala.io.untrusted import read_file, read_json, require_file
 from fedala.methods import make
 from fedala.options import build, convert
 from fedala.paper.experiments import Cell, preset, settings, tables, text

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
+from fedala.io.untrusted import read_file
 from fedala.options import build, option, suggest
 
 LARGEST = 2**20  # bytes of a config file

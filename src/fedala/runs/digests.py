@@ -70,7 +70,7 @@ class Digests:
         return files.pack_checksummed("digests", asdict(self))
 
     @classmethod
-    def read_file(cls, folder: Path) -> "Digests | None":
+    def read(cls, folder: Path) -> "Digests | None":
         """Return the record of a run folder, or None. Raise `Damaged` if no run wrote it."""
         path = folder / NAME
         try:

@@ -61,12 +61,12 @@ class RunRecord:
     def read_again_if_stale(self, read: Callable[[], T]) -> T:
         """Call `read`, and once more if another process has written a new record since."""
         try:
-            return read_file()
+            return read()
         except files.DamagedFile:
             before, self._digests = self._digests, None
             if self.digests == before:
                 raise
-            return read_file()
+            return read()
 
     def read_verified(self, name: str) -> bytes:
         """Return the content of a whole file if its digest is the recorded one."""

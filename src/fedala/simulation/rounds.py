@@ -16,7 +16,7 @@ import torch
 
 from fedala.errors import RunError, UserError
 from fedala.lanes import Message, Params, State, Task, Uploads
-from fedala.lanes.messages import Piece, count_numbers_per_lane
+from fedala.lanes.messages import Piece, count_numbers_per_lane, drop_transient
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, matches, take, tree_map
 from fedala.methods import Method, ServerRound
@@ -201,6 +201,7 @@ class Simulation:
 
     def _begin_round(self, round: int, train: bool) -> _Round:
         """Draw the participants, and make what the servers send."""
+        self.transport.begin_round()
         began = time.perf_counter()
         evaluate = not train or (round - 1) % self.eval_every == 0
         every = self.record_weights
@@ -269,7 +270,13 @@ class Simulation:
         servers = list(self.servers)
         everybody = [lane for lanes, _ in work.uploads for lane in lanes]
         counted = [lane for lane in everybody if lane not in work.diverged]
-        if len(counted) < self.transport.updates_needed():
+        needed = self.transport.updates_needed()
+        if len(counted) < needed:
+            if needed > 1 or not everybody:
+                self.on_message(
+                    f"Round {work.request.round}: {len(counted)} good updates, but {needed} are "
+                    "required. The global model does not change."
+                )
             work.uploads = []
             return servers
         if work.uploads:
@@ -373,7 +380,7 @@ class Simulation:
 
     def _give_model(self, on_model: OnModel, run: int, client: int | None, model: Params) -> None:
         is_initial = client is not None and model is self.initial[run]
-        saved = {n: v for n, v in model.items() if n not in self.task.transient}
+        saved = drop_transient(self.task, model)
         on_model(PersonalModel(self.seeds[run], client, saved, is_initial))
 
     def _give_last_models(self, work: _Round, on_model: OnModel) -> None:

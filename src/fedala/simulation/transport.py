@@ -51,6 +51,10 @@ class Transport(ABC):
     lanes: int | None = None
     threads: int = 1
 
+    def begin_round(self) -> None:
+        """Wait until a round can begin. Afterwards the task knows the clients' sizes."""
+        return
+
     @abstractmethod
     def run_round(
         self, request: RoundRequest, sent: Sequence[Message], joined: Sequence[Sequence[int]]

@@ -1,0 +1,228 @@
+"""The server's conversation with its clients: requests, and checked replies."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from logging import getLogger
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, MessageType
+from flwr.app import Message as FlowerMessage
+from torch import Tensor
+
+from fedala.errors import UserError
+from fedala.flower.arrays import check_distance, pack_message, unpack_message
+from fedala.flower.experiment import Deployment
+from fedala.flower.messages import EVALUATE_RECEIVED, MAX_LOSS, PARTS, Reply, Request, clean_text
+from fedala.flower.nodes import Nodes
+from fedala.lanes import Message, Params
+from fedala.lanes.messages import add_transient, drop_transient
+from fedala.lanes.trees import count_lanes, take
+from fedala.simulation.client_round import CohortResult, RoundRequest
+from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.transport import Setup, Transport
+
+log = getLogger("flwr")
+
+
+class FlowerTransport(Transport):
+    """Asks the nodes of a federation to work, and yields the results that pass every check.
+
+    Each client keeps its own state and its personal model. The transport remembers which round each
+    client continues from and which node owns each number.
+    """
+
+    def __init__(self, setup: Setup, nodes: Nodes, deployment: Deployment) -> None:
+        self.setup, self.nodes, self.deployment = setup, nodes, deployment
+        self.client_states = ClientStates(setup.task.device, everybody=True)
+        method, task, initial = setup.method, setup.task, setup.initial[0]
+        self.shared = method.shared_part(task, initial)
+        #: An upload of one lane: names, types and shapes.
+        self.template = Message(
+            drop_transient(task, self.shared), method.extra_template(task, initial)
+        )
+        #: The last round of each client whose update was counted, from 1.
+        self.counted: dict[int, int] = {}
+        empty: list[Any] = [range(0)] * nodes.population
+        task.parts = {part: list(empty) for part in PARTS}
+        self._update_sizes()
+
+    def begin_round(self) -> None:
+        self.nodes.wait_until_ready(self.deployment.start_timeout)
+        self._update_sizes()
+
+    def _update_sizes(self) -> None:
+        """Give the task the numbers of samples that the clients reported."""
+        for client in range(self.nodes.population):
+            for part in PARTS:
+                size = self.nodes.sizes.get(client, {}).get(part, 0)
+                self.setup.task.parts[part][client] = range(size)  # type: ignore[index]
+
+    def run_round(
+        self, request: RoundRequest, sent: Sequence[Message], joined: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        kind = MessageType.TRAIN if request.train else MessageType.EVALUATE
+        return self._exchange(kind, request, _split_lanes(sent[0], joined[0]))
+
+    def score_models(
+        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        """Test one model. In round 0 it is the initial model, which clients make themselves."""
+        request = RoundRequest(round, train=False, evaluate=True)
+        sent = Message(models[0]) if round else Message()
+        return self._exchange(EVALUATE_RECEIVED, request, dict.fromkeys(clients[0], sent))
+
+    def _exchange(
+        self, kind: str, request: RoundRequest, messages: Mapping[int, Message]
+    ) -> Iterator[CohortResult]:
+        """Send each client its message; yield the result of each good reply, in client order.
+
+        A bad reply costs only that client's update, and one line of the log says why.
+        """
+        packed: dict[int, ArrayRecord] = {}  # clients that share a message share its record
+        contents = {}
+        for client, message in messages.items():
+            if id(message) not in packed:
+                travelling = message._replace(model=drop_transient(self.setup.task, message.model))
+                packed[id(message)] = pack_message(travelling)
+            since = self.counted.get(client, 0)
+            work = Request(request, packed[id(message)], self.setup.parts, since)
+            contents[client] = work.pack()
+        seconds = self.deployment.round_timeout
+        answers = self.nodes.exchange(kind, contents, request.round, seconds)
+        for client, answer in sorted(answers.items()):
+            result = self._read_answer(client, answer, request, messages[client])
+            if result is not None:
+                yield result
+
+    def keep_states(self, result: CohortResult, policy: str) -> None:
+        """Let a diverged client start over if that is the policy. Its node has saved nothing."""
+        for position in result.diverged:
+            if policy == "reset":
+                self.counted.pop(result.lanes[position][1], None)
+
+    def finish_round(self, round: int, counted: Collection[Lane]) -> None:
+        """Let these clients continue from the state of this round."""
+        super().finish_round(round, counted)
+        self.counted |= {client: round for _, client in counted}
+
+    def updates_needed(self) -> int:
+        if self.setup.method.requires_all_clients:
+            return self.setup.population
+        return self.deployment.min_updates
+
+    def keeps_models(self) -> bool:
+        return False
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a restart needs, as tensors [client, (client, round or node id)]."""
+        counted = torch.tensor(sorted(self.counted.items()), dtype=torch.int64)
+        # Node ids are unsigned 64-bit numbers, which the file format does not have.
+        owners = np.array(sorted(self.nodes.owners.items()), dtype=np.uint64)
+        bound = torch.from_numpy(owners.reshape(-1, 2).view(np.int64))
+        return {"counted": counted.view(-1, 2), "bound": bound}
+
+    def restore(self, round: int, state: Mapping[str, Any]) -> None:
+        counted = dict(state["counted"].tolist())
+        # Checkpoints of early versions do not have owners.
+        owners = dict(state["bound"].numpy().view(np.uint64).tolist()) if "bound" in state else {}
+        clients = range(self.nodes.population)
+        are_known = all(client in clients for client in (*counted, *owners))
+        if not are_known or not all(0 < last <= round for last in counted.values()):
+            raise ValueError("the state of another federation")
+        self.counted = counted
+        self.nodes.restore_owners(owners)
+        self._update_sizes()
+
+    def _read_answer(
+        self, client: int, answer: FlowerMessage, request: RoundRequest, sent: Message
+    ) -> CohortResult | None:
+        """Return the checked result of an answer, or None after a warning that it is dropped."""
+        round, node = request.round, answer.metadata.src_node_id
+        try:
+            reply = Reply.unpack(answer.content, self.setup.method.metrics)
+            result = self._check_reply(client, reply, request, sent)
+        except Exception as error:  # any problem with a reply costs this update alone
+            log.warning(
+                "Round %d: the update of client %d (node %d) is dropped: %s.",
+                round, client, node, clean_text(error),
+            )  # fmt: skip
+            return None
+        if reply.has_lost_state:
+            log.warning("Round %d: client %d had LOST its state and started over.", round, client)
+        if reply.is_finite and not all(map(math.isfinite, reply.scores + reply.trained_scores)):
+            log.warning(
+                "Round %d: the loss of client %d (node %d) on its test samples is not finite. "
+                "Its update still counts.",
+                round, client, node,
+            )  # fmt: skip
+        return result
+
+    def _check_reply(
+        self, client: int, reply: Reply, request: RoundRequest, sent: Message
+    ) -> CohortResult:
+        """Check a reply, and return it as the result of a cohort of this one client."""
+        if reply.client != client:
+            raise UserError(f"it says that it is client {reply.client}")
+        tests_trained = request.train and request.evaluate_after_training
+        result = CohortResult(
+            [(0, client)],
+            {n: torch.tensor([value], dtype=torch.float64) for n, value in reply.notes.items()},
+            upload=take(self.template, slice(0)),
+            is_finite=torch.tensor([reply.is_finite]) if request.train else None,
+            scores=self._check_scores(reply.scores, request.evaluate, "scores"),
+            scores_after_training=self._check_scores(
+                reply.trained_scores, tests_trained, "scores after training"
+            ),
+        )
+        self._check_sizes(client, reply, result)
+        if request.train and reply.is_finite:
+            upload = unpack_message(reply.arrays, self.template)
+            if self.deployment.max_norm:
+                check_distance(upload.model, sent.model, self.deployment.max_norm)
+            result.upload = add_transient(self.setup.task, upload, self.shared)
+        elif reply.arrays:
+            raise UserError("it sends arrays, but should not send any")
+        elif not request.train and not reply.is_finite:
+            raise UserError("it says that it diverged, but it did not train")
+        return result
+
+    def _check_sizes(self, client: int, reply: Reply, result: CohortResult) -> None:
+        """Refuse numbers of samples that differ from the client's introduction."""
+        sizes = self.nodes.sizes[client]
+        tables = [table for table in (result.scores, result.scores_after_training) if table]
+        reported = [reply.examples]
+        expected = [sizes["train"]]
+        for table in tables:
+            reported += [int(score[0, 2]) for score in table]
+            expected += [sizes[part] for part in self.setup.parts]
+        if reported != expected:
+            self.nodes.forget_introduction(client)  # its data may have changed: query it again
+            raise UserError("its numbers of samples differ from those of its introduction")
+
+    def _check_scores(self, values: list[float], is_requested: bool, name: str) -> list[Tensor]:
+        """Return scores as [lane, (correct, loss, samples)] for each part.
+
+        Correct answers are a whole number, at most the number of samples. A loss may be infinite
+        or NaN: an honest client's model may have become too large.
+        """
+        expected = 3 * len(self.setup.parts) if is_requested else 0
+        if len(values) != expected:
+            raise UserError(f"its {name} are {len(values)} numbers, but should be {expected}")
+        table = torch.tensor(values, dtype=torch.float64).view(-1, 1, 3)
+        for correct, loss, samples in table[:, 0].tolist():
+            is_count = correct.is_integer() and samples.is_integer() and 0 <= correct <= samples
+            if not is_count or loss < 0 or MAX_LOSS < loss < math.inf:
+                raise UserError(
+                    f"its {name} are not possible: {correct:g} of {samples:g} correct, "
+                    f"a loss of {loss:g}"
+                )
+        return list(table)
+
+
+def _split_lanes(sent: Message, clients: Sequence[int]) -> dict[int, Message]:
+    """Return each client's message: a lane of its own, or the one that all clients share."""
+    if count_lanes(sent) <= 1:
+        return dict.fromkeys(clients, sent)
+    return {client: take(sent, slice(i, i + 1)) for i, client in enumerate(clients)}
