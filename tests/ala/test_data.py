@@ -71,7 +71,7 @@ SAME_DATA: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SAME_DATA)
-def test_the_same_samples_give_the_same_result_in_whatever_they_come(kind):
+def test_the_same_samples_give_the_same_result_in_any_form(kind):
     assert_same(learn_on(SAME_DATA[kind](), sample=0.6), learn_on((X, Y), sample=0.6), **FINE)
 
 
@@ -190,7 +190,7 @@ NOT_PAIRS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("data", NOT_PAIRS.values(), ids=NOT_PAIRS)
-def test_data_that_is_not_pairs_is_refused_and_the_model_left_alone(data):
+def test_data_that_is_not_pairs_is_refused_and_changes_nothing(data):
     local, received = twins(mlp)
     before = entries(local)
     with pytest.raises(UserError):

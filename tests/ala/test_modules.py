@@ -219,7 +219,7 @@ def test_a_model_that_flattens_with_view_gives_the_same(layers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_learned_in(dtype):
+def test_it_learns_in_half_precision(dtype):
     local, received = twins(mlp)
     local.to(dtype), received.to(dtype)
     ala = ALA(batch_size=4, max_epochs=2, sample=1.0)

@@ -71,7 +71,7 @@ def test_a_bad_round_leaves_what_was_learned_and_blends_with_it(case):
 
 
 @pytest.mark.parametrize("case", BAD_ROUNDS)
-def test_a_bad_first_round_takes_the_received_model_and_the_initial_stage_is_still_to_come(case):
+def test_a_bad_first_round_takes_the_received_model_and_does_not_count_as_initial(case):
     data, loss = BAD_ROUNDS[case]
     ala = ALA(batch_size=4, max_epochs=2, sample=1.0)
     local, received = twins(mlp)
@@ -93,7 +93,7 @@ def spoil(model: nn.Module, name: str, value: float = float("nan")) -> nn.Module
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_local_model_that_is_not_finite_gives_way_to_the_received_one(value):
+def test_the_received_model_replaces_a_local_one_that_is_not_finite(value):
     ala = make_learned_ala()
     before = {name: tensor.clone() for name, tensor in ala.weights.items()}
     local, received = twins(mlp, 2)
@@ -105,7 +105,7 @@ def test_a_local_model_that_is_not_finite_gives_way_to_the_received_one(value):
     assert ala.initialize(*twins(mlp, 3), GOOD).fault is None
 
 
-def test_lower_layers_that_are_not_finite_are_overwritten_without_a_word():
+def test_lower_layers_that_are_not_finite_are_overwritten_without_a_fault():
     local, received = twins(mlp)
     report = ALA(max_epochs=2).initialize(spoil(local, "0.weight"), received, GOOD)
     assert (report.fault, report.epochs) == (None, 2)
@@ -154,7 +154,7 @@ class Masked(nn.Module):
         return self.fc((self.body(x) + self.mask).softmax(1))
 
 
-def test_infinities_that_both_models_share_are_no_fault():
+def test_infinities_that_both_models_share_are_not_a_fault():
     local, received = Masked().double(), Masked().double()
     report = ALA(max_epochs=2).initialize(local, received, GOOD)
     assert (report.fault, report.epochs) == (None, 2)

@@ -49,7 +49,7 @@ def test_layers_that_the_model_does_not_have_are_refused():
 
 
 @pytest.mark.parametrize("pattern", ["4.(", 4, None])
-def test_what_is_not_a_pattern_is_refused(pattern):
+def test_an_invalid_pattern_is_refused(pattern):
     local, received = twins(mlp)
     before = entries(local)
     with pytest.raises(UserError, match="pattern"):
@@ -57,7 +57,7 @@ def test_what_is_not_a_pattern_is_refused(pattern):
     assert_same(local, before, **EXACT)
 
 
-def test_models_that_are_not_alike_are_refused_and_left_alone():
+def test_models_that_are_not_alike_are_refused_and_not_changed():
     local, _ = twins(mlp)
     before = entries(local)
     wider = nn.Sequential(
@@ -111,7 +111,7 @@ def test_a_loss_that_is_not_one_number_of_the_model_is_refused(case):
     assert_same(local, before, **EXACT)
 
 
-def test_a_loss_of_one_element_will_do():
+def test_a_loss_may_be_a_tensor_of_one_element():
     local, received = twins(mlp)
     ALA(max_epochs=2).initialize(
         local, received, (X, Y), lambda z, y: F.cross_entropy(z, y).reshape(1)

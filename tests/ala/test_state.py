@@ -12,7 +12,7 @@ from fedala import ALA, UserError
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
-def test_a_saved_and_loaded_ala_goes_on_as_if_uninterrupted(rounds, tmp_path):
+def test_a_loaded_ala_continues_as_if_uninterrupted(rounds, tmp_path):
     options = {"layers": 2, "sample": 0.5, "batch_size": 4, "max_epochs": 3, "seed": 3}
 
     def run_rounds(ala: ALA, seeds: Sequence[int]) -> list[Any]:
@@ -100,6 +100,6 @@ def test_a_state_that_is_not_sound_is_refused_and_changes_nothing(change, senten
 
 
 @pytest.mark.parametrize("state", [None, 5, "state", [SOUND]])
-def test_what_is_not_a_dict_is_not_a_state(state):
+def test_a_state_that_is_not_a_dict_is_refused(state):
     with pytest.raises(UserError, match="dict of tensors"):
         ALA().load_state_dict(state)
