@@ -1,10 +1,11 @@
-"""Seconds per round beyond training, on Flower: fedala's FedAvg against a bare Flower FedAvg app with a model of the same size.
+"""Measure Flower's seconds per round without training: fedala's FedAvg and a bare Flower FedAvg.
 
     python benchmarks/flower_overhead.py --nodes 2 10 --rounds 4 --repeats 2
 
-SuperLink and SuperNodes run on this machine with TLS and node authentication. Both apps train the same CNN (582,026
-parameters, 2.3 MB) on ten samples, which takes no time to speak of; what is measured is everything else, from the moment a
-round begins at the server to its end. The two take turns in one federation, so that what else the machine does meets both.
+SuperLink and SuperNodes run on this machine with TLS and node authentication. Both apps train the
+same CNN (582,026 parameters, 2.3 MB) on ten samples, which takes almost no time, so the seconds are
+those of everything else between the server's start and end of a round. The two take turns in one
+federation, so other load on the machine affects both.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from torch import nn
 
 def make_model():
     return nn.Sequential(
-        nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10),
     )
 
@@ -55,7 +57,8 @@ def train(message, context):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     cross_entropy(model(x[:10]), y[:10]).backward()
     optimizer.step()
-    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": 10})}
+    metrics = MetricRecord({"num-examples": 10})
+    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}
     return Message(RecordDict(content), reply_to=message)
 
 class Timed(FedAvg):
@@ -72,7 +75,8 @@ class Timed(FedAvg):
 def main(grid, context):
     nodes = int(context.run_config["clients"])
     strategy = Timed(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
-    strategy.start(grid, ArrayRecord(make_model().state_dict()), num_rounds=int(context.run_config["rounds"]))
+    arrays = ArrayRecord(make_model().state_dict())
+    strategy.start(grid, arrays, num_rounds=int(context.run_config["rounds"]))
     out = Path(context.run_config["out"]) / context.run_config["experiment"]
     out.mkdir(parents=True)
     (out / "seconds.json").write_text(json.dumps(strategy.seconds))
@@ -110,7 +114,7 @@ out = "x"
 
 
 def measure(nodes: int, rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every round but the first of each run, which also finds out who is there."""
+    """Return the seconds of every round but the first of each run, in which nodes register."""
     found: dict[str, list[float]] = {"bare": [], "fedala": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -150,12 +154,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 10])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=2)
-    asked = parser.parse_args()
-    print(
-        "| SuperNodes | bare Flower FedAvg, s/round | fedala, s/round | difference |\n|---|---|---|---|"
-    )
-    for nodes in asked.nodes:
-        found = measure(nodes, asked.rounds, asked.repeats)
+    options = parser.parse_args()
+    print("| SuperNodes | bare Flower FedAvg, s/round | fedala, s/round | difference |")
+    print("|---|---|---|---|")
+    for nodes in options.nodes:
+        found = measure(nodes, options.rounds, options.repeats)
         bare, ours = (statistics.median(found[name]) for name in ("bare", "fedala"))
         print(f"| {nodes} | {bare:.2f} | {ours:.2f} | {ours / bare - 1:+.1%} |", flush=True)
 

@@ -1,8 +1,9 @@
-"""A long run with a tiny model: does memory grow, do open files, does a round take longer?
+"""Run a tiny model for long: do memory, open files or the time of a round grow?
 
     python benchmarks/soak.py [ROUNDS] [FOLDER]
 
-Prints resident memory, open files and the median seconds of a round every hundred rounds, and how the last compares to the first.
+Prints resident memory, open files and the median seconds of a round every hundred rounds, and
+compares the last figures with the first.
 """
 
 import os
@@ -23,12 +24,12 @@ from fedala.runs.observer import RunObserver
 from fedala.runs.plan import plan
 
 
-def tiny() -> nn.Module:
+def build_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def memory() -> float:
-    """Resident MiB of this process."""
+def resident_memory() -> float:
+    """Return the resident memory of this process in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -49,23 +50,27 @@ def main(rounds: int, folder: Path) -> None:
         "join_ratio": 0.5,
     }
     work = plan(
-        Config.from_values({**options, "checkpoint_every": 50}), federate(data, "iid", 10), tiny
+        Config.from_values({**options, "checkpoint_every": 50}),
+        federate(data, "iid", 10),
+        build_model,
     )
     every, seconds, seen = max(1, min(100, rounds // 4)), [], []
 
-    def look(method: str, row: HistoryRow) -> None:
+    def record(method: str, row: HistoryRow) -> None:
         seconds.append(row.seconds)
         if row.round and row.round % every == 0:
             files = len(os.listdir("/proc/self/fd"))
-            seen.append((memory(), files, statistics.median(seconds[-every:])))
+            seen.append((resident_memory(), files, statistics.median(seconds[-every:])))
             print(
-                f"round {row.round:5}: {seen[-1][0]:7.1f} MiB, {files} open files, {1000 * seen[-1][2]:.2f} ms"
+                f"round {row.round:5}: {seen[-1][0]:7.1f} MiB, {files} open files, "
+                f"{1000 * seen[-1][2]:.2f} ms"
             )
 
-    execute(work, folder, observer=RunObserver(on_row=look))
+    execute(work, folder, observer=RunObserver(on_row=record))
     first, last = seen[0], seen[-1]
     print(
-        f"last to first: memory {last[0] / first[0]:.4f}, open files {last[1] - first[1]:+}, time {last[2] / first[2]:.2f}"
+        f"last to first: memory {last[0] / first[0]:.4f}, open files {last[1] - first[1]:+}, "
+        f"time {last[2] / first[2]:.2f}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The architecture as a test: who may import whom, how large files are, and plain words.
+"""The architecture as a test: the order of imports, the size of files, and plain words.
 
 Imports are read from the source, also those inside functions and under `TYPE_CHECKING`.
 """

@@ -1,4 +1,4 @@
-"""Options: what a value is taken for, and the sentence for what it cannot be."""
+"""Options: how values are converted, and the message for values that are refused."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,8 @@ def test_a_value_is_taken_for_what_it_says(value, kind, expected):
     ("value", "kind"),
     [
         ("2.5", int), ("x", int), (True, int), ([1], int), ("inf", int), ("", int), (None, int),
-        ("x", float), (False, float), ("nan", float), (float("inf"), float), (10**400, float), (1e39, float),
+        ("x", float), (False, float), ("nan", float), (float("inf"), float), (10**400, float),
+        (1e39, float),
         (1, bool), ("maybe", bool),
         (2.5, str), (True, str), (None, str), ("\udcff", str), ("a\nb", str), ("\0", str),
         (2**63, int), pytest.param(16**9999, int, id="huge"),
@@ -71,7 +72,7 @@ def test_build_converts_and_keeps_defaults():
         ({"ratio": 1.5}, "s.ratio must be at most 1, not 1.5."),
         ({"kind": "c"}, "s.kind must be one of a, b, not 'c'."),
         ({"cuont": 1}, "There is no option s.cuont (did you mean count?)."),
-        ({"zzz": 1}, "There is no option s.zzz; there is count, ratio, rate, fast, kind."),
+        ({"zzz": 1}, "There is no option s.zzz; choose from count, ratio, rate, fast, kind."),
     ],
 )
 def test_build_refuses(values, sentence):

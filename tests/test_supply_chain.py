@@ -1,4 +1,4 @@
-"""What comes in from outside: nothing is unpickled or evaluated, dependencies are pinned and freely licensed."""
+"""Nothing is unpickled or evaluated; dependencies are pinned and have free licences."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ _MODULES = {
     "yaml",
     "jsonpickle",
 }
-#: Calls that do; numpy's loader only where it may.
+#: Calls that do the same.
 _CALLS = {
     "eval",
     "exec",
@@ -73,11 +73,11 @@ def test_every_constraint_is_one_version():
 
 
 def needed(*extras):
-    """The packages that fedala needs here with these extras, and what they need in turn."""
-    found, open_ = {}, [("fedala", frozenset(extras))]
-    seen = set(open_)
-    while open_:
-        name, wanted = open_.pop()
+    """Return the packages that fedala needs here with these extras, directly or indirectly."""
+    found, waiting = {}, [("fedala", frozenset(extras))]
+    seen = set(waiting)
+    while waiting:
+        name, wanted = waiting.pop()
         try:
             package = distribution(name)
         except PackageNotFoundError:  # an optional part that is not installed here
@@ -92,12 +92,12 @@ def needed(*extras):
                 step = (canonicalize_name(requirement.name), frozenset(requirement.extras))
                 if step not in seen:
                     seen.add(step)
-                    open_.append(step)
+                    waiting.append(step)
     del found["fedala"]
     return found
 
 
-def test_whatever_is_installed_is_pinned():
+def test_every_installed_package_is_pinned():
     pinned = {canonicalize_name(line.split("==")[0]) for line in pins()}
     assert not set(needed("dev", "flower-simulation")) - pinned
 
@@ -152,7 +152,7 @@ SYSTEMS = [
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_constraints_can_be_installed(python, system, tmp_path):
-    """There are wheels of all pinned versions, they go together, and they are all that comes."""
+    """All pinned versions have wheels, fit together, and need nothing else."""
     pinned = dict(line.split("==") for line in pins())
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
     found = resolve(python, system, tmp_path, "--extra", "dev", "--extra", "flower-simulation")
@@ -166,7 +166,7 @@ def test_the_constraints_can_be_installed(python, system, tmp_path):
 @pytest.mark.registry
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_loggers_can_be_installed_with_the_constraints(python, tmp_path):
-    """The constraints do not pin the loggers, but must leave room for all of them at once."""
+    """The constraints do not pin the loggers, but allow all of them together."""
     found = resolve(python, "Linux, CUDA", tmp_path, "--all-extras")
     assert {"tensorboard", "wandb", "mlflow"} <= set(found)
 

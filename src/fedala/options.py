@@ -53,7 +53,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f" (did you mean {close[0]}?)"
-    return f"; there is {', '.join(known)}" if known else "; there are none"
+    return f"; choose from {', '.join(known)}" if known else "; there are none"
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:

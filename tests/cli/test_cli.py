@@ -1,4 +1,4 @@
-"""The command line: what it asks for, what it writes, and the one sentence for every mistake."""
+"""The command line: its options, its output, and one sentence for every mistake."""
 
 import json
 import os
@@ -26,6 +26,7 @@ from fedala.methods import catalogue
 from fedala.models import cnn
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
+from fedala.runs.resume import resume_advice
 
 ENVIRONMENT = {
     **os.environ,
@@ -42,14 +43,12 @@ def call(*arguments):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty folder to work in, beside which a test may put its files."""
-    place = tmp_path / "here"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    return place
+    """Work in an empty folder. Files of a test that must not be in it go to `tmp_path`."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
-
-# --- a run ---------------------------------------------------------------------------------------------------------
 
 SMALL = (
     "--clients",
@@ -223,8 +222,8 @@ def untimed(folder):
 
 
 def test_a_run_with_validation_and_few_participants_labels_both(here):
-    result = call("run", "--method", "fedavg", "--rounds", 1, "--validation", 0.2, "--join-ratio", 0.5,
-                  "--no-save-models", *SMALL[:4])  # fmt: skip
+    options = ("--validation", 0.2, "--join-ratio", 0.5, "--no-save-models", *SMALL[:4])
+    result = call("run", "--method", "fedavg", "--rounds", 1, *options)
     assert result.exit_code == 0, result.output
     assert "round picked by" in result.stdout
     assert "participants" in result.stdout
@@ -240,12 +239,9 @@ def test_own_data_gives_a_folder_name_that_every_file_system_takes():
     assert "ditto+ala-fedavg" in run_command._folder_name(config)
 
 
-# --- options -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def asked(monkeypatch, here):
-    """The config that a command line asks for, without running it."""
+    """Return a function that parses a command line to its config, without running it."""
 
     def ask(*arguments):
         seen = []
@@ -319,9 +315,6 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(aske
     assert config.clients == 20  # the default's value, but given
     assert (config.rounds, config.lanes, config.batch_size) == (5, "2", 10)
     assert config.set == {"fedala.eta": "0.1", "fedala.layers": 2}
-
-
-# --- mistakes ------------------------------------------------------------------------------------------------------
 
 
 def refused(result, says):
@@ -422,7 +415,7 @@ def existing_folder(path):
     return "--out", path / "out"
 
 
-def existing_folder_that_is_no_run(path):
+def existing_folder_that_is_not_a_run(path):
     (path / "out").mkdir()
     (path / "out" / "mine.txt").write_text("x")
     return "--out", path / "out", "--force"
@@ -447,7 +440,7 @@ def file_that_is_not_toml(path):
         (broken_image, "1.png is not a readable image"),
         (partition_of_other_data, "a partition fits one dataset only"),
         (existing_folder, "exists already"),
-        (existing_folder_that_is_no_run, "which is not part of a run"),
+        (existing_folder_that_is_not_a_run, "part of a run"),
         (unknown_option_in_file, "has an unknown option cleints (did you mean clients?)"),
         (file_that_is_not_toml, "is not TOML"),
     ],
@@ -460,14 +453,11 @@ def test_a_bad_file_is_one_sentence_and_leaves_nothing(here, tmp_path, prepare, 
 
 
 @pytest.mark.parametrize("arguments", [["run", "--nope"], ["nope"], ["run", "--clients"]])
-def test_what_is_no_command_or_option(here, arguments):
+def test_unknown_commands_and_options(here, arguments):
     result = call(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert list(here.iterdir()) == []
-
-
-# --- the other commands --------------------------------------------------------------------------------------------
 
 
 def test_partition_shows_draws_and_saves_what_run_then_uses(here):
@@ -539,8 +529,6 @@ def test_datasets_lists_every_dataset():
         assert re.search(rf"^ *{row.name} .* {row.samples:,} ", text, re.M)
 
 
-# --- as a program --------------------------------------------------------------------------------------------------
-
 PROGRAM = [sys.executable, "-W", "error", "-m", "fedala"]
 
 
@@ -550,7 +538,7 @@ def test_version_and_a_mistake_in_a_real_process(here):
     )
     assert answer.stdout.startswith("fedala ")
     assert f"torch {torch.__version__}" in answer.stdout
-    # A console without Greek letters is no reason to fail.
+    # A console without Greek letters must not make it fail.
     narrow = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
     answer = subprocess.run(
         [*PROGRAM, "run", "--partition", "dir:0"], env=narrow, capture_output=True, text=True
@@ -591,12 +579,9 @@ def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(numbe
     assert "Traceback" not in errors
     rounds = [row.round for row in RunFolder(here / "run").history()["fedavg"]]
     assert rounds == list(range(len(rounds)))
-    advice = (
-        "to resume it, use fedala run --resume run"
-        if keeps
-        else "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
-    )
+    advice = resume_advice(RunFolder(here / "run").config(), Path("run"))
     assert errors.splitlines()[-1] == f"Stopped after {len(rounds)} rounds of FedAvg; {advice}."
+    assert ("fedala run --resume run" in advice) is keeps
     if not keeps:
         return
     result = call("run", "--resume", "run", "--rounds", str(len(rounds) + 1))
@@ -630,8 +615,8 @@ def test_a_folder_whose_name_no_terminal_should_see(here):
 
 def test_resuming_takes_everything_from_its_folder(here):
     for arguments, sentence in (
-        (["--resume", "nowhere"], "nowhere is not a run folder: there is no config.toml in it."),
-        (["--resume", "nowhere", "--force"], "--resume takes everything from its folder"),
+        (["--resume", "nowhere"], "there is no config.toml in it"),
+        (["--resume", "nowhere", "--force"], "--resume takes all options from its folder"),
         (["--resume", "nowhere", "--config", "x.toml"], "The config file x.toml cannot be read"),
     ):
         result = call("run", *arguments)
@@ -641,8 +626,9 @@ def test_resuming_takes_everything_from_its_folder(here):
 
 def test_the_core_needs_none_of_the_command_lines_packages():
     code = (
-        "import sys; import fedala, fedala.runs.folder; "
-        "print([name for name in ('typer', 'click', 'rich', 'matplotlib', 'PIL', 'sklearn') if name in sys.modules])\n"
+        "import sys; import fedala, fedala.runs.folder\n"
+        "names = 'typer', 'click', 'rich', 'matplotlib', 'PIL', 'sklearn'\n"
+        "print([name for name in names if name in sys.modules])\n"
         "sys.modules['typer'] = None; import fedala.cli.app"
     )
     answer = subprocess.run(

@@ -1,6 +1,7 @@
-"""A refused command changes nothing: every refusal that the command line knows, and the folder byte for byte.
+"""A refused command changes nothing, byte for byte: every refusal of the command line.
 
-To add one, add a line to `REFUSALS`: what is typed, a part of the sentence, and what is done to the place before.
+To add one, add a line to `REFUSALS`: the command, a part of its message, and a function that
+prepares the folder.
 """
 
 import importlib
@@ -24,18 +25,19 @@ from fedala.data import Dataset
 from fedala.io import files
 from fedala.runs.config import FREE, Config
 
-#: What stands for more in the commands below.
+#: Abbreviations in the commands below.
 SHORT = {
-    "RUN": "run --dataset d.npz --clients 3 --partition iid --rounds 4 --method fedala --set fedala.max_epochs=2 "
-    "--checkpoint-every 1 --device cpu",
-    "PAPER": "paper run table2 --columns mnist-pathological --method fedavg --rounds 1 --seeds 1 --data-dir data --out out",
+    "RUN": "run --dataset d.npz --clients 3 --partition iid --rounds 4 --method fedala "
+    "--set fedala.max_epochs=2 --checkpoint-every 1 --device cpu",
+    "PAPER": "paper run table2 --columns mnist-pathological --method fedavg --rounds 1 --seeds 1 "
+    "--data-dir data --out out",
 }
 
 Prepare = Callable[[Path], None]
 
 
 def images(path: Path, pixel: int | None = None) -> None:
-    """240 images of 16×16 in four classes; with `pixel`, one pixel of the first is another."""
+    """Write 240 images of 16×16 in four classes; `pixel` replaces one pixel of the first."""
     random = np.random.default_rng(0)
     y = np.arange(240) % 4
     x = (random.integers(0, 120, (240, 16, 16)) + y[:, None, None] * 30).astype(np.uint8)
@@ -46,11 +48,10 @@ def images(path: Path, pixel: int | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """A folder with run folders of every kind, to be copied.
+    """Make a folder with run folders of every kind, to be copied.
 
-    Every command is a fork of this process: what is imported here is imported once.
-
-    f1 is finished, f2 has not kept its checkpoint, f3 never had one, stopped was stopped with two of them.
+    f1 is finished, f2 has not kept its checkpoint, f3 never had one, and stopped has two. Every
+    command is a fork of this process, so the imports here happen once.
     """
     for name in ("matplotlib.figure", "torch._dynamo", "fedala.flower.demo", "fedala.flower.new"):
         importlib.import_module(name)
@@ -94,7 +95,7 @@ def places(tmp_path_factory):
 
 @pytest.fixture
 def here(places, tmp_path):
-    """A copy of these folders, to be spoiled."""
+    """Copy these folders, so that a test may damage them."""
     target = tmp_path / "here"
     shutil.copytree(places, target, copy_function=link_or_copy)
     return target
@@ -107,7 +108,7 @@ def words(text: str) -> list[str]:
 
 
 def refused(here: Path, command: str, match: str = "") -> Outcome:
-    """The command ends with 2 and one sentence, and everything in the place is as it was."""
+    """Check that a command ends with 2 and one sentence, and changes nothing in the folder."""
     before = snapshot(here)
     found = attempt(words(command), here)
     assert found.code == 2, found.says
@@ -115,9 +116,6 @@ def refused(here: Path, command: str, match: str = "") -> Outcome:
     assert match.lower() in found.says.lower()
     assert changed(before, snapshot(here)) == ""
     return found
-
-
-# --- one line for each refusal -------------------------------------------------------------------------------------
 
 
 def put(name: str, text: str) -> Prepare:
@@ -137,7 +135,7 @@ def other_data(here: Path) -> None:
 
 
 def restore_data(here: Path, sound: bytes) -> None:
-    """Put the data back in a new file: the one that is there may be a link to what other tests use."""
+    """Put the data back in a new file: the old one may be a link to a file of other tests."""
     (here / "d.npz").unlink()
     (here / "d.npz").write_bytes(sound)
 
@@ -171,7 +169,7 @@ def short_manifests(here: Path) -> None:
 
 
 def their_folder(name: str) -> Prepare:
-    """A folder that no run has made, with a single file in it."""
+    """Make a folder that no run has written, with a single file in it."""
     return put(name, "theirs\n")
 
 
@@ -179,14 +177,14 @@ def no_history(here: Path) -> None:
     (here / "f1" / "history.csv").unlink()
 
 
-#: What cannot change when a run is resumed: each option with another value.
+#: The options that cannot change when a run is resumed, each with another value.
 OTHERS = {
-    "method": "fedavg", "set": "fedala.eta=0.5", "dataset": "other.npz", "model": "resnet18", "partition": "dir:0.5",
-    "partition_seed": "2", "clients": "4", "join_ratio": "0.5", "batch_size": "5", "lr": "0.1", "local_epochs": "2",
-    "shuffle": None, "seeds": "2", "seed": "1", "eval_every": "2", "eval_clients": "joined", "validation": "0.1",
-    "precision": "float64",
+    "method": "fedavg", "set": "fedala.eta=0.5", "dataset": "other.npz", "model": "resnet18",
+    "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
+    "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
+    "eval_every": "2", "eval_clients": "joined", "validation": "0.1", "precision": "float64",
 }  # fmt: skip
-#: What can change, with a value that cannot be.
+#: The options that can change, each with an invalid value.
 WRONG = {
     "rounds": "0", "device": "tpu", "lanes": "0", "client_memory": "-1", "feature_memory": "much",
     "on_divergence": "hope", "record_weights": "-1", "checkpoint_every": "-1",
@@ -300,9 +298,12 @@ REFUSALS = [
     Refusal("partition --dataset d.npz --clients 3 --save f1/split.csv", "split.csv"),
     Refusal("partition --dataset d.npz --clients 3 --save notes", "notes"),
     Refusal("partition --dataset d.npz --clients 3 --plot f1/split.txt", "split.txt"),
-    Refusal("partition --dataset d.npz --clients 3 --save split.json --plot nowhere/split.png", "nowhere"),
-    Refusal("partition --dataset d.npz --clients 3 --save split.json --plot folder.png", "folder.png",
-            put("folder.png/x", "")),
+    Refusal("partition --dataset d.npz --save split.json --plot nowhere/split.png", "nowhere"),
+    Refusal(
+        "partition --dataset d.npz --save split.json --plot folder.png",
+        "folder.png",
+        put("folder.png/x", ""),
+    ),
     Refusal("partition --dataset d.npz --clients 9999 --save split.json", "clients"),
     # flower and bench
     Refusal("flower new f1 --dataset d.npz --partition iid --clients 3", "f1"),
@@ -316,6 +317,8 @@ REFUSALS = [
     Refusal("bench --quick --out nowhere/table.md", "nowhere"),
     Refusal("bench --quick --plot nowhere/plot.png", "nowhere"),
     Refusal("bench --quick --case nonsense --out table.md", "nonsense"),
+    Refusal("bench --quick --data-dir nowhere --out table.md", "nowhere"),
+    Refusal("bench --quick --data-dir empty --out table.md", "There is no copy of mnist in empty"),
 ]  # fmt: skip
 
 
@@ -337,11 +340,8 @@ def test_a_folder_that_is_in_use(here):
         refused(here, "RUN --out f1 --force", "in use")
 
 
-# --- and what came of it -------------------------------------------------------------------------------------------
-
-
 def results(folder: Path) -> list[object]:
-    """What a run has found out, to the byte."""
+    """Read the results of a run, to the byte."""
     methods = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["methods"]
     models = [path.read_bytes() for path in sorted((folder / "models").rglob("*.safetensors"))]
     tables = [
@@ -387,7 +387,7 @@ def test_more_rounds_are_refused_without_a_checkpoint_and_the_results_stay(here)
     assert results(here / "f2") == before
 
 
-def test_fewer_rounds_are_refused_and_not_noted(here):
+def test_fewer_rounds_are_refused_and_not_recorded(here):
     config = (here / "f1" / "config.toml").read_bytes()
     refused(here, "run --resume f1 --rounds 2")
     assert (here / "f1" / "config.toml").read_bytes() == config
@@ -395,13 +395,13 @@ def test_fewer_rounds_are_refused_and_not_noted(here):
 
 
 def test_a_finished_run_that_kept_no_checkpoint_is_not_trained_again(here):
-    """Whether it is refused or has nothing to do: the seconds in its history show that nothing ran."""
+    """It may be refused or do nothing: the seconds in its history show that nothing ran."""
     before = results(here / "f3")
     assert attempt(["run", "--resume", "f3"], here).code in (0, 2)
     assert results(here / "f3") == before
 
 
-def test_no_way_to_go_on_is_promised_when_nothing_was_kept(here):
+def test_no_resume_is_advised_without_checkpoints(here):
     found = attempt(words("RUN --checkpoint-every 0 --out new"), here, before=stopping_after(2))
     assert found.code == 143, found.says
     assert "--resume" not in found.says

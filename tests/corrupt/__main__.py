@@ -1,4 +1,4 @@
-"""`python -m corrupt`, or `make corrupt`: every file × every mutation × every command that reads it, as a table."""
+"""`python -m corrupt`, or `make corrupt`: try every file × damage × command that reads it."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument(
         "--only", help="the cases whose line contains this text, such as 'history.csv | empty'"
     )
-    parser.add_argument("--share", type=int, default=1, help="of all cases, every so-manieth")
+    parser.add_argument("--share", type=int, default=1, help="try only every N-th case")
     parser.add_argument(
         "--keep", type=Path, help="leave the damaged folder of the (last) case here"
     )
@@ -31,7 +31,7 @@ def main() -> int:
     began = time.monotonic()
     counts: dict[tuple[str, str], Counter[str]] = {}
     faults = []
-    memory = Path("/dev/shm")  # a disk that need not flush: thousands of small folders are written
+    memory = Path("/dev/shm")  # in memory: thousands of small folders are written
     with tempfile.TemporaryDirectory(
         prefix="corrupt-", dir=memory if memory.is_dir() else None
     ) as place:
@@ -59,7 +59,8 @@ def main() -> int:
         total += counted
     print(_line("together", "", total))
     print(
-        f"{total.total()} cases, {len(faults)} faults, {time.monotonic() - began:.0f} s. One again: --only 'LINE'"
+        f"{total.total()} cases, {len(faults)} faults, {time.monotonic() - began:.0f} s. "
+        "Repeat one with --only 'LINE'."
     )
     return 1 if faults else 0
 

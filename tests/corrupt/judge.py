@@ -1,8 +1,8 @@
-"""Whether a command did right by a damaged folder.
+"""Judge what a command does with a damaged folder.
 
-It may refuse, in one sentence and without touching anything (exit code 2; with 1, it may have begun). It may end as if
-nothing had happened, with the outcome of the undamaged folder. Or it may end with another outcome, and say so: it names
-the file, or says that something is damaged or unverified. Anything else is a fault.
+It may refuse with one sentence and change nothing (exit code 2; with 1, it may have begun). It may
+end with the outcome of the undamaged folder. Or it may end with another outcome and say so: it
+names the file, or says that something is damaged or unverified. Anything else is a fault.
 """
 
 import re
@@ -27,13 +27,13 @@ TELLS = re.compile(
 GOOD = ("refused", "equal", "told")
 BAD = ("traceback", "hang", "silent", "changed on refusal", "no sentence")
 
-#: What is done to files that a command does not read: it must not care.
+#: Damage to files that a command does not read; it must make no difference.
 UNREAD = ("removed", "a folder", "empty")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A file of a folder, what happens to it, and the command that comes after."""
+    """A file of a folder, its damage, and the command that is run then."""
 
     world: World
     victim: Path
@@ -46,11 +46,11 @@ class Case:
 
 @dataclass
 class Judge:
-    """Damages folders and judges what commands make of them. `place` is a folder for copies."""
+    """Damage folders and judge the commands that read them. `place` is a folder for copies."""
 
     place: Path
     repeats: int = 2
-    """How often the undamaged folder is tried: if its outcomes differ, nothing can be told from them."""
+    """Runs on the undamaged folder: if their outcomes differ, nothing can be concluded."""
     references: dict[tuple[str, str], tuple[Outcome, dict[str, Any]]] = field(default_factory=dict)
 
     def reference(self, world: World, command: Command) -> tuple[Outcome, dict[str, Any]]:
@@ -74,7 +74,7 @@ class Judge:
         return self.references[key]
 
     def judge(self, case: Case, keep: Path | None = None) -> tuple[str, str]:
-        """Return the verdict and what led to it. `keep` gets a copy of the damaged folder, to look at by hand."""
+        """Return the verdict and its reason. `keep` gets a copy of the damaged folder."""
         sound, expected = self.reference(case.world, case.command)
         with tempfile.TemporaryDirectory(dir=self.place) as place:
             here = Path(place, "here")
@@ -94,7 +94,7 @@ class Judge:
             if found.code:
                 return _judge_refusal(found, before, after, case)
             outcome = case.command.outcome(here, found.says)
-            # What the command neither reads nor writes is not its outcome: whoever reads it is told.
+            # A file that the command neither reads nor writes is not part of its outcome.
             name = str(case.victim)
             if not case.command.reads(case.victim) and after.get(name) == before.get(name):
                 outcome.pop(name, None)
@@ -129,12 +129,12 @@ def _judge_refusal(
 
 
 def _tells(said: str, usually: str, name: str) -> bool:
-    """Whether damage is told of, or the file named more often than it is anyway."""
+    """Tell whether damage is reported, or the file is named more often than usual."""
     return bool(TELLS.search(said)) or said.count(name) > usually.count(name)
 
 
 def snapshot(here: Path) -> dict[str, Any]:
-    """Everything in a folder, byte for byte, apart from locks. Pipes, devices and links are not opened."""
+    """Read everything in a folder but locks. Pipes, devices and links are not opened."""
     found: dict[str, Any] = {}
     for path in sorted(here.rglob("*")):
         mode = path.lstat().st_mode
@@ -150,13 +150,13 @@ def snapshot(here: Path) -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Name what is not as it was."""
+    """Name the files that have changed."""
     names = sorted(before.keys() | after.keys())
     return ", ".join(name for name in names if before.get(name) != after.get(name))
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    """Say in a few words where two outcomes part."""
+    """Say in a few words how two outcomes differ."""
     told = []
     for name in sorted(expected.keys() | found.keys()):
         a, b = (str(values.get(name, "nothing")) for values in (expected, found))
@@ -172,7 +172,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def cases(worlds: list[World]) -> Iterator[Case]:
-    """All of them, in order."""
+    """Yield all cases in order."""
     for world in worlds:
         for victim in world.victims():
             possible = mutations(world.sound / victim, world.twin / victim)

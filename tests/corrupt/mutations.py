@@ -1,6 +1,6 @@
-"""What a bad day does to a file: whole files and places, lines, and single numbers.
+"""Damage to a file: to its entry in the folder, its bytes, its lines, and single numbers.
 
-The subtle ones matter most: a digit that changes leaves a file that is still a sound table.
+Subtle damage matters most: if one digit changes, the file is still a valid table.
 """
 
 import os
@@ -101,9 +101,8 @@ def _to_the_numbers(path: Path) -> dict[str, Damage]:
     found: dict[str, Damage] = {}
     if not places:
         return found
-    most = (
-        3 if path.parent.parent.name == "checkpoint" else DIGITS
-    )  # a manifest has one checksum for all of it
+    is_manifest = path.parent.parent.name == "checkpoint"  # one checksum covers all of it
+    most = 3 if is_manifest else DIGITS
     names = list(places)
     for where in (
         names if len(names) <= most else [names[k * len(names) // most] for k in range(most)]
@@ -165,7 +164,9 @@ def _numbers_of_text(path: Path, text: str) -> dict[str, tuple[int, int]]:
 
 def _other_digit(number: str) -> str:
     """Change 0.58 to 0.68, and 14 to 15."""
-    at = number.index(".") + 1 if "." in number else re.search(r"\d(?!\d)", number).start()  # type: ignore[union-attr]
+    last = re.search(r"\d(?!\d)", number)
+    assert last
+    at = number.index(".") + 1 if "." in number else last.start()
     return f"{number[:at]}{(int(number[at]) + 1) % 10}{number[at + 1 :]}"
 
 

@@ -71,13 +71,13 @@ class Command:
     outcome: Callable[[Path, str], dict[str, Any]]
     """What came out of it, from the folder and from what was printed: equal if nothing was lost."""
     reads: Callable[[Path], bool] = lambda path: True
-    """Whether it reads this file. Of the others, a few are tried all the same; left as they are, they do not count."""
+    """Tell whether the command reads a file. Other files get only a few kinds of damage."""
     before: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
 class World:
-    """A sound folder, another of the same kind, and what can be asked of it. Paths are relative to `sound`."""
+    """A sound folder, another of the same kind, and its commands. Paths are relative to `sound`."""
 
     name: str
     sound: Path
@@ -118,11 +118,8 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-# --- what a command gives ------------------------------------------------------------------------------------------
-
-
 def run_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
-    """What a resumed run gives: its tables, its accuracies, its models. How long it took is left out."""
+    """Return a resumed run's tables, accuracies and models, without its times."""
 
     def look(here: Path, said: str) -> dict[str, Any]:
         path = here / folder
@@ -139,7 +136,7 @@ def run_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
 
 
 def page_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
-    """All that the page shows."""
+    """Return the page."""
 
     def look(here: Path, said: str) -> dict[str, Any]:
         return {
@@ -150,13 +147,13 @@ def page_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
 
 
 def comparison_outcome(here: Path, said: str) -> dict[str, Any]:
-    """What `paper report` writes and prints."""
+    """Return the files and the output of `paper report`."""
     found = {path.name: content(path) for path in sorted((here / "out" / "report").glob("*"))}
     return {**found, "printed": said}
 
 
 def cells_outcome(here: Path, said: str) -> dict[str, Any]:
-    """What `paper run` leaves: the results and the tables of every cell."""
+    """Return the results and the tables of every cell of `paper run`."""
     names = ("history.csv", "clients.csv", "weights.csv")
     found: dict[str, Any] = {"results.csv": table(here / "out" / "results.csv")}
     for path in sorted((here / "out").rglob("*.csv")):
@@ -173,7 +170,7 @@ def models_outcome(here: Path, said: str) -> dict[str, Any]:
 
 
 def words(path: Path) -> Any:
-    """What a JSON file says; its bytes if it is none."""
+    """Read a JSON file, or its bytes if it is not JSON."""
     try:
         return json.loads(content(path))
     except ValueError:
@@ -181,14 +178,14 @@ def words(path: Path) -> Any:
 
 
 def content(path: Path) -> bytes:
-    """Read a file if it is one: a pipe or a device may stand in its place."""
+    """Read a file, or nothing if it is a pipe or a device."""
     return path.read_bytes() if path.is_file() else b""
 
 
 def table(path: Path) -> Any:
     """Read a table without its times, or its bytes if it cannot be read.
 
-    The lines of each method stand together: a method that is run again adds its lines after those of the others.
+    Lines are sorted by method: a method that is run again adds its lines after the others.
     """
     data = content(path)
     try:
@@ -203,7 +200,7 @@ def table(path: Path) -> Any:
 
 
 def accuracies(path: Path) -> Any:
-    """Read what a summary says that does not depend on the clock."""
+    """Read the values of a summary that do not depend on the clock."""
     data = content(path)
     try:
         found = json.loads(data)
@@ -219,11 +216,8 @@ def accuracies(path: Path) -> Any:
         return data
 
 
-# --- worlds --------------------------------------------------------------------------------------------------------
-
-
 def build(place: Path, names: Sequence[str] = (), *, twins: bool = True) -> list[World]:
-    """Make the sound folders in `place`. With `twins`, each has one that was run with other options."""
+    """Make the sound folders in `place`, and with `twins` others of runs with other options."""
     for name in ("torch._dynamo", "sklearn.datasets", "matplotlib.figure"):
         importlib.import_module(name)  # here, once: every case would import it again
     sheets(Results([]))
@@ -249,7 +243,7 @@ def build(place: Path, names: Sequence[str] = (), *, twins: bool = True) -> list
 
 
 def data(here: Path) -> None:
-    """120 images in four classes, from which a model can learn."""
+    """Write 120 images in four classes that a model can learn."""
     random = np.random.default_rng(0)
     y = np.arange(120) % 4
     x = (random.integers(0, 120, (120, 16, 16)) + y[:, None, None] * 30).astype(np.uint8)
@@ -265,7 +259,7 @@ def mnist(here: Path) -> None:
 
 
 def _finished(here: Path, is_twin: bool) -> tuple[Command, ...]:
-    """One run, finished; it got its last round by a resume, so that every kind of file is there."""
+    """Make a finished run. Its last round was resumed, so every kind of file is there."""
     data(here)
     must(here, [*RUN, "--rounds", "2", "--lr", LR[is_twin], "--out", "run"])
     must(here, ["run", "--resume", "run", "--rounds", "3"])
@@ -273,7 +267,7 @@ def _finished(here: Path, is_twin: bool) -> tuple[Command, ...]:
 
 
 def _stopped(here: Path, is_twin: bool) -> tuple[Command, ...]:
-    """Two methods, stopped twice in the second, with two checkpoints."""
+    """Make a run of two methods, stopped twice in the second, with two checkpoints."""
     data(here)
     both = ["--method", "fedala,fedavg", "--lr", LR[is_twin]]
     must(here, [*RUN, *both, "--out", "run"], stop_after=5, code=143)
@@ -309,21 +303,21 @@ def _run_commands(here: Path) -> tuple[Command, ...]:
 
 
 def _cells(here: Path, is_twin: bool) -> tuple[Command, ...]:
-    """Two cells of the paper's tables, finished."""
+    """Make two finished cells of the paper's tables."""
     mnist(here)
     must(here, [*PAPER, "--method", "fedavg,fedala", "--rounds", str(2 + is_twin)])
     return _cell_commands([*PAPER, "--method", "fedavg,fedala", "--rounds", "2"], _decides)
 
 
 def _stopped_cell(here: Path, is_twin: bool) -> tuple[Command, ...]:
-    """One cell, stopped between two rounds."""
+    """Make one cell that was stopped between two rounds."""
     mnist(here)
     must(here, [*PAPER, "--method", "fedavg", "--rounds", str(4 + is_twin)], stop_after=3, code=143)
     return _cell_commands([*PAPER, "--method", "fedavg", "--rounds", "4"], lambda path: True)
 
 
 def _decides(path: Path) -> bool:
-    """Whether a file says if a cell is finished, and with what result: of such a cell, `paper run` reads no more."""
+    """Tell whether a file shows if a cell is finished; `paper run` then reads no more of it."""
     return (
         path.name in ("history.csv", "config.toml", "cell.json", "results.csv")
         or path.parent.parent.name == "checkpoint"
@@ -344,7 +338,7 @@ def _cell_commands(again: list[str], needs: Callable[[Path], bool]) -> tuple[Com
 
 
 def _csv(here: Path, is_twin: bool) -> tuple[Command, ...]:
-    """Results as somebody hands them on: one csv, without the run folders."""
+    """Make a results folder with one csv, without the run folders."""
     mnist(here)
     must(here, [*PAPER, "--method", "fedavg", "--rounds", str(1 + is_twin)])
     for path in (here / "out").iterdir():
@@ -361,7 +355,7 @@ def must(here: Path, arguments: list[str], *, stop_after: int = 0, code: int = 0
 
 
 def stopping_after(rows: int) -> Callable[[], None]:
-    """Ask the run to stop, as SIGTERM does, when it has evaluated so many times."""
+    """Send SIGTERM to the run after `rows` evaluations."""
 
     def before() -> None:
         execute, seen = run_command.execute, 0
@@ -382,7 +376,7 @@ def stopping_after(rows: int) -> Callable[[], None]:
 
 
 def _load(run: Path) -> Callable[[], None]:
-    """Load every model that the sound folder has, and print what is in it; the command itself is not reached."""
+    """Load and print every model that the sound folder has, instead of running the command."""
     wanted = []
     for path in sorted((run / "models").rglob("*.safetensors")):
         client = None if path.stem == "global" else int(path.stem.split("-")[1])

@@ -1,4 +1,4 @@
-"""Every client's share is split once and for all, and a partition file gives back what was written."""
+"""Every client's share is split once, and a partition file gives back the same partition."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def test_train_validation_and_test_are_disjoint_and_complete(samples, clients, v
         assert len(held_out) == int(validation * training)
 
 
-def test_the_split_is_keyed_by_seed_and_client_and_the_validation_part_is_the_end_of_the_training_part():
+def test_the_split_depends_on_seed_and_client_and_validation_is_the_end_of_train():
     data = dataset()
     federation = federate(data, "iid", 4, seed=7, validation=0.2)
     for client, share in enumerate(iid(data.y, clients=4, seed=7)):

@@ -1,4 +1,4 @@
-"""The datasets known by name, from small files in the formats they are published in."""
+"""The known datasets, from small files in the formats that they are published in."""
 
 import csv
 import gzip
@@ -45,7 +45,7 @@ def write_mnist(folder, end=""):
 
 
 def write_parquet(folder, columns, names=None, parts=("train", "test")):
-    """The files that `datasets` itself writes; the first half of the samples is the training part."""
+    """Write files as `datasets` does; the first half of the samples is the training part."""
     import datasets
 
     half = len(next(iter(columns.values()))) // 2
@@ -80,7 +80,7 @@ def test_digits_are_embedded_and_fit_the_papers_cnn():
     assert (digits.classes, digits.note, digits.class_names) == (10, "", tuple("0123456789"))
     assert int(digits.x.min()) == 0
     assert int(digits.x.max()) == 255
-    # Corners of a bilinear image lie beyond the outermost pixel centres, so they keep the original's values.
+    # Corners lie beyond the outermost pixel centres, so bilinear scaling keeps their values.
     corners = load_digits().images[:, [0, 0, 7, 7], [0, 7, 0, 7]] * 255 / 16
     np.testing.assert_allclose(digits.x[:, 0, [0, 0, 27, 27], [0, 27, 0, 27]], corners, atol=0.5)
 

@@ -1,4 +1,4 @@
-"""A user's own data: what is accepted, and the sentence for what is not."""
+"""A user's own data: the accepted files, and the message for any other."""
 
 import io
 import subprocess
@@ -12,7 +12,7 @@ import torch
 
 from fedala.data import Dataset, arrays, load
 from fedala.errors import UserError
-from fedala.io import untrusted as inputs
+from fedala.io import untrusted
 
 Y = np.array([0, 1, 2, 1])
 
@@ -176,7 +176,7 @@ def test_a_header_that_promises_what_the_file_does_not_hold(tmp_path, shape, met
 
 
 def test_a_size_that_no_compression_could_reach_is_refused_before_memory_is_taken(tmp_path):
-    """The archive's directory is made to promise 2 GB too, as the header does, behind a few compressed bytes."""
+    """The header and the archive's directory both declare 2 GB, for a few compressed bytes."""
     size = 2**31 - 1
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(
@@ -238,7 +238,7 @@ def test_all_that_conversion_takes_is_held_against_memory_before_anything_is_rea
     path = npz(tmp_path, compressed=True, x=np.zeros((100, 1000), np.uint8), y=np.arange(100) % 3)
     monkeypatch.setattr(arrays, "_CHUNK", 2**10)
     monkeypatch.setattr(arrays, "_unpack", lambda *_: pytest.fail("it is read"))
-    monkeypatch.setattr(inputs, "free_memory", lambda: 400_000)
+    monkeypatch.setattr(untrusted, "free_memory", lambda: 400_000)
     refused("of memory, and only", path)
 
 
@@ -423,7 +423,7 @@ def test_the_hub_without_a_connection(monkeypatch):
 
 def test_what_does_not_exist(tmp_path):
     refused(r"There is no dataset minst \(did you mean mnist\?\)", "minst")
-    refused("There is no dataset xyzzy; there is digits, mnist", "xyzzy")
+    refused("There is no dataset xyzzy; choose from digits, mnist", "xyzzy")
     refused(r"no file or folder .*nowhere\.npz", tmp_path / "nowhere.npz")
     refused("no file or folder", tmp_path / "nowhere")
     refused("no file or folder my.csv", "my.csv")
@@ -438,7 +438,10 @@ def test_pillow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
 
 
 def test_the_core_imports_without_the_optional_packages():
-    code = "import sys, fedala.data; print({'sklearn', 'PIL', 'datasets', 'pyarrow'} & set(sys.modules))"
+    code = (
+        "import sys, fedala.data\n"
+        "print({'sklearn', 'PIL', 'datasets', 'pyarrow'} & set(sys.modules))"
+    )
     path = {"PYTHONPATH": ":".join(sys.path)}
     assert (
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Partitions are disjoint and complete, and those of the paper come out as the authors drew them."""
+"""Partitions are disjoint and complete, and the paper's equal those of the authors' code."""
 
 import math
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_seed_1_gives_the_authors_split_of_mnist(mnist_labels):
     ("clients", "beta", "seed"), [(20, 0.1, 1), (50, 0.5, 3), (7, 1.0, 2), (10, 0.1, 5)]
 )
 def test_dirichlet_is_the_authors_algorithm(mnist_labels, clients, beta, seed):
-    """The well-known loop, list by list, on every seventh of MNIST's labels: the same indices in the same order."""
+    """The authors' loop on every seventh of MNIST's labels gives the same indices in order."""
     y = mnist_labels[::7]
     rng, held = np.random.RandomState(seed), [[]]
     while min(map(len, held)) < min(40, len(y) / clients / 2):
@@ -126,7 +126,7 @@ def test_pathological_clients_form_groups_of_the_same_classes(mnist_labels):
 
 
 def test_where_classes_do_not_divide_evenly_no_class_is_left_without_a_client():
-    """4 clients × 1 class over 3 classes: ⌈4/3⌉ = 2 for the first two would leave none for the third."""
+    """4 clients × 1 class, 3 classes: ⌈4/3⌉ = 2 for the first two leave none for the third."""
     y = np.repeat([0, 1, 2], 30)
     shares = pathological(y, clients=4, classes_per_client=1)
     assert [sorted(counts(y, share)) for share in shares] == [[0], [0], [1], [2]]
@@ -211,7 +211,7 @@ def test_labels_must_be_a_list(y):
         ("pathological:2.5", "as in pathological:2"),
         ("dirr:0.1", "did you mean dir:0.1"),
         ("iid:3", "no partition iid:3"),
-        ("", "there is dir:0.1, pathological:2, iid"),
+        ("", "choose from dir:0.1, pathological:2, iid"),
     ],
 )
 def test_a_partition_that_does_not_exist(spec, says):

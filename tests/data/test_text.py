@@ -1,4 +1,4 @@
-"""Tokens as torchtext's `basic_english` makes them, and a vocabulary that is a function of the texts."""
+"""Tokens equal those of torchtext's `basic_english`; the vocabulary depends on the texts alone."""
 
 import re
 
@@ -13,8 +13,9 @@ def reference(text):
     """torchtext's table of patterns and replacements, one after the other."""
     text = text.lower()
     for pattern, replacement in (
-        (r"\'", " '  "), (r"\"", ""), (r"\.", " . "), (r"<br \/>", " "), (r",", " , "), (r"\(", " ( "), (r"\)", " ) "),
-        (r"\!", " ! "), (r"\?", " ? "), (r"\;", " "), (r"\:", " "), (r"\s+", " "),
+        (r"\'", " '  "), (r"\"", ""), (r"\.", " . "), (r"<br \/>", " "), (r",", " , "),
+        (r"\(", " ( "), (r"\)", " ) "), (r"\!", " ! "), (r"\?", " ? "), (r"\;", " "), (r"\:", " "),
+        (r"\s+", " "),
     ):  # fmt: skip
         text = re.sub(pattern, replacement, text)
     return text.split()

@@ -1,6 +1,6 @@
-"""Runs a command of fedala in a child process that has little time and memory, and is watched.
+"""Run a command of fedala in a watched child process with little time and memory.
 
-The child is a fork of this process, so that a case costs milliseconds and not an import of torch.
+The child is a fork of this process, so a case costs milliseconds and not an import of torch.
 """
 
 import os
@@ -18,12 +18,12 @@ from typing import NamedTuple
 from fedala.cli import app as cli
 
 SECONDS = 15
-ROOM = (
-    3 * 2**30
-)  # bytes of address space beyond what this process has; libraries reserve more than they use
-MEMORY = 768 * 2**20  # bytes of memory in use beyond what this process has
+#: Bytes of address space beyond those of this process; libraries reserve more than they use.
+ADDRESS_SPACE = 3 * 2**30
+#: Bytes of memory in use beyond those of this process.
+MEMORY = 768 * 2**20
 
-#: What must not happen, whatever is read: Python says so itself, before it does it.
+#: Events that must not happen, whatever is read; Python announces them to an audit hook.
 _NEVER = (
     "pickle.find_class",
     "subprocess.Popen",
@@ -45,7 +45,7 @@ _CHANGES = (
 
 
 class Outcome(NamedTuple):
-    """How a command ended. `fault` is empty where it ended as it should: in success, or in one sentence and code 2."""
+    """How a command ended. `fault` is empty for success, or one sentence and code 2."""
 
     code: int
     says: str
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
 def attempt(
     arguments: list[str], folder: Path, *, before: Callable[[], None] | None = None
 ) -> Outcome:
-    """`fedala ARGUMENTS` in `folder`, outside of which nothing may be written and no secret read."""
+    """Run `fedala ARGUMENTS` in `folder`; it may not write, or read a secret, outside of it."""
     with tempfile.TemporaryFile("w+") as output:
         began = time.monotonic()
         child = os.fork()
@@ -98,7 +98,7 @@ def _resident() -> int:
 def _child(
     arguments: list[str], folder: Path, output: int, before: Callable[[], None] | None
 ) -> None:
-    """Never returns."""
+    """Run the command and end the process."""
     code = 99
     try:
         os.dup2(output, 1)
@@ -110,7 +110,7 @@ def _child(
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
         here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (here + ROOM, here + ROOM))
+        resource.setrlimit(resource.RLIMIT_AS, (here + ADDRESS_SPACE, here + ADDRESS_SPACE))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)
@@ -132,26 +132,25 @@ def _child(
 
 
 def _watch(folder: Path) -> Callable[[str, tuple[object, ...]], None]:
+    """Return an audit hook that ends the process before a forbidden event."""
     secret = str(folder.resolve().parent / "secret")
-    places = (str(folder.resolve()), "/dev/null")
+    allowed = (str(folder.resolve()), "/dev/null")
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         wrong = event.startswith(_NEVER) and "git" not in str(arguments)
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             named = os.path.abspath(os.fsdecode(arguments[0]))
             path = os.path.realpath(named)
-            written = isinstance(arguments[2], int) and arguments[2] & (
-                os.O_WRONLY | os.O_RDWR | os.O_CREAT
-            )
-            wrong = named.startswith(secret) or bool(written and not path.startswith(places))
+            flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+            is_written = isinstance(arguments[2], int) and arguments[2] & flags
+            wrong = named.startswith(secret) or bool(is_written and not path.startswith(allowed))
         elif event in _CHANGES and isinstance(arguments[0], (str, bytes)):
-            parent, _ = os.path.split(
-                os.path.abspath(os.fsdecode(arguments[0]))
-            )  # a link itself may be removed
-            beside = any(
-                isinstance(a, int) and a >= 0 for a in arguments[1:]
-            )  # relative to a folder that is open
-            wrong = not beside and not os.path.realpath(parent).startswith(places)
+            # A link itself may be removed.
+            parent, _ = os.path.split(os.path.abspath(os.fsdecode(arguments[0])))
+            is_relative_to_open_folder = any(isinstance(a, int) and a >= 0 for a in arguments[1:])
+            wrong = not is_relative_to_open_folder and not os.path.realpath(parent).startswith(
+                allowed
+            )
         if wrong:
             print(f"FORBIDDEN: {event} {arguments}", file=sys.stderr, flush=True)
             os._exit(71)

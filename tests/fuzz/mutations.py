@@ -1,4 +1,4 @@
-"""What can happen to a file: to its bytes, and to its place in the file system."""
+"""Damage to a file: to its bytes, and to its entry in the file system."""
 
 import os
 import random
@@ -22,18 +22,19 @@ _NUMBERS = [
     2**64 - 1,
 ]
 _WORDS = [
-    b"\x00", b"\n", b"\r", b'"', b"'", b",", b"{", b"}", b"[" * 5000, b"{'a':" * 3000, b"]", b"-1", b"1e999", b"NaN",
-    b"Infinity", b"9" * 5000, b"0x" + b"f" * 5000, b"null", b"true", b"../../secret/x", b"/dev/zero", b"\xff\xfe",
-    "\u202e".encode(), "é́".encode(), b"\xed\xa0\x80", b"\x1b[2J", b"$\\frac$", b"[/bold]", b"%s%n", b"a." * 3000,
+    b"\x00", b"\n", b"\r", b'"', b"'", b",", b"{", b"}", b"[" * 5000, b"{'a':" * 3000, b"]", b"-1",
+    b"1e999", b"NaN", b"Infinity", b"9" * 5000, b"0x" + b"f" * 5000, b"null", b"true",
+    b"../../secret/x", b"/dev/zero", b"\xff\xfe", "\u202e".encode(), "é́".encode(), b"\xed\xa0\x80",
+    b"\x1b[2J", b"$\\frac$", b"[/bold]", b"%s%n", b"a." * 3000,
 ]  # fmt: skip
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """One to four changes: cut, flipped, overwritten, repeated, moved, or with a telling word or number in it."""
+    """Make one to four changes: cut, flip, overwrite, repeat, move, or insert an odd value."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         size = len(changed)
-        # Headers stand at the beginning or at the end, and tell the most.
+        # Headers are at the beginning or at the end, and matter most.
         at = min(
             size,
             rng.choice(
@@ -45,8 +46,8 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
             case 0:
                 del changed[at:]
             case 1 | 2:
-                for place in range(at, min(at + rng.choice((1, 1, 8)), size)):
-                    changed[place] ^= 1 << rng.randrange(8)
+                for position in range(at, min(at + rng.choice((1, 1, 8)), size)):
+                    changed[position] ^= 1 << rng.randrange(8)
             case 3:
                 changed[at : at + length] = rng.randbytes(length)
             case 4:
@@ -65,8 +66,8 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def repaired_png(data: bytes) -> bytes:
-    """With the checksums that its chunks should have, so that what is in them is looked at."""
+def repair_png(data: bytes) -> bytes:
+    """Correct the checksums of all chunks, so that a reader looks at their content."""
     out, at = bytearray(data[:8]), 8
     while at + 12 <= len(data):
         length = int.from_bytes(data[at : at + 4], "big")
@@ -77,7 +78,7 @@ def repaired_png(data: bytes) -> bytes:
 
 
 def misplace(path: Path, rng: random.Random) -> None:
-    """Something else stands where the file was."""
+    """Replace a file by something else."""
     content = path.read_bytes()
     path.unlink()
     match rng.randrange(11):

@@ -1,4 +1,4 @@
-"""Everything that the program reads: a sound example of each, how it is damaged, and the command that reads it."""
+"""All files that the program reads: sound examples, their damage, and the commands for them."""
 
 import contextlib
 import gzip
@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from fuzz.mutations import misplace, mutate, repaired_png
+from fuzz.mutations import misplace, mutate, repair_png
 
 import fedala.io.tensor_files
 from fedala.cli import run as run_command
@@ -47,17 +47,16 @@ class Target:
     name: str
     arguments: tuple[str, ...]
     files: Callable[[], Files]
-    inside: Callable[[Files, random.Random], Files] | None = (
-        None  # damages what lies behind a checksum or compression
-    )
+    #: Damages content behind a checksum or compression.
+    inside: Callable[[Files, random.Random], Files] | None = None
     before: Callable[[], None] | None = None  # called in the child before the command
-    more: Callable[[random.Random], list[str]] | None = None  # arguments that are damaged as well
+    more: Callable[[random.Random], list[str]] | None = None  # adds odd arguments
 
     def write(self, folder: Path, rng: random.Random | None = None) -> None:
-        """The files, sound without `rng`, and otherwise damaged in some way."""
+        """Write the files: sound without `rng`, otherwise damaged in some way."""
         files = dict(_once(self.files))
-        place = rng is not None and rng.random() < 0.1
-        if rng and not place:
+        is_misplaced = rng is not None and rng.random() < 0.1
+        if rng and not is_misplaced:
             if self.inside and rng.random() < 0.5:
                 files = self.inside(files, rng)
             else:
@@ -70,10 +69,9 @@ class Target:
                 os.mkfifo(path)
             else:
                 path.write_bytes(content)
-        if rng and place:
-            misplace(
-                folder / rng.choice([name for name in sorted(files) if "fifo" not in name]), rng
-            )
+        if rng and is_misplaced:
+            names = [name for name in sorted(files) if "fifo" not in name]
+            misplace(folder / rng.choice(names), rng)
 
     def command(self, rng: random.Random) -> list[str]:
         return [*self.arguments, *(self.more(rng) if self.more else ())]
@@ -104,7 +102,7 @@ def _run(*options: str) -> tuple[str, ...]:
 
 
 def plan_only() -> None:
-    """A config that is sound may ask for a run of years: it is checked up to the point where work would start."""
+    """End before work starts: a sound config may be for a run of years."""
 
     def execute(*_: object, **__: object) -> None:
         raise SystemExit(0)
@@ -139,7 +137,7 @@ def _npz_inside(files: Files, rng: random.Random) -> Files:
 
 
 def _header(data: bytes, rng: random.Random) -> bytes:
-    """The same numbers behind another header."""
+    """Put another header before the same numbers."""
     kinds = (
         "|u1",
         "<f2",
@@ -260,7 +258,7 @@ def _images() -> Files:
 
 def _images_inside(files: Files, rng: random.Random) -> Files:
     name = rng.choice([name for name in sorted(files) if name.endswith(".png")])
-    return {**files, name: repaired_png(mutate(files[name], rng))}
+    return {**files, name: repair_png(mutate(files[name], rng))}
 
 
 def _labelled_csv() -> Files:
@@ -297,16 +295,20 @@ def _parquet_texts() -> Files:
 
 
 def _columns(files: Files, rng: random.Random) -> Files:
-    """Sound parquet files, of columns that are not what they should be."""
+    """Write sound parquet files with wrong columns."""
     texts, invalid = pa.array(TEXTS), pa.array([b"\xff\xfe"] * 12)
+    paths = ("../secret/x.png", "/dev/zero", "x", "\0")
     columns = [
-        texts, pa.array(Y), pa.array(Y / 2), pa.array(Y > 0), pa.nulls(12), invalid, invalid.view(pa.string()),
-        pa.array([{"bytes": None, "path": path} for path in ("../secret/x.png", "/dev/zero", "x", "\0") * 3]),
-        pa.array([{"bytes": b"\x89PNG", "path": None}] * 12), pa.array([{"a": 1}] * 12), pa.array([[1, 2]] * 12),
-        pa.array([2**63 - 1, -(2**63)] * 6), pa.array([2**64 - 1] * 12, pa.uint64()), texts.dictionary_encode(),
-        pa.array([2**62] * 12).view(pa.timestamp("ns")), pa.array([2**52] * 12).view(pa.timestamp("ms")),
-        pa.array([10**30] * 12, pa.decimal128(38)), pa.array([[("a", 1)]] * 12, pa.map_(pa.string(), pa.int64())),
-        pa.array([None, *TEXTS[1:]]), pa.array([encoded(GREY[0])] * 12),
+        texts, pa.array(Y), pa.array(Y / 2), pa.array(Y > 0), pa.nulls(12), invalid,
+        invalid.view(pa.string()),
+        pa.array([{"bytes": None, "path": path} for path in paths * 3]),
+        pa.array([{"bytes": b"\x89PNG", "path": None}] * 12), pa.array([{"a": 1}] * 12),
+        pa.array([[1, 2]] * 12), pa.array([2**63 - 1, -(2**63)] * 6),
+        pa.array([2**64 - 1] * 12, pa.uint64()), texts.dictionary_encode(),
+        pa.array([2**62] * 12).view(pa.timestamp("ns")),
+        pa.array([2**52] * 12).view(pa.timestamp("ms")), pa.array([10**30] * 12, pa.decimal128(38)),
+        pa.array([[("a", 1)]] * 12, pa.map_(pa.string(), pa.int64())), pa.array([None, *TEXTS[1:]]),
+        pa.array([encoded(GREY[0])] * 12),
     ]  # fmt: skip
     names = [
         rng.choice(("text", "image", "label", "labels", "img", "other", "\x1b")) for _ in range(3)
@@ -322,18 +324,21 @@ def _columns(files: Files, rng: random.Random) -> Files:
 
 
 _VALUES = [
-    "", "0", "-1", "1", "2", "1e999", "nan", "inf", "9" * 30, "9" * 5000, "4611686018427387904", "2147483648", "1e-320",
-    "1e308", "0.5", "1_000", "٣", "x", "a\nb", "\x1b[2J", "\udcff", "..", "../secret", "/", "/dev/zero", "~nobody/x", "~",
-    "x" * 300, "x/" * 3000, "a" * 100_000, "true", "auto", "all", "dir:", "dir:nan", "dir:1e-320", "dir:1e308", "dir:0.001",
-    "pathological:2", "pathological:-1", "pathological:" + "9" * 5000, "iid", "x.json", "fifo.json", "hub:", "hub:../x",
-    "hub:pandas", "hub:" + "a/" * 500, "my.npz", "fifo.npz", "fifo", "fedala,fedavg", "fedala,fedala", "+", "+ala", "ditto+ala",
-    "local", "all,all", "a+b+c", "../x", "cnn", "resnet18", "fasttext", "cpu", "float64", "bf16", "fedala.eta=1e308", "=",
-    "a.b=c", "fedala.layers=99999999999", "fedala.max_epochs=9223372036854775807", "fedala.eta=", "ala.x=1", ".=.", "fedala.=1",
+    "", "0", "-1", "1", "2", "1e999", "nan", "inf", "9" * 30, "9" * 5000, "4611686018427387904",
+    "2147483648", "1e-320", "1e308", "0.5", "1_000", "٣", "x", "a\nb", "\x1b[2J", "\udcff", "..",
+    "../secret", "/", "/dev/zero", "~nobody/x", "~", "x" * 300, "x/" * 3000, "a" * 100_000, "true",
+    "auto", "all", "dir:", "dir:nan", "dir:1e-320", "dir:1e308", "dir:0.001", "pathological:2",
+    "pathological:-1", "pathological:" + "9" * 5000, "iid", "x.json", "fifo.json", "hub:",
+    "hub:../x", "hub:pandas", "hub:" + "a/" * 500, "my.npz", "fifo.npz", "fifo", "fedala,fedavg",
+    "fedala,fedala", "+", "+ala", "ditto+ala", "local", "all,all", "a+b+c", "../x", "cnn",
+    "resnet18", "fasttext", "cpu", "float64", "bf16", "fedala.eta=1e308", "=", "a.b=c",
+    "fedala.layers=99999999999", "fedala.max_epochs=9223372036854775807", "fedala.eta=", "ala.x=1",
+    ".=.", "fedala.=1",
 ]  # fmt: skip
 
 
 def _arguments(rng: random.Random) -> list[str]:
-    """Options of `run` with values that somebody could mistype, or mean badly."""
+    """Choose options of `run` with mistyped or malicious values."""
     flags = [
         f"--{field.name.replace('_', '-')}" for field in fields(Config) if field.type != "bool"
     ]
@@ -368,7 +373,7 @@ def _fifos() -> Files:
 
 
 def interrupted(path: Path, rounds: int, total: int = 4) -> None:
-    """A run folder `run` in `path`, of a run that was stopped after some rounds, and the data that it needs."""
+    """Make the folder `run` of a run that was stopped after some rounds, and its data."""
     (path / "my.npz").write_bytes(
         zipped({"x.npy": npy(GREY[:, :16, :16]), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED)
     )
@@ -406,7 +411,7 @@ NEWEST = "run/checkpoint/0/0000003.json"
 
 
 def _consistent(files: Files, rng: random.Random) -> Files:
-    """A checkpoint that says or holds something else, with checksums that agree."""
+    """Change a checkpoint, with checksums that agree."""
     manifest = json.loads(json.loads(files[NEWEST])["checkpoint"])
     values = [
         None,
@@ -514,7 +519,10 @@ def _results() -> Files:
     columns = "method,seed,round,accuracy,loss,accuracy_joined,sent,uploaded,diverged,seconds"
     rows = "".join(f"fedala,0,{round},0.{round}1,0.5,0.{round}1,9,9,0,1.5\n" for round in range(3))
     about = {"samples": 70000, "data": "", "device": "CPU", "version": "x"}
-    line = "mnist-dir,fedavg,,false,0,300,300,1,0.98,260,0.98,0.97,0.4,1,1,582,582,70000,,NVIDIA H200,fedala 0.1.0"
+    line = (
+        "mnist-dir,fedavg,,false,0,300,300,1,0.98,260,0.98,0.97,0.4,1,1,582,582,70000,,"
+        "NVIDIA H200,fedala 0.1.0"
+    )
     cell = "results/mnist-pathological/fedala"
     return {
         f"{cell}/cell.json": json.dumps(about).encode(),
@@ -526,12 +534,13 @@ def _results() -> Files:
 
 
 _WORDS = [
-    "", "0", "-1", "1", "7.5", "-3", "nan", "inf", "-inf", "1e999", "9" * 400, "9" * 5000, "0.5", "1e308", "true", "x",
-    "<script>", "=1+1", "a|b", "\u202e", "\x1b[2J", "\x00", "fedavg", "fedala", "local", "2", "99999999", "-0", "1_0", "٣",
+    "", "0", "-1", "1", "7.5", "-3", "nan", "inf", "-inf", "1e999", "9" * 400, "9" * 5000, "0.5",
+    "1e308", "true", "x", "<script>", "=1+1", "a|b", "\u202e", "\x1b[2J", "\x00", "fedavg",
+    "fedala", "local", "2", "99999999", "-0", "1_0", "٣",
 ]  # fmt: skip
 _JSON = [
-    None, True, -1, 0, 2**62, 10**400, 0.5, float("nan"), float("inf"), "", "x", "\ud800", "<b>", "\x1b", [], {}, [[1]],
-    {"a": None}, "a" * 9999,
+    None, True, -1, 0, 2**62, 10**400, 0.5, float("nan"), float("inf"), "", "x", "\ud800", "<b>",
+    "\x1b", [], {}, [[1]], {"a": None}, "a" * 9999,
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What somebody would build on purpose: bombs, paths that lead elsewhere, links, programs in the place of data."""
+"""Attacks: bombs, paths that lead elsewhere, links, programs instead of data."""
 
 import contextlib
 import gzip
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from fedala.data import Dataset, federate
 from fedala.errors import UserError
-from fedala.io import untrusted as inputs
+from fedala.io import untrusted
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 
@@ -44,14 +44,12 @@ def refused(says, arguments, folder, before=None):
 
 
 def little_memory():
-    inputs.free_memory = lambda: 64 * 2**20
+    untrusted.free_memory = lambda: 64 * 2**20
 
 
 def read(name):
     return targets()[name].arguments
 
-
-# --- bombs: a few bytes that stand for many -------------------------------------------------------------------------
 
 ZEROS = bytes(100 * 2**20)
 
@@ -82,7 +80,7 @@ def bomb_images(folder):
 
 
 def bomb_rows(folder):
-    """A hundred million texts, of which each is the one text that the file holds."""
+    """Write three million texts, which are all the one text that the file holds."""
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**6, np.int8)), ["x"])
     with pq.ParquetWriter(
         folder / "train-0.parquet", pa.schema([("text", texts.type), ("label", pa.int8())])
@@ -93,7 +91,7 @@ def bomb_rows(folder):
 
 
 def bomb_dictionary(folder):
-    """A text of a megabyte, five hundred times."""
+    """Write a text of a megabyte, five hundred times."""
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(500, np.int8)), ["x" * 2**20])
     pq.write_table(
         pa.table({"text": texts, "label": pa.array(np.zeros(500, np.int8))}),
@@ -109,12 +107,12 @@ def test_a_bomb_is_refused_before_it_takes_memory(bomb, here):
     refused("of memory, and only", arguments, here, little_memory)
 
 
-def unpacks_much():
-    inputs.ALWAYS_ALLOWED = 2**20
+def lower_limit():
+    untrusted.ALWAYS_ALLOWED = 2**20
 
 
 @pytest.mark.parametrize(
-    ("bomb", "instead"),
+    ("bomb", "advice"),
     [
         (bomb_npz, "save it with np.savez"),
         (bomb_gzip, "unpack it with gunzip"),
@@ -122,16 +120,14 @@ def unpacks_much():
         (bomb_dictionary, "save it as a .csv or .npz file"),
     ],
 )
-def test_what_unpacks_to_far_more_than_samples_do_is_refused_and_says_what_to_do(
-    bomb, instead, here
-):
-    """There would be room for it: the bound is on what a file may unpack to, not on what the machine can hold."""
-    refused(f"Above 1 MiB, at most 100 times the stored size is read: if that is right, {instead}", bomb(here), here,
-            unpacks_much)  # fmt: skip
+def test_a_file_that_unpacks_to_far_more_than_samples_do_is_refused_with_advice(bomb, advice, here):
+    """It would fit into memory: the limit is on the size that a file may unpack to."""
+    limit = "Above 1 MiB, at most 100 times the stored size is read"
+    refused(f"{limit}: if that is right, {advice}", bomb(here), here, lower_limit)
 
 
 def test_two_gigabytes_in_two_megabytes_are_refused_at_once(here):
-    """A zip of one deflate stream, repeated: x says what it holds, and holds it."""
+    """A zip of one deflate stream, repeated: its header is true."""
     size = 2**31 - 2**20
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
@@ -152,7 +148,7 @@ def test_two_gigabytes_in_two_megabytes_are_refused_at_once(here):
 
 
 def zip_of(path, stream, size, y):
-    """A zip archive whose x.npy is this deflate stream. Its checksum is wrong, and not looked at before the end."""
+    """Write a zip archive whose x.npy is this stream. Only its end has the wrong checksum."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         with archive.open("x.npy", "w") as file:
             file.write(b"")
@@ -168,14 +164,11 @@ def zip_of(path, stream, size, y):
     first = data.index(b"PK\x01\x02", name_end + len(stream))
     data[first + 20 : first + 28] = sizes
     second = data.index(b"PK\x01\x02", first + 4)
-    for place, width in ((second + 42, 4), (data.index(b"PK\x05\x06", second) + 16, 4)):
-        moved = int.from_bytes(data[place : place + width], "little") + grown
-        data[place : place + width] = moved.to_bytes(width, "little")
+    for start, width in ((second + 42, 4), (data.index(b"PK\x05\x06", second) + 16, 4)):
+        moved = int.from_bytes(data[start : start + width], "little") + grown
+        data[start : start + width] = moved.to_bytes(width, "little")
     path.write_bytes(data)
     return path
-
-
-# --- what leads elsewhere -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["{}/secret.png", "../secret.png", "/dev/zero"])
@@ -186,7 +179,7 @@ def test_no_table_decides_which_files_are_read(path, here):
     refused("a table cannot make this program read other files", read("parquet-images"), here)
 
 
-def test_an_image_is_no_program(here):
+def test_an_image_is_not_run_as_a_program(here):
     """PostScript is a program; pillow would start an interpreter for it."""
     for name in ("a", "b"):
         (here / "images" / name).mkdir(parents=True)
@@ -240,17 +233,14 @@ def test_no_text_of_a_file_reaches_the_terminal_as_a_command(here):
     assert "[bold]c" in outcome.says
 
 
-# --- run folders ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run that was stopped after three of four rounds, and its undisturbed twin."""
-    place = tmp_path_factory.mktemp("runs")
+    """Make a run that was stopped after three of four rounds, and one that was not."""
+    folder = tmp_path_factory.mktemp("runs")
     for name, rounds in (("stopped", 3), ("whole", 4)):
-        (place / name).mkdir()
-        interrupted(place / name, rounds)
-    return place
+        (folder / name).mkdir()
+        interrupted(folder / name, rounds)
+    return folder
 
 
 def models_of(folder):
@@ -310,14 +300,14 @@ def test_no_checkpoint_that_is_whole(runs, tmp_path):
 )
 def test_links_in_a_run_folder_are_not_followed(name, runs, tmp_path):
     shutil.copytree(runs / "stopped", tmp_path / "here")
-    mine, place = tmp_path / "mine", tmp_path / "here" / "run" / name
+    mine, target = tmp_path / "mine", tmp_path / "here" / "run" / name
     mine.mkdir()
     shutil.copytree(runs / "stopped" / "run", mine / "run")
     (mine / "run" / "checkpoint" / "0" / "my.safetensors").write_text("years of work")
     before = {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()}
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
-    place.symlink_to(mine / "run" / name)
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+    target.symlink_to(mine / "run" / name)
     refused("is a link", ["run", "--resume", "run"], tmp_path / "here")
     assert {file: file.read_bytes() for file in mine.rglob("*") if file.is_file()} == before
 
@@ -342,7 +332,7 @@ def test_force_deletes_nothing_of_anybody_else(name, runs, tmp_path):
     file.write_text("years of work")
     before = sorted((tmp_path / "here" / "run").rglob("*"))
     refused(
-        "is not part of a run",
+        "part of a run",
         ["run", "--dataset", "my.npz", "--out", "run", "--force"],
         tmp_path / "here",
     )
@@ -351,7 +341,7 @@ def test_force_deletes_nothing_of_anybody_else(name, runs, tmp_path):
 
 
 def test_force_leaves_what_comes_while_it_looks(runs, tmp_path, monkeypatch):
-    """Only what was recognised is deleted, one by one: a file that has come since keeps its folder."""
+    """Only recognised files are deleted, one by one: a new file keeps its folder."""
     shutil.copytree(runs / "stopped" / "run", tmp_path / "run")
     (tmp_path / "run" / "models").mkdir()
     lock = RunFolder.lock
@@ -372,8 +362,8 @@ def test_force_does_not_follow_links(runs, tmp_path):
     file = tmp_path / "mine" / "fedala" / "seed-0" / "global.safetensors"
     file.write_text("years of work")
     (tmp_path / "run" / "models").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="not part of a run"):
-        RunFolder.check_output(tmp_path / "run", force=True)
+    with pytest.raises(UserError, match="part of a run"):
+        RunFolder.check(tmp_path / "run", force=True)
     assert file.read_text() == "years of work"
 
 
@@ -393,8 +383,6 @@ def test_a_model_that_is_not_one(tmp_path):
         ):
             RunFolder(tmp_path).model("fedavg", 0)
 
-
-# --- properties -----------------------------------------------------------------------------------------------------
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 VALUES = st.recursive(

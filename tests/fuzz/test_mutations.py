@@ -1,4 +1,4 @@
-"""Whatever is read, damaged in whatever way: a result, or one sentence and exit code 2, in bounded time and memory."""
+"""Any damaged input gives a result, or one sentence and exit code 2, in little time and memory."""
 
 import random
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 @pytest.mark.parametrize("name", targets())
 def test_what_is_sound_is_read(name, tmp_path):
-    """Otherwise the damaged ones would say nothing."""
+    """Otherwise the damaged ones would prove nothing."""
     (tmp_path / "here").mkdir()
     target = targets()[name]
     target.write(tmp_path / "here")

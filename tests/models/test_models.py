@@ -1,4 +1,4 @@
-"""The paper's models: the parameter counts that it prints, the shapes, and what each computes."""
+"""The paper's models: the printed parameter counts, the shapes, and the computations."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from fedala.simulation import Simulation
 
 
 def governed(model: nn.Module) -> list[int]:
-    """How many weights ALA learns, for p from all layers down to one."""
+    """Return the number of weights that ALA learns, for p from all layers down to one."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return [
         sum(sizes[name] for name in upper(model, p)) for p in range(len(layers_of(model)), 0, -1)
@@ -29,21 +29,24 @@ def on_meta(build, *args) -> nn.Module:
         return build(*args)
 
 
-# --- parameter counts ------------------------------------------------------------------------------------------------
-
-
 def test_cnn_counts_of_the_paper():
-    """conv1 5·5·1·32+32 = 832, conv2 5·5·32·64+64 = 51264, fc1 1024·512+512 = 524800, fc2 512·10+10 = 5130."""
+    """conv1 5·5·1·32+32 = 832, conv2 5·5·32·64+64 = 51264,
+    fc1 1024·512+512 = 524800, fc2 512·10+10 = 5130.
+    """
     assert governed(on_meta(cnn, (1, 28, 28), 10)) == [582026, 581194, 529930, 5130]
 
 
 def test_cnn_counts_of_tiny_imagenet():
-    """conv1 5·5·3·32+32 = 2432, conv2 51264, fc1 10816·512+512 = 5538304, fc2 512·200+200 = 102600."""
+    """conv1 5·5·3·32+32 = 2432, conv2 51264,
+    fc1 10816·512+512 = 5538304, fc2 512·200+200 = 102600.
+    """
     assert governed(on_meta(cnn, (3, 64, 64), 200)) == [5694600, 5692168, 5640904, 102600]
 
 
 def test_resnet18_counts_of_the_paper():
-    """fc 5130; blocks of 3×3 convolutions and BatchNorms: 8393728, 2099712, 525568, 147968; stem 7·7·3·64+128 = 9536."""
+    """fc 5130; blocks of 3×3 convolutions and BatchNorms: 8393728, 2099712, 525568, 147968;
+    stem 7·7·3·64+128 = 9536.
+    """
     counts = governed(on_meta(resnet18, (3, 64, 64), 10))
     assert counts == [11181642, 11172106, 11024138, 10498570, 8398858, 5130]
     assert [round(count / 1e6, 3) for count in counts] == [
@@ -59,9 +62,6 @@ def test_resnet18_counts_of_the_paper():
 def test_fasttext_counts_of_the_paper():
     """embedding 98635·32 = 3156320, hidden 32·32+32 = 1056, output 32·4+4 = 132."""
     assert governed(on_meta(fasttext, 98635, 4)) == [3157508, 1188, 132]
-
-
-# --- what they compute -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def resnet18_names() -> list[str]:
-    """The entries of the well-known ResNet-18, in its order."""
+    """Return the entries of torchvision's ResNet-18, in its order."""
     names = ["conv1.weight", *(f"bn1.{n}" for n in NORM)]
     for stage in (1, 2, 3, 4):
         for block in (0, 1):
@@ -139,7 +139,7 @@ def test_resnet18_has_the_well_known_names_and_shapes():
 
 @torch.no_grad()
 def resnet18_by_hand(s: dict[str, Tensor], x: Tensor, training: bool) -> Tensor:
-    """He et al. (2016), table 1, 18 layers: strides in the first convolution of conv3_x, conv4_x and conv5_x."""
+    """He et al. (2016), table 1, 18 layers: the first convolutions of conv3_x to conv5_x stride."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         if training:
@@ -180,9 +180,6 @@ def test_resnet18_computes_what_published_weights_expect(training):
     torch.testing.assert_close(model(x).detach(), wanted, rtol=1e-8, atol=1e-8)
 
 
-# --- row 0 of the embedding ------------------------------------------------------------------------------------------
-
-
 def text_task(vocabulary: int = 7, clients: int = 4) -> Task:
     """Short texts, full of index 0; lanes of different lengths, sorted."""
     random = np.random.default_rng(0)
@@ -221,8 +218,6 @@ def test_row_0_stays_zero_where_ala_governs_the_embedding(lanes):
     assert len(models) == 5
     assert all((weight[0] == 0).all() and (weight[1:] != 0).all() for weight in models)
 
-
-# --- refusals --------------------------------------------------------------------------------------------------------
 
 LABELS = torch.tensor([0, 1, 2, 0])
 IMAGES = Dataset("pictures", torch.zeros(4, 3, 20, 24, dtype=torch.uint8), LABELS, 3)

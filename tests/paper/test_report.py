@@ -330,7 +330,7 @@ def test_a_report_does_not_go_among_the_results(results, tmp_path):
         cli.app, ["paper", "report", str(tmp_path), "--out", str(tmp_path)], prog_name="fedala"
     )
     assert answer.exit_code == 2
-    assert "taken for results" in answer.stderr
+    assert "read as results" in answer.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "results.csv"]
 
 

@@ -185,7 +185,7 @@ def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, numbe
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
     assert errors.endswith(
-        f"Stopped; what was done is in {tmp_path}, and the same command goes on.\n"
+        f"Stopped; the results so far are in {tmp_path}, and the same command continues.\n"
     )
     for folder in folders:
         [rows] = histories(folder).values()
@@ -330,7 +330,7 @@ def test_a_figure_is_bound_to_the_time_as_well(data, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
         "Out of time: figure-con is not drawn; it got to 2 of 5 rounds of FedALA.",
-        "Left out, for want of time: figure-splits.",
+        "Left out, because the time is up: figure-splits.",
     ]
     assert list((tmp_path / "figures").iterdir()) == []
 

@@ -21,7 +21,11 @@ STATUS_PAUSE = 10.0
 
 
 def run_demo(
-    plan: Plan, out: Path | None, *, row: Callable[[str, HistoryRow], None], say: Callable[[str], None]
+    plan: Plan,
+    out: Path | None,
+    *,
+    row: Callable[[str, HistoryRow], None],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run the plan's method on a SuperLink and one SuperNode per client; return the run's summary.
 
