@@ -363,7 +363,7 @@ def test_force_does_not_follow_links(runs, tmp_path):
     file.write_text("years of work")
     (tmp_path / "run" / "models").symlink_to(tmp_path / "mine")
     with pytest.raises(UserError, match="part of a run"):
-        RunFolder.check(tmp_path / "run", force=True)
+        RunFolder.check_output(tmp_path / "run", force=True)
     assert file.read_text() == "years of work"
 
 
