@@ -14,8 +14,9 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.randomness import draw
 from fedala.lanes.trees import leaves, tree_map
 from fedala.lanes.weight_learning import Settings
-from fedala.methods import WithALA, make
+from fedala.methods import make
 from fedala.methods.partialfed import PartialFed
+from fedala.methods.with_ala import WithALA
 from fedala.simulation import Simulation
 
 SIZES = [44, 22, 13, 5]

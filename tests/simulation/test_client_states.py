@@ -9,8 +9,8 @@ import pytest
 import torch
 from small import assert_close, ragged_task, simulate
 
-from fedala.lanes.trees import leaves
-from fedala.simulation.client_states import ClientStates, size
+from fedala.lanes.trees import count_bytes, leaves
+from fedala.simulation.client_states import ClientStates
 
 
 def state_of_lanes(*values):
@@ -44,7 +44,7 @@ def test_a_state_replaces_the_one_before_wherever_that_was():
             "a file for each that is not in memory"
         )
     assert [states[0, client]["local"]["w"].item() for client in range(3)] == [4.0, 14.0, 24.0]
-    assert states.bytes == sum(size(states[lane]) for lane in states._resident)
+    assert states.bytes == sum(count_bytes(states[lane]) for lane in states._resident)
 
 
 @pytest.mark.parametrize("everybody", [True, False])
