@@ -80,10 +80,10 @@ def test_it_goes_on_from_its_declared_state_alone(name):
     for round in (1, 2):
         half.step(round, train=True)
     first.servers, first.clients, first.left = half.servers, half.clients, half.left
-    rows = [row for round in (3, 4, 5) for row in first.step(round, train=round < 5)]
+    found = [one for round in (3, 4, 5) for one in first.step(round, train=round < 5)]
     for (_, a), (_, b) in zip(leaves(whole.servers), leaves(first.servers), strict=True):
         assert torch.equal(a, b)
-    assert [row.round for row in rows] == [2, 3, 4]
+    assert [one.row.round for one in found] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", EVERY)
