@@ -117,7 +117,7 @@ def test_summary_agrees_with_the_history(finished):
         assert method["client_rounds_that_diverged"] == 0
         assert method["checkpoints"]["bytes"] == sum(
             file.stat().st_size
-            for file in folder.checkpoints(list(summary["methods"]).index(name)).glob(
+            for file in folder.checkpoint_folder(list(summary["methods"]).index(name)).glob(
                 "*.safetensors"
             )
         )

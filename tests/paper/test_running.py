@@ -198,7 +198,7 @@ def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, numbe
         )
         assert seen.ends == [(f"{PLACE}/fedavg", "done")]
         [again] = histories(folders[0]).values()
-        assert [row["round"] for row in again] == list(range(len(rows) + 2))
+        assert [row.round for row in again] == list(range(len(rows) + 2))
         assert again[: len(rows)] == rows
 
 
@@ -476,7 +476,7 @@ def test_columns_and_methods_are_run_in_the_order_in_which_they_are_named():
         (
             f"{PLACE}/fedavg/seeds-0-0/history.csv",
             "method,seed,round\nfedavg,0,0\n",
-            "is not the run of a cell",
+            "is damaged: a row lacks 'accuracy'",
         ),
     ],
 )

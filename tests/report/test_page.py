@@ -14,6 +14,7 @@ import pytest
 from folders import accuracy, made_up
 
 from fedala.errors import UserError
+from fedala.records import HistoryRow
 from fedala.report import markup, page, runs
 from fedala.runs.digests import Digests
 
@@ -91,6 +92,9 @@ def test_a_long_run_is_thinned_and_keeps_both_ends(tmp_path):
     assert (rounds[0], rounds[-1]) == (0, 1500)
 
 
+LAST = HistoryRow(seed=0, round=6, accuracy=0.5, loss=1.0, accuracy_joined=0.5)
+
+
 def test_who_gains_and_who_loses(tmp_path):
     folder = made_up(tmp_path / "run", clients=5)
     (folder.path / "clients.csv").unlink()
@@ -98,15 +102,13 @@ def test_who_gains_and_who_loses(tmp_path):
         counts = np.array(
             [[c, 0.0, 10.0 if k < 4 else 0.0] for k, c in enumerate(correct)]
         )  # the last has no test data
-        folder.add_clients(method, {"seed": 0, "round": 6, "clients": counts})
+        folder.tables.add_clients(method, LAST, counts)
     found = parsed(folder)
     [table] = [e["text"] for e in found.all("table") if e["text"].startswith("Against FedAvg")]
     assert re.search(r"FedALA2" r"1" r"1" r"\+15\.00\+40\.00−10\.00", table)
     (folder.path / "clients.csv").unlink()
     for method, correct in (("fedala", 9), ("fedavg", 5)):
-        folder.add_clients(
-            method, {"seed": 0, "round": 6, "clients": np.array([[correct, 0.0, 10.0]] * 5)}
-        )
+        folder.tables.add_clients(method, LAST, np.array([[correct, 0.0, 10.0]] * 5))
     [table] = [
         e["text"] for e in parsed(folder).all("table") if e["text"].startswith("Against FedAvg")
     ]
@@ -208,13 +210,15 @@ def test_rows_that_are_newer_than_the_digests_are_said_to_be_unverified(tmp_path
 def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), seeds=1)
     text = (folder.path / "history.csv").read_text().splitlines()
-    text = [f"{line},{'diverged' if n == 0 else 2 if n == 3 else 0}" for n, line in enumerate(text)]
+    assert text[0].endswith(",diverged,seconds")
+    text[3] = text[3].replace(",0,0.5", ",2,0.5")
+    assert text[3].endswith(",2,0.5")
     (folder.path / "history.csv").write_text("\n".join(text) + "\n")
-    folder.add_resumption("rounds: 3 → 6")
+    folder.tables.add_resumption("rounds: 3 → 6")
     folder.write_summary({"data": "partial: a tenth of it"})
-    folder.shorten({}, Digests())
+    folder.drop_rows_from({}, Digests())
     for method in ("fedala", "fedavg"):
-        folder.seal(method, finished=True)
+        folder.record_progress(method, is_finished=True)
     found = parsed(folder)
     assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
         "The data of run: partial: a tenth of it.",
@@ -469,7 +473,7 @@ def damaged(place, line):
             damaged(3, "fedala,0,1,0.2"),
             "damaged, or not the table of a run: line 4 has not as many columns",
         ),
-        (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "an accuracy of 5.0 is not from 0 to 1"),
+        (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,0,1"), "an accuracy of 5.0 is not from 0 to 1"),
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
         (
             broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"),
@@ -486,12 +490,12 @@ def damaged(place, line):
         ),
         (broken("clients.csv", CLIENTS.format("1" + "0" * 5000)), "clients.csv is damaged"),
         (
-            damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,1"),
+            damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,0,1"),
             "accuracy_joined = -2, which is not from 0 to 1",
         ),
-        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,-1,1"), "seconds = -1, which is not a time"),
-        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,inf,1"), "seconds = inf, which is not a time"),
-        (damaged(3, "fedala,0,-1,0.5,0,0.5,1,1,1,1"), "round = -1, which is less than 0"),
+        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,1,0,-1"), "seconds = -1, which is not a time"),
+        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,1,0,inf"), "seconds = inf, which is not a time"),
+        (damaged(3, "fedala,0,-1,0.5,0,0.5,1,1,1,0,1"), "round = -1, which is less than 0"),
     ],
 )
 def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):
