@@ -5,7 +5,7 @@ import pytest
 from fedala.errors import UserError
 from fedala.methods import make
 from fedala.models import cnn
-from fedala.paper.experiments import choose, governed, preset, settings, tables
+from fedala.paper.experiments import choose, count_ala_parameters, preset, settings, tables
 
 EVERY = [
     (table, column, method) for table in tables().values() for column, method in table.entries()
@@ -96,8 +96,8 @@ def test_the_parameters_of_ala_are_those_that_the_paper_prints():
 
 
 def test_the_parameters_of_ala_on_tiny_imagenet():
-    assert governed(lambda: cnn((3, 64, 64), 200), 1) == 102_600
-    assert governed(lambda: cnn((3, 64, 64), 200), 4) == 5_694_600
+    assert count_ala_parameters(lambda: cnn((3, 64, 64), 200), 1) == 102_600
+    assert count_ala_parameters(lambda: cnn((3, 64, 64), 200), 4) == 5_694_600
 
 
 def test_every_cell_is_a_run_that_the_program_accepts():

@@ -16,14 +16,15 @@ from fedala.cli import app as cli
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.paper import report
 from fedala.paper.experiments import tables
-from fedala.paper.results import COLUMNS, Results, Run, read_csv
-from fedala.report.markup import escape_markdown
+from fedala.paper.formats import escape_markdown
+from fedala.paper.reading import read_csv, read_results
+from fedala.paper.results import COLUMNS, Results, SeedResult
 from fedala.runs.folder import RunFolder
 
 PLACE = "mnist-pathological"
 COLUMN = next(column for column in tables()["table2"].columns if column.name == PLACE)
 ABOUT = {"samples": 240, "data": "", "device": "CPU", "version": "x"}
-BASE = Run(
+BASE = SeedResult(
     setting=PLACE, method="fedala", set="", shuffle=False, seed=0, rounds=2000, planned=2000, eval_every=1,
     best=0.56, best_round=150, best_joined=0.56, final=0.5, seconds_per_round=0.25, together=5, diverged=0, sent=100,
     uploaded=100, samples=60000, data="", device="GPU", version="x",
@@ -87,7 +88,7 @@ def edit(path, old, new):
 )  # fmt: skip
 def test_a_cell_is_read_with_what_it_is(tmp_path, changes):
     folder = cell(tmp_path, **changes)
-    found = Results.read(tmp_path).runs
+    found = read_results(tmp_path).seeds
     assert [run.seed for run in found] == list(changes.get("seeds", range(2)))
     assert {(run.best, run.rounds, run.planned) for run in found} == {
         (0.5, 5, changes.get("rounds", 2000))
@@ -180,7 +181,7 @@ def test_a_cell_that_lost_a_file_is_not_passed_over(tmp_path, name):
 def test_a_summary_without_a_history_is_refused(tmp_path):
     folder = cell(tmp_path)
     (folder / "history.csv").unlink()
-    assert Results.read(tmp_path).runs == []  # it has only begun
+    assert read_results(tmp_path).seeds == []  # it has only begun
     (folder / "summary.json").write_text("{}")
     refused(tmp_path, folder, "it has a summary.json but no history.csv")
 
@@ -257,7 +258,7 @@ def test_of_a_seed_that_is_given_twice_the_last_counts_and_it_is_said(tmp_path):
         f"Note: Seed 0 of fedala in {PLACE} has an accuracy of 56.00 % in {tmp_path / 'a.csv'}, line 2 "
         f"and of 75.00 % in {tmp_path / 'b.csv'}, line 2; the latter is shown."
     )
-    assert [run.best for run in Results.read(tmp_path).runs] == [0.75]
+    assert [run.best for run in read_results(tmp_path).seeds] == [0.75]
     said = "1 of the seeds are given twice, with different accuracies."
     assert said in answer.stdout
     for name in ("tables.md", "index.html"):
@@ -266,20 +267,20 @@ def test_of_a_seed_that_is_given_twice_the_last_counts_and_it_is_said(tmp_path):
 
 def test_run_folders_count_more_than_csv_files(tmp_path):
     folder = cell(tmp_path, seeds=range(1))
-    [own] = Results.read(tmp_path).runs
+    [own] = read_results(tmp_path).seeds
     table(tmp_path / "z.csv", replace(own, best=0.75))
-    read = Results.read(tmp_path)
-    assert [run.where for run in read.runs] == [f"{folder}, seed 0"]
+    read = read_results(tmp_path)
+    assert [run.where for run in read.seeds] == [f"{folder}, seed 0"]
     assert len(read.contradictions) == 1
 
 
 def test_what_is_given_twice_alike_is_not_remarked_upon(tmp_path):
     """`paper run` writes a line for each run folder, with six digits of its accuracy."""
     cell(tmp_path, accuracy=1 / 3)
-    Results.read(tmp_path).write(tmp_path / "results.csv")
-    assert Results.read(tmp_path).contradictions == []
+    read_results(tmp_path).write(tmp_path / "results.csv")
+    assert read_results(tmp_path).contradictions == []
     table(tmp_path / "longer.csv", replace(BASE, best=0.75))  # of 2000 rounds, not of 5
-    assert Results.read(tmp_path).contradictions == []
+    assert read_results(tmp_path).contradictions == []
 
 
 # --- files are files -----------------------------------------------------------------------------------------------
@@ -418,9 +419,9 @@ def test_the_csv_of_results_holds_no_formula(tmp_path):
 
 def test_no_formula_gets_into_a_reports_csv(monkeypatch):
     monkeypatch.setattr(
-        report, "comparison", lambda results: [{"method": "=x", "difference": -1.5}]
+        report, "list_comparisons", lambda results: [{"method": "=x", "difference": -1.5}]
     )
-    assert report._long(Results([])) == "method,difference\n'=x,-1.5\n"
+    assert report._make_csv(Results([])) == "method,difference\n'=x,-1.5\n"
 
 
 def test_a_line_of_the_wrong_setting_is_refused(tmp_path):

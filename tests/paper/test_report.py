@@ -1,6 +1,8 @@
 """`fedala paper report`: our numbers beside the paper's, and in what they are not the paper's experiment."""
 
+import base64
 import csv
+import hashlib
 import html
 import re
 from dataclasses import replace
@@ -12,11 +14,12 @@ from typer.testing import CliRunner
 
 from fedala.cli import app as cli
 from fedala.errors import UserError
-from fedala.paper import report
+from fedala.paper import comparison, formats, report
 from fedala.paper.experiments import drawings, tables
-from fedala.paper.results import Figure, Results, Run, read_csv
+from fedala.paper.reading import read_csv, read_results
+from fedala.paper.results import CellResult, Results, SeedResult
 
-BASE = Run(
+BASE = SeedResult(
     setting="cifar100-dir", method="fedala", set="", shuffle=False, seed=0, rounds=2000, planned=2000, eval_every=1,
     best=0.56, best_round=150, best_joined=0.56, final=0.5, seconds_per_round=0.25, together=5, diverged=0, sent=100,
     uploaded=100, samples=60000, data="", device="GPU", version="x",
@@ -57,12 +60,12 @@ def place(table, column):
 
 
 def test_mean_deviation_and_difference(results):
-    figure = results.figure(place("table2", "cifar100-dir").cell("fedala"))
+    figure = results.find(place("table2", "cifar100-dir").cell("fedala"))
     assert figure.accuracy == pytest.approx(56.0)
     assert figure.std == pytest.approx(0.632455, abs=1e-5)
     assert figure.departures == []
     [ours, shuffled] = [
-        row for row in report.comparison(results)
+        row for row in comparison.list_comparisons(results)
         if (row["table"], row["column"], row["method"]) == ("table2", "cifar100-dir", "fedala")
     ]  # fmt: skip
     assert (ours["paper"], ours["ours"], ours["difference"], ours["agreement"]) == (
@@ -86,11 +89,11 @@ def test_mean_deviation_and_difference(results):
     ],
 )
 def test_departures_from_the_paper_are_said(changes, said):
-    assert Figure(tuple(seeds(*[0.5] * 5, **changes))).departures == said
+    assert CellResult(tuple(seeds(*[0.5] * 5, **changes))).departures == said
 
 
 def test_fewer_seeds_and_unequal_rounds_are_said():
-    assert Figure((BASE, replace(BASE, seed=1, rounds=300))).departures == [
+    assert CellResult((BASE, replace(BASE, seed=1, rounds=300))).departures == [
         "300 to 2000 of 2000 rounds",
         "2 of 5 seeds",
     ]
@@ -104,19 +107,19 @@ def test_fewer_seeds_and_unequal_rounds_are_said():
     ],
 )  # fmt: skip
 def test_agreement(difference, spread, agreement):
-    assert report.Ours("", difference, spread=spread).agreement == agreement
+    assert comparison.OwnNumber("", difference, spread=spread).agreement == agreement
 
 
 def test_what_is_within_the_two_standard_deviations_agrees():
     """FedProx with joining clients: 33.87 ± 2.39 in the paper. Ours: 36 and 38 with one seed, 38 ± 2 with two."""
     cell = {"setting": "cifar100-joining", "method": "fedprox"}
     for bests, agreement in (([0.46], "agrees"), ([0.48], "differs"), ([0.46, 0.5], "agrees")):
-        [row] = report.comparison(Results(seeds(*bests, **cell)))
+        [row] = comparison.list_comparisons(Results(seeds(*bests, **cell)))
         assert row["agreement"] == agreement
 
 
 def test_joining_clients_alone_count_where_the_paper_counts_them_alone(results):
-    assert results.figure(
+    assert results.find(
         place("table7", "cifar100-joining").cell("fedala")
     ).accuracy == pytest.approx(54.0)
 
@@ -124,7 +127,7 @@ def test_joining_clients_alone_count_where_the_paper_counts_them_alone(results):
 def test_of_two_runs_of_a_seed_the_longer_one_counts():
     longer = replace(BASE, rounds=2000, best=0.6)
     for runs in ([replace(BASE, rounds=10), longer], [longer, replace(BASE, rounds=10)]):
-        assert Results(runs).runs == [longer]
+        assert Results(runs).seeds == [longer]
 
 
 def test_runs_with_different_schedules_are_not_mixed():
@@ -132,12 +135,12 @@ def test_runs_with_different_schedules_are_not_mixed():
         replace(BASE, method="fedphp", planned=300, rounds=300, seed=0),
         replace(BASE, method="fedphp", planned=2000, rounds=400, seed=1),
     ]
-    figure = Results(runs).figure(place("table2", "cifar100-dir").cell("fedphp"))
-    assert [run.seed for run in figure.runs] == [1]
+    figure = Results(runs).find(place("table2", "cifar100-dir").cell("fedphp"))
+    assert [run.seed for run in figure.seeds] == [1]
 
 
 def test_improvements_are_ours_with_ala_less_ours_without(results):
-    [sheet] = [sheet for sheet in report.sheets(results) if sheet.table.name == "table4"]
+    [sheet] = [sheet for sheet in comparison.make_sheets(results) if sheet.table.name == "table4"]
     boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
     paper, [ours] = boxes[-1].paper, boxes[-1].ours
     assert paper == "3.46"
@@ -151,7 +154,9 @@ def test_an_improvement_says_how_each_of_the_two_was_run():
             replace(BASE, method="ditto+ala", rounds=300),
             replace(BASE, method="ditto", **without),
         ]
-        [sheet] = [sheet for sheet in report.sheets(Results(runs)) if sheet.table.name == "table4"]
+        [sheet] = [
+            sheet for sheet in comparison.make_sheets(Results(runs)) if sheet.table.name == "table4"
+        ]
         boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
         return boxes[-1].ours[0].departures
 
@@ -167,13 +172,13 @@ def test_how_much_there_is_is_counted_by_cell():
         replace(BASE, seed=2),
         replace(BASE, shuffle=True),
     ]  # FedALA stands in two tables
-    assert report.overview(Results(runs)).startswith(
+    assert comparison.describe(Results(runs)).startswith(
         "1 of the paper's 241 cells have been run, and 1 with shuffling. Of"
     )
 
 
 def test_only_tables_with_something_to_show_are_shown(results):
-    assert [sheet.table.name for sheet in report.sheets(results)] == [
+    assert [sheet.table.name for sheet in comparison.make_sheets(results)] == [
         "table1",
         "table2",
         "table4",
@@ -185,7 +190,7 @@ def test_only_tables_with_something_to_show_are_shown(results):
 def test_the_cost_table_shows_seconds_and_parameters():
     [sheet] = [
         sheet
-        for sheet in report.sheets(
+        for sheet in comparison.make_sheets(
             Results([replace(BASE, setting="tiny-resnet18-dir", seconds_per_round=1.5)])
         )
         if sheet.table.cost
@@ -208,8 +213,8 @@ def written(results, tmp_path):
 
 
 def test_a_report_comes_from_csv_alone(written, results, tmp_path):
-    assert Results.read(tmp_path).runs == sorted(
-        results.runs, key=lambda run: (run.cell, run.planned, run.seed)
+    assert read_results(tmp_path).seeds == sorted(
+        results.seeds, key=lambda run: (run.cell, run.planned, run.seed)
     )
     folder, answer = written
     assert {path.name for path in folder.iterdir()} == {
@@ -276,7 +281,11 @@ def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
     parser = Balanced()
     parser.feed(text)
     assert parser.open == []
-    assert "http" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
+    assert policy in html.unescape(text)
     assert (
         '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>'
         in text
@@ -287,19 +296,18 @@ def test_a_figure_on_the_page_says_what_it_shows(results, tmp_path):
     (tmp_path / "figure-wl.png").write_bytes(b"png")
     report.write(results, tmp_path, [tmp_path / "figure-wl.png"])
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert (
-        text.count(f"figure-wl: {html.escape(drawings()['figure-wl'].title)}") == 2
-    )  # to be seen, and to be heard
+    caption = f"figure-wl: {drawings()['figure-wl'].title}"
+    assert html.unescape(text).count(caption) == 2  # as a caption, and for screen readers
 
 
 def test_what_comes_from_a_file_is_escaped(tmp_path):
     Results([replace(BASE, data="<script>x</script>")]).write(tmp_path / "results.csv")
-    report.write(Results.read(tmp_path), tmp_path / "report")
+    report.write(read_results(tmp_path), tmp_path / "report")
     assert "<script>" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
 def test_what_latex_would_take_for_a_command_is_text(tmp_path):
-    text = report.latex(report.sheets(Results([replace(BASE, data=r"\x{#$^~")]))[1])
+    text = formats.to_latex(comparison.make_sheets(Results([replace(BASE, data=r"\x{#$^~")]))[1])
     assert r"data \textbackslash{}x\{\#\$\textasciicircum{}\textasciitilde{}" in text
 
 
@@ -343,7 +351,7 @@ def test_a_folder_without_results_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda text: text.replace("setting", "place", 1), "is no csv of results"),
+        (lambda text: text.replace("setting", "place", 1), "is not a csv of results"),
         (lambda text: text.replace("cifar100-dir", "cifar"), "line 2: there is no setting cifar"),
         (lambda text: text.replace("0.56,150", "much,150"), "line 2: best must be a number"),
         (lambda text: text.rstrip() + ",more\n", "must have 21 columns"),
@@ -360,11 +368,11 @@ def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
 
 def test_the_docs_and_the_kept_report_are_those_of_the_results(tmp_path):
     root = Path(__file__).parents[2]
-    results = Results.read(root / "results")
+    results = read_results(root / "results")
     page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
     assert (
         page.partition(report.BEGIN)[2].partition(report.END)[0].strip()
-        == report.body(results).strip()
+        == report.make_markdown(results).strip()
     )
     for path in report.write(results, tmp_path, []):
         kept = root / "results" / "report" / path.name

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from fedala.cli import app as cli
 from fedala.errors import UserError
-from fedala.paper import running
-from fedala.paper.board import Board
+from fedala.paper import processes, running
+from fedala.paper.cell_folders import read_histories, write_cell_file
 from fedala.paper.experiments import tables
-from fedala.paper.results import Results, histories, write_about
+from fedala.paper.progress import CellProgress
+from fedala.paper.reading import read_results
 from fedala.runs.folder import RunFolder
 
 PLACE = "mnist-pathological"
@@ -66,9 +67,9 @@ class Seen:
     def row(self, cell, row):
         self.at(cell, row)
 
-    def ended(self, cell, how, why=""):
-        self.ends.append((cell, how))
-        self.why = why
+    def end(self, cell, outcome, reason=""):
+        self.ends.append((cell, outcome))
+        self.reason = reason
 
 
 # --- run, keep, go on ----------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def test_a_line_for_every_cell_and_seed_says_what_the_history_says(finished):
         ("fedala", "0"), ("fedala", "1"), ("fedavg", "0"), ("fedavg", "1"),
     ]  # fmt: skip
     for line in found:
-        rows = histories(out / PLACE / line["method"] / "seeds-0-1")[int(line["seed"])]
+        rows = read_histories(out / PLACE / line["method"] / "seeds-0-1")[int(line["seed"])]
         accuracies = [row["accuracy"] for row in rows]
         assert float(line["best"]) == pytest.approx(max(accuracies), rel=1e-5)
         assert int(line["best_round"]) == accuracies.index(max(accuracies))
@@ -123,7 +124,7 @@ def test_finished_cells_are_kept(finished, data):
     out, _ = finished
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     result = run(data, out, seeds=2)
-    assert "Cells: 2 kept (of 2)." in result.stdout
+    assert "Cells: 2 finished before (of 2)." in result.stdout
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
@@ -134,7 +135,7 @@ def test_with_shuffling_a_cell_is_another(data, tmp_path):
 
 
 def order(data, out, **options):
-    return running.Order(**{"out": out, "rounds": 3, "seeds": 1, "data_dir": data, **options})
+    return running.RunOptions(**{"out": out, "rounds": 3, "seeds": 1, "data_dir": data, **options})
 
 
 def test_an_interrupted_cell_goes_on_and_gives_what_an_uninterrupted_one_gives(data, tmp_path):
@@ -145,10 +146,10 @@ def test_an_interrupted_cell_goes_on_and_gives_what_an_uninterrupted_one_gives(d
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        running.carry_out(cells, order(data, tmp_path / "a"), Seen(interrupt))
+        running.run_cells(cells, order(data, tmp_path / "a"), Seen(interrupt))
     again = Seen()
-    running.carry_out(cells, order(data, tmp_path / "a"), again)
-    running.carry_out(cells, order(data, tmp_path / "b"), Seen())
+    running.run_cells(cells, order(data, tmp_path / "a"), again)
+    running.run_cells(cells, order(data, tmp_path / "b"), Seen())
     part = f"{PLACE}/ditto/seeds-0-0"
     assert again.ends == [(f"{PLACE}/ditto", "done")]
     assert untimed(tmp_path / "a" / part) == untimed(tmp_path / "b" / part)
@@ -172,7 +173,7 @@ def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, numbe
         try:
             deadline = time.monotonic() + 120
             while any(
-                max(map(len, histories(folder).values()), default=0) < 3 for folder in folders
+                max(map(len, read_histories(folder).values()), default=0) < 3 for folder in folders
             ):
                 assert process.poll() is None, process.stderr.read()
                 assert time.monotonic() < deadline
@@ -187,16 +188,16 @@ def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, numbe
         f"Stopped; what was done is in {tmp_path}, and the same command goes on.\n"
     )
     for folder in folders:
-        [rows] = histories(folder).values()
+        [rows] = read_histories(folder).values()
         assert in_checkpoint(folder) == len(rows) >= 3
     if jobs == 1:
         assert not (tmp_path / PLACE / "fedprox").exists()
         seen = Seen()
-        running.carry_out(
+        running.run_cells(
             [COLUMN.cell("fedavg")], order(data, tmp_path, rounds=len(rows) + 1), seen
         )
         assert seen.ends == [(f"{PLACE}/fedavg", "done")]
-        [again] = histories(folders[0]).values()
+        [again] = read_histories(folders[0]).values()
         assert [row["round"] for row in again] == list(range(len(rows) + 2))
         assert again[: len(rows)] == rows
 
@@ -205,7 +206,7 @@ def test_cells_that_are_asked_to_stop_finish_their_round_and_keep_it(jobs, numbe
 def short_of_time(monkeypatch):
     """Time is up as soon as a row of round 1 has come."""
     left = [1.0]
-    monkeypatch.setattr(running.Order, "left", property(lambda self: left[0]))
+    monkeypatch.setattr(running.RunOptions, "seconds_left", property(lambda self: left[0]))
     return Seen(lambda cell, row: left.__setitem__(0, -1.0 if row["round"] >= 1 else 1.0)), left
 
 
@@ -214,25 +215,25 @@ def test_out_of_time_the_last_cell_stops_between_two_rounds_and_the_others_are_l
 ):
     seen, left = short_of_time
     cells = [COLUMN.cell("fedprox"), COLUMN.cell("fedavg")]
-    running.carry_out(cells, order(data, tmp_path), seen)
-    assert seen.ends == [(f"{PLACE}/fedprox", "stopped"), (f"{PLACE}/fedavg", "left out")]
-    [stopped] = Results.read(tmp_path).runs
+    running.run_cells(cells, order(data, tmp_path), seen)
+    assert seen.ends == [(f"{PLACE}/fedprox", "stopped"), (f"{PLACE}/fedavg", "not started")]
+    [stopped] = read_results(tmp_path).seeds
     assert (stopped.rounds, stopped.planned) == (1, 3)
     left[0] = 1e9
-    running.carry_out(cells[:1], order(data, tmp_path), Seen())
-    running.carry_out(cells[:1], order(data, tmp_path / "whole"), Seen())
+    running.run_cells(cells[:1], order(data, tmp_path), Seen())
+    running.run_cells(cells[:1], order(data, tmp_path / "whole"), Seen())
     part = f"{PLACE}/fedprox/seeds-0-0"
     assert untimed(tmp_path / part) == untimed(tmp_path / "whole" / part)
 
 
 def test_a_stopped_cell_is_finished_if_fewer_rounds_are_asked_for(data, tmp_path, short_of_time):
     seen, left = short_of_time
-    running.carry_out([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=5), seen)
+    running.run_cells([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=5), seen)
     left[0] = 1e9
     fewer = Seen()
-    running.carry_out([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=2), fewer)
+    running.run_cells([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=2), fewer)
     assert fewer.ends == [(f"{PLACE}/fedavg", "done")]
-    [found] = Results.read(tmp_path).runs
+    [found] = read_results(tmp_path).seeds
     assert (found.rounds, found.planned) == (2, 5)
 
 
@@ -269,7 +270,7 @@ def test_data_is_loaded_once_for_all_cells_of_a_column(data, tmp_path, monkeypat
     monkeypatch.setattr(running, "federate", lambda *a: divided.append(a) or federate(*a))
     other = next(column for column in tables()["table7"].columns if column.name == "mnist-dir")
     cells = [c.cell(m) for m in ("fedavg", "fedprox") for c in (COLUMN, other)]
-    running.carry_out(cells, order(data, tmp_path, rounds=1), Seen())
+    running.run_cells(cells, order(data, tmp_path, rounds=1), Seen())
     assert (len(loaded), len(divided)) == (1, 2)
 
 
@@ -303,20 +304,20 @@ def measured(out, method, seconds, rounds=6):
 def test_what_is_left_of_a_cell_is_estimated_from_its_seconds_per_round(tmp_path):
     measured(tmp_path, "fedavg", 2.0, rounds=6)
     asked = order(None, tmp_path, rounds=100)
-    assert running.seconds_left(COLUMN.cell("fedavg"), asked) == pytest.approx(2.0 * (100 - 5))
+    assert running.estimate_seconds(COLUMN.cell("fedavg"), asked) == pytest.approx(2.0 * (100 - 5))
     # With shuffling it takes as long, and there is nothing of it yet. Of another method nothing is known.
-    assert running.seconds_left(COLUMN.cell("fedavg", shuffle=True), asked) == pytest.approx(
+    assert running.estimate_seconds(COLUMN.cell("fedavg", shuffle=True), asked) == pytest.approx(
         2.0 * 100
     )
-    assert running.seconds_left(COLUMN.cell("fedprox"), asked) == 0
+    assert running.estimate_seconds(COLUMN.cell("fedprox"), asked) == 0
 
 
 def test_what_does_not_fit_waits_for_what_does(tmp_path, monkeypatch):
     measured(tmp_path, "fedavg", 1000.0)
     attempts = []
     monkeypatch.setattr(running, "_attempt", lambda cell, *_: attempts.append(cell.name))
-    monkeypatch.setattr(running.Order, "left", property(lambda self: 60.0))
-    running.carry_out(
+    monkeypatch.setattr(running.RunOptions, "seconds_left", property(lambda self: 60.0))
+    running.run_cells(
         [COLUMN.cell("fedavg"), COLUMN.cell("fedprox")], order(None, tmp_path, rounds=100), Seen()
     )
     assert attempts == ["fedprox", "fedavg"]
@@ -325,7 +326,9 @@ def test_what_does_not_fit_waits_for_what_does(tmp_path, monkeypatch):
 def test_a_figure_is_bound_to_the_time_as_well(data, tmp_path, monkeypatch):
     """It is up while the first of two figures is drawn, before its third round begins."""
     moments = iter([1.0, 1.0, 1.0])
-    monkeypatch.setattr(running.Order, "left", property(lambda self: next(moments, 0.0)))
+    monkeypatch.setattr(
+        running.RunOptions, "seconds_left", property(lambda self: next(moments, 0.0))
+    )
     result = call("run", "figure-con", "figure-splits", "--rounds", 5, "--minutes", 1, "--data-dir", data,
                   "--out", tmp_path, "--device", "cpu")  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -338,8 +341,8 @@ def test_a_figure_is_bound_to_the_time_as_well(data, tmp_path, monkeypatch):
 
 def test_processes_get_the_cells_alone_and_the_time_that_is_left(data, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(running, "side_by_side", lambda arguments, *_: given.extend(arguments))
-    monkeypatch.setattr(running.Order, "left", property(lambda self: 90.0))
+    monkeypatch.setattr(processes, "run_processes", lambda arguments, *_: given.extend(arguments))
+    monkeypatch.setattr(running.RunOptions, "seconds_left", property(lambda self: 90.0))
     result = run(data, tmp_path, "figure-splits", "--jobs", 2, "--minutes", 5)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "figures" / "figure-splits-mnist-dir.png").is_file()
@@ -371,11 +374,11 @@ def test_a_cell_is_not_gone_on_with_on_other_data(finished, data, tmp_path):
     about = out / PLACE / "fedavg" / "cell.json"
     text = about.read_text()
     try:
-        write_about(about, {**json.loads(text), "samples": 70000})
+        write_cell_file(about, {**json.loads(text), "samples": 70000})
         seen = Seen()
-        running.carry_out([COLUMN.cell("fedavg")], order(data, out, seeds=3), seen)
+        running.run_cells([COLUMN.cell("fedavg")], order(data, out, seeds=3), seen)
         assert seen.ends == [(f"{PLACE}/fedavg", "skipped")]
-        assert "begun with 70000 samples" in seen.why
+        assert "begun with 70000 samples" in seen.reason
     finally:
         about.write_text(text)
 
@@ -387,31 +390,31 @@ def test_a_cell_that_another_process_runs_is_left_to_it(data, tmp_path):
     folder.mkdir(parents=True)
     with files.lock(folder / ".lock", "busy"):
         seen = Seen()
-        running.carry_out([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=1), seen)
+        running.run_cells([COLUMN.cell("fedavg")], order(data, tmp_path, rounds=1), seen)
     assert seen.ends == [(f"{PLACE}/fedavg", "skipped")]
     assert not list(folder.glob("seeds-*"))
 
 
 def test_what_one_process_leaves_out_another_may_have_run():
-    board = Board(Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5)
+    board = CellProgress(Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5)
     board.row("a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0})
     for cell, how in (
         ("a", "stopped"),
-        ("a", "left out"),
-        ("b", "kept"),
-        ("b", "left out"),
-        ("c", "left out"),
+        ("a", "not started"),
+        ("b", "finished before"),
+        ("b", "not started"),
+        ("c", "not started"),
     ):
-        board.ended(cell, how)
+        board.end(cell, how)
     assert board.summary() == [
-        "Cells: 1 kept (of 3).",
-        "Out of time: a has 2 of 5 rounds; the same command goes on.",
-        "Left out, for want of time: c.",
+        "Cells: 1 finished before (of 3).",
+        "Out of time: a has 2 of 5 rounds; the same command continues it.",
+        "Out of time, not started: c.",
     ]
 
 
 def test_the_accuracy_beside_the_papers_is_counted_as_the_papers_is():
-    board = Board(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
+    board = CellProgress(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
     board.row("a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0})
     [line] = [list(column.cells) for column in board.table().columns if column.header == "accuracy"]
     assert line == ["50.00"]
@@ -446,8 +449,8 @@ def test_list_names_every_table_column_and_figure():
 
 
 def test_the_data_that_is_named_must_be_there():
-    with pytest.raises(UserError, match="nowhere is no results folder"):
-        Results.read(running.Path("nowhere"))
+    with pytest.raises(UserError, match="nowhere is not a results folder"):
+        read_results(running.Path("nowhere"))
 
 
 def test_columns_and_methods_are_run_in_the_order_in_which_they_are_named():
@@ -463,7 +466,7 @@ def test_columns_and_methods_are_run_in_the_order_in_which_they_are_named():
 @pytest.mark.parametrize(
     ("path", "content", "sentence"),
     [
-        ("results.csv", "a,b\n", "is no csv of results"),
+        ("results.csv", "a,b\n", "is not a csv of results"),
         (f"{PLACE}/fedavg/cell.json", "{", "is damaged"),
         (f"{PLACE}/fedavg/cell.json", '{"samples": 1}', "is damaged"),
         (f"{PLACE}/fedavg/seeds-0-0/config.toml", "rounds = [", "is not TOML"),

@@ -195,7 +195,7 @@ def test_a_logger_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     said = []
     follow(["wandb", "mlflow"], tmp_path, range(3), complain=said.append)
-    assert said == ["Logging to wandb has failed, and stops (no connection); the run goes on."]
+    assert said == ["Logging to wandb failed (no connection). The run continues without it."]
     assert all(len(told) == 3 for told in fake.metrics.values())
 
 

@@ -5,15 +5,22 @@ import hashlib
 import json
 import os
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from folders import accuracy, made_up
+from jinja2 import UndefinedError
 
 from fedala.errors import UserError
-from fedala.report import markup, page, runs
+from fedala.report import html, page
+from fedala.report.arrays import mean_std
+from fedala.report.curves import find_target_rounds, sum_seconds
+from fedala.report.page.views import MOST_POINTS, Cell, Table
+from fedala.report.runs import find_runs, read_run
+from fedala.report.series import list_series
 from fedala.runs.digests import Digests
 
 
@@ -86,7 +93,7 @@ def test_the_curves_are_the_history(tmp_path):
 def test_a_long_run_is_thinned_and_keeps_both_ends(tmp_path):
     data = data_of(parsed(made_up(tmp_path / "run", ("fedavg",), seeds=1, rounds=1500)))
     rounds = data["series"][0]["rounds"]
-    assert len(rounds) <= page.POINTS
+    assert len(rounds) <= MOST_POINTS
     assert (rounds[0], rounds[-1]) == (0, 1500)
 
 
@@ -227,7 +234,7 @@ def test_several_folders_are_told_apart(tmp_path):
         out = page.write(given, tmp_path / "both.html")
         labels = [s["label"] for s in data_of(Parsed(out.read_text(encoding="utf-8")))["series"]]
         assert labels == ["FedALA · one", "FedAvg", "Local", "FedALA · two"]
-    with pytest.raises(UserError, match="say where it goes"):
+    with pytest.raises(UserError, match="name its file"):
         page.write([one.path, two.path])
 
 
@@ -246,20 +253,20 @@ def test_folders_are_told_apart_by_what_is_different_in_their_paths(tmp_path):
         'method = "ditto"'
     )  # not begun
     for given in (made, [*made, made[0]], [tmp_path / "paper"], [tmp_path / "paper" / "mnist"]):
-        assert [run.name for run in runs.find(given)] == ["fedala", "fedala,shuffled", "fedavg"]
+        assert [run.name for run in find_runs(given)] == ["fedala", "fedala,shuffled", "fedavg"]
     made += cells(tmp_path / "paper", "cifar/fedala")
-    assert [run.name for run in runs.find(made[-2:])] == ["mnist/fedavg", "cifar/fedala"]
-    assert [run.name for run in runs.find(made[:1])] == ["seeds-0-1"]
+    assert [run.name for run in find_runs(made[-2:])] == ["mnist/fedavg", "cifar/fedala"]
+    assert [run.name for run in find_runs(made[:1])] == ["seeds-0-1"]
 
 
 def test_a_method_that_is_there_once_needs_no_folder_to_name_it(tmp_path):
     alike = cells(tmp_path, "mnist/fedala", "mnist/fedavg")
-    assert [one.label for one in page.lines(runs.find(alike))] == ["FedALA", "FedAvg"]
+    assert [one.label for one in list_series(find_runs(alike))] == ["FedALA", "FedAvg"]
     other = made_up(tmp_path / "cifar" / "local" / "seeds-0-1", ("local",))
     (other.path / "config.toml").write_text(
         (other.path / "config.toml").read_text().replace("digits", "cifar10")
     )
-    labels = [one.label for one in page.lines(runs.find([*alike, other.path]))]
+    labels = [one.label for one in list_series(find_runs([*alike, other.path]))]
     assert labels == ["FedALA · mnist/fedala", "FedAvg · mnist/fedavg", "Local · cifar/local"]
 
 
@@ -313,15 +320,15 @@ def test_rounds_and_seconds_to_an_accuracy(tmp_path):
     lines = (folder.path / "history.csv").read_text().splitlines()
     kept = [line for line in lines if line.split(",")[2] in ("round", "0", "3", "6")]
     (folder.path / "history.csv").write_text("\n".join(kept) + "\n")
-    [result] = runs.read(folder.path).results.values()
-    assert runs.elapsed(result).tolist() == [0.5, 2.0, 3.5]
+    [result] = read_run(folder.path).results.values()
+    assert sum_seconds(result).tolist() == [0.5, 2.0, 3.5]
     wanted = accuracy("fedavg", 1, 3)  # seed 0 is a little lower there, seed 2 a little higher
-    assert runs.reach(result, wanted) == ([6, 3, 3], [3.5, 2.0, 2.0])
-    assert runs.reach(result, 2.0) == ([None] * 3, [None] * 3)
+    assert find_target_rounds(result, [wanted]) == [([6, 3, 3], [3.5, 2.0, 2.0])]
+    assert find_target_rounds(result, [2.0]) == [([None] * 3, [None] * 3)]
 
 
 def test_means_pass_over_what_is_missing():
-    mean, deviation = runs.mean_std(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
+    mean, deviation = mean_std(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
     np.testing.assert_array_equal(mean, [2, 4, np.nan])
     np.testing.assert_array_equal(deviation, [1, 0, np.nan])
 
@@ -368,15 +375,38 @@ def test_the_script_and_style_of_the_page_are_the_only_ones_allowed(tmp_path):
     assert all(e["href"].startswith("#") for e in found.elements if "href" in e)
 
 
-def test_markup_is_escaped_unless_it_is_markup():
-    assert markup.tag("p", "a<b", markup.tag("b", "&")) == "<p>a&lt;b<b>&amp;</b></p>"
-    assert (
-        markup.tag("a", href='"><x', class_="k", hidden=True, id=None)
-        == '<a href="&quot;&gt;&lt;x" class="k" hidden></a>'
+def test_templates_escape_every_value():
+    template = html._environment("fedala.report").from_string(
+        "{% from 'macros.html.j2' import table %}{{ table(view) }}{{ data | tojson }}"
     )
-    assert json.loads(
-        markup.data_block("d", [float("nan"), "</"]).split(">", 1)[1].split("<")[0]
-    ) == [None, "</"]
+    cells = ['"><x', Cell("a<b", style='k"&')]
+    text = template.render(view=Table("<i>&", ["'"], [cells]), data=html.replace_nan(["</", 1e999]))
+    assert 'aria-label="&lt;i&gt;&amp;"' in text
+    assert '<th scope="col">&#39;</th>' in text
+    assert '<th scope="row">&#34;&gt;&lt;x</th>' in text
+    assert '<td><span class="k&#34;&amp;">a&lt;b</span></td>' in text
+    assert text.endswith('["\\u003c/",null]')
+
+
+def test_a_name_that_a_template_lacks_is_an_error():
+    template = html._environment("fedala.report").from_string("{{ nothing }}")
+    with pytest.raises(UndefinedError):
+        template.render()
+
+
+def test_without_jinja_there_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    html._environment.cache_clear()
+    with pytest.raises(
+        UserError, match=r"An HTML report needs Jinja2: pip install 'fedala\[cli\]'"
+    ):
+        page.write([made_up(tmp_path / "run").path])
+
+
+def test_the_page_of_a_run_is_always_the_same(tmp_path):
+    folder = made_up(tmp_path / "run")
+    first, second = (page.write([folder.path]).read_bytes() for _ in range(2))
+    assert first == second
 
 
 # --- for everybody -------------------------------------------------------------------------------------------------
@@ -451,7 +481,7 @@ def damaged(place, line):
     ("make", "says"),
     [
         (nothing, "There is no folder"),
-        (no_run, "is not a run folder, and holds none"),
+        (no_run, "is not a run folder, and contains none"),
         (just_begun, "nothing to report yet"),
         (broken("config.toml", "a: b"), "cannot be read"),
         (broken("summary.json", "{"), "not readable JSON"),
@@ -471,25 +501,25 @@ def damaged(place, line):
         (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
         (
             broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"),
-            "no whole number",
+            "client is nan, which is not a whole number",
         ),
         (
             broken("split.csv", "client,class,name,train,validation,test\n0,0,a,-1,1,1\n"),
-            "train = -1, which is less than 0",
+            "train is -1, which is less than 0",
         ),
         (broken("clients.csv", CLIENTS.format("1" + "0" * 400)), "a number of more than 64 bits"),
         (
             broken("clients.csv", CLIENTS.format(2**63)),
-            "samples = 9223372036854775808, which has more than 64 bits",
+            "samples is 9223372036854775808, which has more than 64 bits",
         ),
         (broken("clients.csv", CLIENTS.format("1" + "0" * 5000)), "clients.csv is damaged"),
         (
             damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,1"),
-            "accuracy_joined = -2, which is not from 0 to 1",
+            "accuracy_joined is -2, which is not from 0 to 1",
         ),
-        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,-1,1"), "seconds = -1, which is not a time"),
-        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,inf,1"), "seconds = inf, which is not a time"),
-        (damaged(3, "fedala,0,-1,0.5,0,0.5,1,1,1,1"), "round = -1, which is less than 0"),
+        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,-1,1"), "seconds is -1, which is not a time"),
+        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,inf,1"), "seconds is inf, which is not a time"),
+        (damaged(3, "fedala,0,-1,0.5,0,0.5,1,1,1,1"), "round is -1, which is less than 0"),
     ],
 )
 def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):

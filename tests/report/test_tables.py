@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from fedala.report import tables
-from fedala.report.progress import Watch, clock
+from fedala.report.progress import ProgressBars, format_duration
 from fedala.runs.config import Config
 
 
@@ -64,7 +64,7 @@ def watch(console, **options):
     plan = SimpleNamespace(
         config=Config(rounds=2, seeds=2), methods=[SimpleNamespace(name="a+ala", title="A[b]+ALA")]
     )
-    return Watch(console, plan, **options)
+    return ProgressBars(console, plan, **options)
 
 
 def follow(watch):
@@ -102,5 +102,5 @@ def test_on_a_terminal_one_bar_for_each_method():
     assert "\x1b" in capture.get()
 
 
-def test_clock():
-    assert [clock(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+def test_durations():
+    assert [format_duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]

@@ -31,8 +31,8 @@ from fedala.methods import catalogue
 from fedala.options import suggest
 from fedala.records import Row
 from fedala.report import loggers, page, plots, tables
-from fedala.report.progress import Watch
-from fedala.report.runs import find
+from fedala.report.progress import ProgressBars
+from fedala.report.runs import find_runs
 from fedala.runs.config import Config
 from fedala.runs.execute import (
     Result,
@@ -286,7 +286,7 @@ def run(
     )
     try:
         with (
-            Watch(Console(stderr=True), checked) as watch,
+            ProgressBars(Console(stderr=True), checked) as watch,
             loggers.Loggers(log, folder, vars(resolved), watch.say) as live,
             catch_stop_signals() as asked_by,
         ):
@@ -389,7 +389,7 @@ def partition(
     counts = federation.counts()
     title = f"{config.dataset}, {config.partition}, {len(counts)} clients"
     if plot:
-        plots.save(plots.bubbles(counts, data.class_names, title), plot)
+        plots.save(plots.draw_split(counts, data.class_names, title), plot)
     _console().print(tables.clients(federation))
     sizes = counts.sum(1)
     note = f" ({data.note})" if data.note else ""
@@ -431,7 +431,7 @@ def report(
         plots.check_folder(plots_)
     _print(f"Written: {page.write(folders, out, say=_say)}")
     if plots_:
-        _print(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
+        _print(f"Written: {len(plots.write_all(find_runs(folders), plots_))} plots in {plots_}")
 
 
 @app.command()
@@ -516,7 +516,7 @@ def bench(
     if out:
         out.write_text(benchmark.markdown(figures), encoding="utf-8")
     if plot:
-        plots.save(plots.bench(figures), plot)
+        plots.save(plots.draw_bench(figures), plot)
     for path in filter(None, (out, plot)):
         _print(f"Written: {path}")
 
@@ -596,7 +596,7 @@ def demo(
         raise UserError(f"A federation runs one method at a time, not {checked.config.method}.")
     if out:
         RunFolder.check(out, force=False)
-    with Watch(Console(stderr=True), checked) as watch:
+    with ProgressBars(Console(stderr=True), checked) as watch:
         summary = show(checked, out, row=watch.row, say=watch.say)
     _console().print(tables.results(summary["methods"]))
     _print("SuperLink and SuperNodes are stopped." + (f" Run folder: {out}" if out else ""))

@@ -16,11 +16,12 @@ from rich.markup import escape
 from rich.table import Table as Shown
 
 from fedala.errors import UserError, printable
+from fedala.paper import comparison, processes, running
 from fedala.paper import report as reporting
-from fedala.paper import running
-from fedala.paper.board import Board
 from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, tables
-from fedala.paper.results import CSV, Results
+from fedala.paper.progress import CellProgress
+from fedala.paper.reading import read_results
+from fedala.paper.results import CSV
 from fedala.report.tables import console
 from fedala.runs.config import Config
 from fedala.runs.execute import Stopped, catch_stop_signals
@@ -133,7 +134,7 @@ def run(
         raise UserError(f"The data directory {data_dir} is not a folder.")
     if out.exists():
         _note(
-            Results.read(out).unverified if not relay else ()
+            read_results(out).unverified if not relay else ()
         )  # what could not be read at the end is refused now
     figures = {
         name: drawing
@@ -149,7 +150,7 @@ def run(
             column.cell(row, shuffle=shuffle, rounds=rounds), printed.accuracy if printed else None
         )
     deadline = None if minutes is None else began + 60 * minutes
-    order = running.Order(
+    order = running.RunOptions(
         out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline
     )
     if figures:
@@ -160,10 +161,10 @@ def run(
         sys.argv[:] = [
             word for word in sys.argv if word != "--relay"
         ]  # run folders note the command: one can type it
-        parent = running.Relay()
-        running.carry_out(cells, replace(order, asked=parent.asked), parent)
+        parent = processes.Relay()
+        running.run_cells(cells, replace(order, stop_signals=parent.stop_signals), parent)
         return
-    board = Board(
+    board = CellProgress(
         Console(stderr=True),
         {str(cell): accuracy for cell, accuracy in cells.items()},
         rounds,
@@ -172,17 +173,17 @@ def run(
     try:
         with board, catch_stop_signals() as asked:
             if jobs == 1:
-                running.carry_out(cells, replace(order, asked=asked), board)
+                running.run_cells(cells, replace(order, stop_signals=asked), board)
             else:
                 arguments = [
                     *names, f"--columns={columns}", f"--method={method}", f"--rounds={rounds}", f"--seeds={seeds}",
                     f"--out={out}", f"--eval-every={eval_every}", f"--device={device}", *["--shuffle"] * shuffle,
                     *["--keep-checkpoints"] * keep_checkpoints,
                     *([f"--data-dir={data_dir}"] if data_dir else []),
-                    *([f"--minutes={max(0.01, order.left / 60)}"] if minutes else []),
+                    *([f"--minutes={max(0.01, order.seconds_left / 60)}"] if minutes else []),
                 ]  # fmt: skip
                 threads = str(max(1, (os.cpu_count() or 1) // jobs))
-                running.side_by_side(
+                processes.run_processes(
                     arguments, jobs, board, {"OMP_NUM_THREADS": threads, **os.environ}, asked
                 )
     except KeyboardInterrupt:
@@ -191,13 +192,13 @@ def run(
         ) from None
     finally:
         if out.is_dir():
-            Results.read(out).write(out / CSV)
+            read_results(out).write(out / CSV)
     if asked:
         print(f"Stopped; what was done is in {out}, and the same command goes on.", file=sys.stderr)
         raise typer.Exit(128 + asked[0])
     for sentence in board.summary():
         print(sentence)
-    states = {line.how for line in board.lines.values()}
+    states = {state.status for state in board.cells.values()}
     if "failed" in states:
         raise typer.Exit(1)
     if states == {"skipped"}:
@@ -207,19 +208,19 @@ def run(
     )
 
 
-def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | None) -> None:
+def _draw(chosen: Mapping[str, Drawing], order: running.RunOptions, rounds: int | None) -> None:
     from fedala.paper import figures  # needs matplotlib
 
-    shelf = running.Shelf(order.data_dir)
+    shelf = running.DataCache(order.data_dir)
     options = {"device": order.device, **({"rounds": rounds} if rounds else {})}
     for name, drawing in chosen.items():
-        if order.left <= 0:
+        if order.seconds_left <= 0:
             print(f"Left out, for want of time: {name}.")
             continue
         print(f"{name}: {drawing.title} …", file=sys.stderr)
         try:
             for path in figures.draw(
-                drawing, shelf, order.out / "figures", lambda: order.left <= 0, **options
+                drawing, shelf, order.out / "figures", lambda: order.seconds_left <= 0, **options
             ):
                 print(f"Written: {path}")
         except Stopped as stopped:
@@ -270,13 +271,13 @@ def report(
     ] = None,
 ) -> None:
     """Put our numbers beside the paper's: Markdown, LaTeX, csv and one HTML page."""
-    results = Results.read(folder)
+    results = read_results(folder)
     if out and out.resolve() == folder.resolve():
         raise UserError(
             f"The report cannot go into {out} itself, where its tables would be taken for results."
         )
     if insert:
-        reporting.around(
+        reporting.split_at_marks(
             insert
         )  # a file without a place for the tables is refused before anything is written
     written = reporting.write(
@@ -289,9 +290,11 @@ def report(
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("not as in the paper")
     colours = {"agrees": "green", "near": "yellow", "differs": "red"}
-    for row in reporting.comparison(results):
+    for row in comparison.list_comparisons(results):
         colour = colours[row["agreement"]]
-        paper, ours = (reporting.spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours"))
+        paper, ours = (
+            comparison.format_spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours")
+        )
         texts = [paper, f"[{colour}]{ours}[/]", f"[{colour}]{row['difference']:+.2f}[/]"]
         shown.add_row(
             row["table"],
@@ -302,7 +305,7 @@ def report(
             escape(row["departures"]),
         )
     console().print(shown)
-    print(reporting.overview(results))
+    print(comparison.describe(results))
     _note([*results.contradictions, *results.unverified])
     for path in [*written, *([insert] if insert else [])]:
         print(f"Written: {path}")
