@@ -1,4 +1,4 @@
-"""`fedala paper report`: our numbers beside the paper's, and in what they are not the paper's experiment."""
+"""`fedala paper report`: our numbers, their difference to the paper's, and the departures."""
 
 import base64
 import csv
@@ -20,10 +20,28 @@ from fedala.paper.reading import read_csv, read_results
 from fedala.paper.results import CellResult, Results, SeedResult
 
 BASE = SeedResult(
-    setting="cifar100-dir", method="fedala", set="", shuffle=False, seed=0, rounds=2000, planned=2000, eval_every=1,
-    best=0.56, best_round=150, best_joined=0.56, final=0.5, seconds_per_round=0.25, together=5, diverged=0, sent=100,
-    uploaded=100, samples=60000, data="", device="GPU", version="x",
-)  # fmt: skip
+    setting="cifar100-dir",
+    method="fedala",
+    set="",
+    shuffle=False,
+    seed=0,
+    rounds=2000,
+    planned=2000,
+    eval_every=1,
+    best=0.56,
+    best_round=150,
+    best_joined=0.56,
+    final=0.5,
+    seconds_per_round=0.25,
+    together=5,
+    diverged=0,
+    sent=100,
+    uploaded=100,
+    samples=60000,
+    data="",
+    device="GPU",
+    version="x",
+)
 
 
 def seeds(*bests, **changes):
@@ -55,19 +73,20 @@ def results():
     )
 
 
-def place(table, column):
+def find_column(table, column):
     return next(c for c in tables()[table].columns if c.name == column)
 
 
 def test_mean_deviation_and_difference(results):
-    figure = results.find(place("table2", "cifar100-dir").cell("fedala"))
+    figure = results.find(find_column("table2", "cifar100-dir").cell("fedala"))
     assert figure.accuracy == pytest.approx(56.0)
     assert figure.std == pytest.approx(0.632455, abs=1e-5)
     assert figure.departures == []
     [ours, shuffled] = [
-        row for row in comparison.list_comparisons(results)
+        row
+        for row in comparison.list_comparisons(results)
         if (row["table"], row["column"], row["method"]) == ("table2", "cifar100-dir", "fedala")
-    ]  # fmt: skip
+    ]
     assert (ours["paper"], ours["ours"], ours["difference"], ours["agreement"]) == (
         55.92,
         56.0,
@@ -78,7 +97,7 @@ def test_mean_deviation_and_difference(results):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "departures"),
     [
         ({"rounds": 300}, ["300 of 2000 rounds"]),
         ({"shuffle": True}, ["shuffled"]),
@@ -88,11 +107,11 @@ def test_mean_deviation_and_difference(results):
         ({"diverged": 1}, ["clients diverged in 1 round"]),
     ],
 )
-def test_departures_from_the_paper_are_said(changes, said):
-    assert CellResult(tuple(seeds(*[0.5] * 5, **changes))).departures == said
+def test_departures_from_the_paper_are_listed(changes, departures):
+    assert CellResult(tuple(seeds(*[0.5] * 5, **changes))).departures == departures
 
 
-def test_fewer_seeds_and_unequal_rounds_are_said():
+def test_fewer_seeds_and_unequal_rounds_are_departures():
     assert CellResult((BASE, replace(BASE, seed=1, rounds=300))).departures == [
         "300 to 2000 of 2000 rounds",
         "2 of 5 seeds",
@@ -102,29 +121,37 @@ def test_fewer_seeds_and_unequal_rounds_are_said():
 @pytest.mark.parametrize(
     ("difference", "spread", "agreement"),
     [
-        (-1.0, 0, "agrees"), (1.004, 0, "agrees"), (1.01, 0, "near"), (-3.0, 0, "near"), (3.2, 0, "differs"),
-        (0.9, 0.1, "agrees"), (-1.5, 1.5, "agrees"), (1.5, 1.4, "near"), (-3.2, 3.3, "agrees"), (3.2, 3.1, "differs"),
+        (-1.0, 0, "agrees"),
+        (1.004, 0, "agrees"),
+        (1.01, 0, "near"),
+        (-3.0, 0, "near"),
+        (3.2, 0, "differs"),
+        (0.9, 0.1, "agrees"),
+        (-1.5, 1.5, "agrees"),
+        (1.5, 1.4, "near"),
+        (-3.2, 3.3, "agrees"),
+        (3.2, 3.1, "differs"),
     ],
-)  # fmt: skip
+)
 def test_agreement(difference, spread, agreement):
     assert comparison.OwnNumber("", difference, spread=spread).agreement == agreement
 
 
-def test_what_is_within_the_two_standard_deviations_agrees():
-    """FedProx with joining clients: 33.87 ± 2.39 in the paper. Ours: 36 and 38 with one seed, 38 ± 2 with two."""
+def test_a_difference_within_the_two_standard_deviations_agrees():
+    """FedProx has 33.87 ± 2.39 in the paper. Ours: 36 and 38 with one seed, 38 ± 2 with two."""
     cell = {"setting": "cifar100-joining", "method": "fedprox"}
     for bests, agreement in (([0.46], "agrees"), ([0.48], "differs"), ([0.46, 0.5], "agrees")):
         [row] = comparison.list_comparisons(Results(seeds(*bests, **cell)))
         assert row["agreement"] == agreement
 
 
-def test_joining_clients_alone_count_where_the_paper_counts_them_alone(results):
+def test_only_participants_count_if_the_paper_counts_only_them(results):
     assert results.find(
-        place("table7", "cifar100-joining").cell("fedala")
+        find_column("table7", "cifar100-joining").cell("fedala")
     ).accuracy == pytest.approx(54.0)
 
 
-def test_of_two_runs_of_a_seed_the_longer_one_counts():
+def test_the_longer_of_two_runs_of_a_seed_counts():
     longer = replace(BASE, rounds=2000, best=0.6)
     for runs in ([replace(BASE, rounds=10), longer], [longer, replace(BASE, rounds=10)]):
         assert Results(runs).seeds == [longer]
@@ -135,14 +162,14 @@ def test_runs_with_different_schedules_are_not_mixed():
         replace(BASE, method="fedphp", planned=300, rounds=300, seed=0),
         replace(BASE, method="fedphp", planned=2000, rounds=400, seed=1),
     ]
-    figure = Results(runs).find(place("table2", "cifar100-dir").cell("fedphp"))
+    figure = Results(runs).find(find_column("table2", "cifar100-dir").cell("fedphp"))
     assert [run.seed for run in figure.seeds] == [1]
 
 
-def test_improvements_are_ours_with_ala_less_ours_without(results):
+def test_improvements_are_ours_with_ala_minus_ours_without(results):
     [sheet] = [sheet for sheet in comparison.make_sheets(results) if sheet.table.name == "table4"]
-    boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
-    paper, [ours] = boxes[-1].paper, boxes[-1].ours
+    cells = next(cells for group in sheet.groups for title, cells in group if title == "Ditto")
+    paper, [ours] = cells[-1].paper, cells[-1].ours
     assert paper == "3.46"
     assert ours.text == "6.00"
     assert ours.difference == pytest.approx(6.0 - 3.46)
@@ -157,8 +184,8 @@ def test_an_improvement_says_how_each_of_the_two_was_run():
         [sheet] = [
             sheet for sheet in comparison.make_sheets(Results(runs)) if sheet.table.name == "table4"
         ]
-        boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
-        return boxes[-1].ours[0].departures
+        cells = next(cells for group in sheet.groups for title, cells in group if title == "Ditto")
+        return cells[-1].ours[0].departures
 
     assert departures(rounds=300) == ("300 of 2000 rounds", "1 of 5 seeds")
     assert departures(rounds=400) == (
@@ -166,7 +193,7 @@ def test_an_improvement_says_how_each_of_the_two_was_run():
     )
 
 
-def test_how_much_there_is_is_counted_by_cell():
+def test_the_description_counts_cells_once():
     runs = [
         replace(BASE, seed=1),
         replace(BASE, seed=2),
@@ -177,7 +204,7 @@ def test_how_much_there_is_is_counted_by_cell():
     )
 
 
-def test_only_tables_with_something_to_show_are_shown(results):
+def test_tables_without_own_numbers_are_left_out(results):
     assert [sheet.table.name for sheet in comparison.make_sheets(results)] == [
         "table1",
         "table2",
@@ -201,22 +228,19 @@ def test_the_cost_table_shows_seconds_and_parameters():
     assert (per_round.ours[0].text, parameters.ours[0].text) == ("1.5 s", "200")
 
 
-# --- formats -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def written(results, tmp_path):
+def output(results, tmp_path):
     results.write(tmp_path / "results.csv")
     answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path)], prog_name="fedala")
     assert answer.exit_code == 0, answer.output
     return tmp_path / "report", answer
 
 
-def test_a_report_comes_from_csv_alone(written, results, tmp_path):
+def test_a_report_needs_only_the_csv(output, results, tmp_path):
     assert read_results(tmp_path).seeds == sorted(
         results.seeds, key=lambda run: (run.cell, run.planned, run.seed)
     )
-    folder, answer = written
+    folder, answer = output
     assert {path.name for path in folder.iterdir()} == {
         "tables.md",
         "tables.tex",
@@ -227,8 +251,8 @@ def test_a_report_comes_from_csv_alone(written, results, tmp_path):
     assert "partial: 82031 of 127600 samples" in answer.stdout
 
 
-def test_markdown(written):
-    text = (written[0] / "tables.md").read_text(encoding="utf-8")
+def test_markdown(output):
+    text = (output[0] / "tables.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith("| FedALA | 99.88"))
     assert "55.92 ± 0.03<br>**56.00 ± 0.63** (+0.08) ●<br>**57.40**<sup>" in row
     assert "300 of 2000 rounds, 1 of 5 seeds, shuffled" in text
@@ -239,8 +263,8 @@ def test_markdown(written):
         )
 
 
-def test_latex(written):
-    text = (written[0] / "tables.tex").read_text(encoding="utf-8")
+def test_latex(output):
+    text = (output[0] / "tables.tex").read_text(encoding="utf-8")
     assert text.count("\\begin{") == text.count("\\end{")
     assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63 ($+0.08$)}" in text
     assert not set("±ρΣα·") & set(text)
@@ -253,8 +277,8 @@ def test_latex(written):
         assert len({line.count("&") for line in rows}) == 1
 
 
-def test_csv(written):
-    with (written[0] / "tables.csv").open(newline="", encoding="utf-8") as file:
+def test_csv(output):
+    with (output[0] / "tables.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     fedavg = next(row for row in rows if (row["table"], row["method"]) == ("table2", "fedavg"))
     assert (fedavg["paper"], fedavg["ours"], fedavg["difference"]) == ("31.89", "30.0", "-1.89")
@@ -262,7 +286,7 @@ def test_csv(written):
 
 
 class Balanced(HTMLParser):
-    """Every element that is opened is closed, in order."""
+    """Checks that every element is closed, in order."""
 
     def __init__(self):
         super().__init__()
@@ -276,8 +300,8 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
-    text = (written[0] / "index.html").read_text(encoding="utf-8")
+def test_html_is_complete_and_loads_nothing(output):
+    text = (output[0] / "index.html").read_text(encoding="utf-8")
     parser = Balanced()
     parser.feed(text)
     assert parser.open == []
@@ -300,13 +324,13 @@ def test_a_figure_on_the_page_says_what_it_shows(results, tmp_path):
     assert html.unescape(text).count(caption) == 2  # as a caption, and for screen readers
 
 
-def test_what_comes_from_a_file_is_escaped(tmp_path):
+def test_text_from_a_file_is_escaped_in_html(tmp_path):
     Results([replace(BASE, data="<script>x</script>")]).write(tmp_path / "results.csv")
     report.write(read_results(tmp_path), tmp_path / "report")
     assert "<script>" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
-def test_what_latex_would_take_for_a_command_is_text(tmp_path):
+def test_text_from_a_file_is_escaped_in_latex(tmp_path):
     text = formats.to_latex(comparison.make_sheets(Results([replace(BASE, data=r"\x{#$^~")]))[1])
     assert r"data \textbackslash{}x\{\#\$\textasciicircum{}\textasciitilde{}" in text
 
@@ -323,16 +347,13 @@ def test_the_tables_go_between_the_marks_of_a_file(results, tmp_path):
     assert text.count("### Table 2") == 1
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_without_marks_is_refused(results, tmp_path):
     (tmp_path / "page.md").write_text("nothing")
     with pytest.raises(UserError, match="has no place for the tables"):
         report.insert(results, tmp_path / "page.md")
 
 
-def test_a_report_does_not_go_among_the_results(results, tmp_path):
+def test_a_report_is_not_written_among_the_results(results, tmp_path):
     results.write(tmp_path / "results.csv")
     answer = CliRunner().invoke(
         cli.app, ["paper", "report", str(tmp_path), "--out", str(tmp_path)], prog_name="fedala"
@@ -366,7 +387,7 @@ def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
         Results(read_csv(path))
 
 
-def test_the_docs_and_the_kept_report_are_those_of_the_results(tmp_path):
+def test_the_docs_and_the_stored_report_match_the_results(tmp_path):
     root = Path(__file__).parents[2]
     results = read_results(root / "results")
     page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
@@ -375,7 +396,7 @@ def test_the_docs_and_the_kept_report_are_those_of_the_results(tmp_path):
         == report.make_markdown(results).strip()
     )
     for path in report.write(results, tmp_path, []):
-        kept = root / "results" / "report" / path.name
-        assert kept.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
+        stored = root / "results" / "report" / path.name
+        assert stored.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
             "fedala paper report results"
         )

@@ -1,4 +1,4 @@
-"""The bubble plot: one circle for each client and class that meet, its area the number of samples."""
+"""Plots: circles, curves and points are at the right values."""
 
 import numpy as np
 import pytest
@@ -11,19 +11,19 @@ from fedala.report.runs import find_runs
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (20, 10), (100, 100)])
-def test_one_bubble_for_each_client_and_class_that_meet(clients, classes):
+def test_one_circle_for_each_client_and_class_with_samples(clients, classes):
     random = np.random.default_rng(0)
     counts = random.integers(0, 500, (clients, classes)) * random.integers(0, 2, (clients, classes))
     counts[0, 0] = 1
     [axes] = plots.draw_split(counts).axes
     circles = axes.collections[0]
-    places = circles.get_offsets().astype(int)
-    assert len(places) == np.count_nonzero(counts)
-    held = counts[places[:, 0], places[:, 1]]  # x = client, y = class
-    np.testing.assert_allclose(circles.get_sizes() / held, circles.get_sizes()[0] / held[0])
+    points = circles.get_offsets().astype(int)
+    assert len(points) == np.count_nonzero(counts)
+    samples = counts[points[:, 0], points[:, 1]]  # x = client, y = class
+    np.testing.assert_allclose(circles.get_sizes() / samples, circles.get_sizes()[0] / samples[0])
 
 
-def test_class_names_stand_at_the_axis(tmp_path):
+def test_class_names_label_the_axis(tmp_path):
     digits = load("digits")
     figure = plots.draw_split(
         federate(digits, "dir:0.1", 5).counts(), ["zero", *"123456789"], "digits"
@@ -36,7 +36,7 @@ def test_class_names_stand_at_the_axis(tmp_path):
     assert "<svg" in (tmp_path / "split.svg").read_text(encoding="utf-8")
 
 
-def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_a_plot_that_cannot_be_written_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         plots.save(plots.draw_split(np.eye(2, dtype=int)), tmp_path / "no" / "x.png")
 
@@ -72,7 +72,7 @@ def test_every_client_and_method_is_a_point():
         np.testing.assert_allclose(found, 100 * own)
 
 
-def test_what_a_run_shows_is_written_as_png_and_pdf(tmp_path):
+def test_plots_are_written_as_png_and_pdf(tmp_path):
     folder = made_up(tmp_path / "run", ("ditto+ala", "../evil/name", "fedavg"), seeds=2, rounds=4)
     [run] = find_runs([folder.path])
     figures = plots.draw_runs([run])
@@ -99,7 +99,7 @@ def test_a_split_that_several_runs_have_is_drawn_once(tmp_path):
     ]
 
 
-def test_plots_that_have_no_place_are_one_sentence(tmp_path):
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     folder = made_up(tmp_path / "run", ("fedavg",))
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="for the plots cannot be made"):

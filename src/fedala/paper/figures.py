@@ -57,7 +57,7 @@ class Request:
         return plan(config, self.cache.load(setting))
 
     def run(self, checked: Plan, method: Any) -> None:
-        """Run a method, and raise `Stopped` between two rounds if asked to stop."""
+        """Run a method, and raise `Stopped` between two rounds if it should stop."""
         rounds = int(checked.config.rounds or 1)
 
         def check_time(round: int) -> None:

@@ -23,8 +23,8 @@ LEGEND = (
 )
 _COLOUR_LEGEND = _explain({"agrees": "Green", "near": "brown", "differs": "red"}, ": ")
 
-#: Characters that Markdown takes for more than text, besides those of HTML. `//`, `www.` and `@`
-#: make links of addresses.
+#: Characters that Markdown takes for more than text, in addition to those of HTML. `//`, `www.`
+#: and `@` make links of addresses.
 _MARKDOWN = re.compile(r"[\\`*_\[\]|~$]|(?<=:)//|(?i:(?<=www)\.)|@")
 
 

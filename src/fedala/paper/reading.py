@@ -46,7 +46,7 @@ def _verify_csv(folder: Path) -> list[str]:
     path = folder / CSV
     record, exists = Digests.read(folder), os.path.lexists(path)
     if record is None:
-        return [f"{path} has no {DIGESTS} beside it, so it is unverified."] if exists else []
+        return [f"{path} has no {DIGESTS} in its folder, so it is unverified."] if exists else []
     if not exists:
         lost = f"{path} is missing. Its lines on folders that no longer exist are lost."
         return [lost] if CSV in record.written else []

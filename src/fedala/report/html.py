@@ -25,7 +25,7 @@ def render(
 ) -> str:
     """Return a page from a template of `package`, which may build on those of `fedala.report`.
 
-    `style` and `script` name files beside the template, `data` is what the script reads.
+    `style` and `script` name files in the template's folder; the script reads `data`.
     """
     environment = _environment(package)
     style, script = (_read(package, name) if name else "" for name in (style, script))

@@ -1,4 +1,4 @@
-"""Read run folders for reports: finished or not, one's own or somebody else's."""
+"""Read run folders for reports. They may be unfinished, and come from anywhere."""
 
 import math
 import tomllib

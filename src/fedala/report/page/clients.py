@@ -99,7 +99,7 @@ def _make_gain_table(series: Sequence[Series], base: Series) -> Table:
 
 
 def view_split(runs: Sequence[Run]) -> Chart | None:
-    """Return who holds how many samples of which class; None if no folder says so."""
+    """Return a chart of the samples by client and class; None if no run has recorded them."""
     known = distinct_splits(runs)
     if not known:
         return None
