@@ -1,52 +1,22 @@
 """`fedala paper` checks what it reads: cells match their folders, numbers are possible."""
 
-import csv
-import html
 import json
 import os
-import re
 from dataclasses import replace
 
 import pytest
 from fuzz.bounded import attempt
-from markdown_it import MarkdownIt
-from typer.testing import CliRunner
+from paper_results import call, make_result, write_table
 
-from fedala.cli import app as cli
-from fedala.errors import UserError, spreadsheet_safe
-from fedala.paper import report
+from fedala.errors import UserError
 from fedala.paper.experiments import tables
-from fedala.paper.formats import escape_markdown
 from fedala.paper.reading import read_csv, read_results
-from fedala.paper.results import COLUMNS, Results, SeedResult
 from fedala.runs.folder import RunFolder
 
 SETTING = "mnist-pathological"
 COLUMN = next(column for column in tables()["table2"].columns if column.name == SETTING)
 FACTS = {"samples": 240, "data": "", "device": "CPU", "version": "x"}
-BASE = SeedResult(
-    setting=SETTING,
-    method="fedala",
-    set="",
-    shuffle=False,
-    seed=0,
-    rounds=2000,
-    planned=2000,
-    eval_every=1,
-    best=0.56,
-    best_round=150,
-    best_joined=0.56,
-    final=0.5,
-    seconds_per_round=0.25,
-    together=5,
-    diverged=0,
-    sent=100,
-    uploaded=100,
-    samples=60000,
-    data="",
-    device="GPU",
-    version="x",
-)
+BASE = make_result(setting=SETTING)
 
 
 def make_cell(
@@ -77,10 +47,6 @@ def make_cell(
     ]
     RunFolder(folder).add_history(chosen.method, rows)
     return folder
-
-
-def call(*arguments):
-    return CliRunner().invoke(cli.app, ["paper", *map(str, arguments)], prog_name="fedala")
 
 
 def check_refusal(folder, *says):
@@ -247,17 +213,6 @@ def test_a_damaged_cell_file_is_one_sentence(tmp_path, text):
     check_refusal(tmp_path, "cell.json is damaged")
 
 
-def write_table(path, *runs):
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows(
-            [run[name] if isinstance(run, dict) else getattr(run, name) for name in COLUMNS]
-            for run in runs
-        )
-    return path
-
-
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
@@ -384,101 +339,6 @@ def test_a_file_without_room_for_tables_is_refused_first(tmp_path, kind):
     outcome = attempt(["paper", "report", str(tmp_path), "--insert", str(path)], tmp_path)
     assert (outcome.code, outcome.fault) == (2, ""), outcome.says
     assert not (tmp_path / "report").exists()
-
-
-HOSTILE = (
-    r"<script>x</script> a|b `c` [d](javascript:e) \input{/etc/passwd} "
-    r"$5 %f &g #h _i ^j ~k *l* https://m.n o@p"
-)
-
-
-@pytest.fixture
-def report_texts(tmp_path):
-    write_table(
-        tmp_path / "results.csv",
-        replace(BASE, data=HOSTILE),
-        replace(BASE, setting="tiny-resnet18-dir", device=HOSTILE),
-    )
-    answer = call("report", tmp_path)
-    assert answer.exit_code == 0, answer.output
-    return {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").iterdir()}
-
-
-def test_markdown_shows_a_field_and_does_not_run_it(report_texts):
-    shown = (
-        r"&lt;script&gt;x&lt;/script&gt; a\|b \`c\` \[d\](javascript:e) \\input{/etc/passwd} "
-        r"\$5 %f &amp;g #h \_i ^j \~k "
-        r"\*l\* https:\//m.n o&#64;p"
-    )
-    assert report_texts["tables.md"].count(shown) >= 2  # as a note, and as a device in a table
-    assert "<script" not in report_texts["tables.md"]
-    for rows in re.findall(r"(?:^\|.*\n)+", report_texts["tables.md"], re.M):
-        assert len({line.replace(r"\|", "").count("|") for line in rows.splitlines()}) == 1
-
-
-def test_markdown_renders_to_the_original_text():
-    for text in (
-        HOSTILE,
-        "&#64; &lt;",
-        "**x** ![y](z) <!-- c -->",
-        "a\\|b",
-        "www.x.y http://x",
-        "~~x~~ ```",
-    ):
-        rendered = MarkdownIt("gfm-like", {"linkify": False}).render(
-            f"| a |\n|---|\n| x {escape_markdown(text)} |\n"
-        )
-        assert rendered.count("<td>") == 1
-        inside = rendered.partition("<td>")[2].partition("</td>")[0]
-        assert "<" not in inside
-        assert html.unescape(inside) == f"x {text}"
-
-
-def test_latex_prints_a_field_and_does_not_run_it(report_texts):
-    shown = (
-        r"\textless{}script\textgreater{}x\textless{}/script\textgreater{} a\textbar{}b `c` "
-        r"[d](javascript:e) \textbackslash{}input\{/etc/passwd\} \$5 \%f \&g \#h \_i "
-        r"\textasciicircum{}j \textasciitilde{}k *l*"
-    )
-    assert report_texts["tables.tex"].count(shown) >= 2
-    assert r"\input" not in report_texts["tables.tex"]
-
-
-def test_html_shows_a_field_and_does_not_run_it(report_texts):
-    assert "<script" not in report_texts["index.html"]
-    assert "&lt;script&gt;" in report_texts["index.html"]
-
-
-@pytest.mark.parametrize(
-    "text", ["=1+1", "+1+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1", "-", "--1"]
-)
-def test_no_field_is_a_formula_of_a_spreadsheet(text):
-    assert spreadsheet_safe(text) == f"'{text}"
-    assert spreadsheet_safe(spreadsheet_safe(text)) == f"'{text}"
-
-
-@pytest.mark.parametrize(
-    "value", ["-1.89", "+3", "-1e-5", -1.89, -2, None, True, "a=b", "", "'=1", "1-2"]
-)
-def test_numbers_and_plain_text_stay_as_they_are(value):
-    assert spreadsheet_safe(value) is value
-
-
-def test_the_csv_of_results_holds_no_formula(tmp_path):
-    Results([replace(BASE, data='=HYPERLINK("http://x")', device="@x", version="-x")]).write(
-        tmp_path / "results.csv"
-    )
-    [run] = read_csv(tmp_path / "results.csv")
-    assert (run.data, run.device, run.version) == ('\'=HYPERLINK("http://x")', "'@x", "'-x")
-    Results([run]).write(tmp_path / "results.csv")
-    assert list(read_csv(tmp_path / "results.csv")) == [run]
-
-
-def test_a_reports_csv_holds_no_formula(monkeypatch):
-    monkeypatch.setattr(
-        report, "list_comparisons", lambda results: [{"method": "=x", "difference": -1.5}]
-    )
-    assert report._make_csv(Results([])) == "method,difference\n'=x,-1.5\n"
 
 
 def test_a_line_of_the_wrong_setting_is_refused(tmp_path):

@@ -10,38 +10,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from paper_results import call, make_result
 
-from fedala.cli import app as cli
 from fedala.errors import UserError
 from fedala.paper import comparison, formats, report
 from fedala.paper.experiments import drawings, tables
 from fedala.paper.reading import read_csv, read_results
-from fedala.paper.results import CellResult, Results, SeedResult
+from fedala.paper.results import CellResult, Results
 
-BASE = SeedResult(
-    setting="cifar100-dir",
-    method="fedala",
-    set="",
-    shuffle=False,
-    seed=0,
-    rounds=2000,
-    planned=2000,
-    eval_every=1,
-    best=0.56,
-    best_round=150,
-    best_joined=0.56,
-    final=0.5,
-    seconds_per_round=0.25,
-    together=5,
-    diverged=0,
-    sent=100,
-    uploaded=100,
-    samples=60000,
-    data="",
-    device="GPU",
-    version="x",
-)
+BASE = make_result()
 
 
 def seeds(*bests, **changes):
@@ -231,7 +208,7 @@ def test_the_cost_table_shows_seconds_and_parameters():
 @pytest.fixture
 def output(results, tmp_path):
     results.write(tmp_path / "results.csv")
-    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path)], prog_name="fedala")
+    answer = call("report", tmp_path)
     assert answer.exit_code == 0, answer.output
     return tmp_path / "report", answer
 
@@ -355,16 +332,14 @@ def test_a_file_without_marks_is_refused(results, tmp_path):
 
 def test_a_report_is_not_written_among_the_results(results, tmp_path):
     results.write(tmp_path / "results.csv")
-    answer = CliRunner().invoke(
-        cli.app, ["paper", "report", str(tmp_path), "--out", str(tmp_path)], prog_name="fedala"
-    )
+    answer = call("report", tmp_path, "--out", tmp_path)
     assert answer.exit_code == 2
     assert "taken for results" in answer.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "results.csv"]
 
 
 def test_a_folder_without_results_is_refused(tmp_path):
-    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path)], prog_name="fedala")
+    answer = call("report", tmp_path)
     assert answer.exit_code == 2
     assert "There is no result to report" in answer.stderr
 

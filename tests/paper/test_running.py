@@ -10,10 +10,9 @@ import sys
 import time
 
 import pytest
+from paper_results import call
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fedala.cli import app as cli
 from fedala.errors import UserError
 from fedala.paper import processes, running
 from fedala.paper.cell_folders import read_histories, write_cell_file
@@ -24,10 +23,6 @@ from fedala.runs.folder import RunFolder
 
 SETTING = "mnist-pathological"
 COLUMN = next(column for column in tables()["table2"].columns if column.name == SETTING)
-
-
-def call(*arguments):
-    return CliRunner().invoke(cli.app, ["paper", *map(str, arguments)], prog_name="fedala")
 
 
 def run(data, out, *options, method="fedavg,fedala", rounds=2, seeds=1):

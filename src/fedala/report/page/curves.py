@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from fedala.report.arrays import mean_std, pick_evenly
+from fedala.report.arrays import Rows, mean_std, pick_evenly
 from fedala.report.curves import TITLES, collect_curves, list_columns, list_seeds
 from fedala.report.page.views import MOST_ROWS, Chart, Row, Select, Table
 from fedala.report.series import Series
-from fedala.runs.execute import MethodResult
 
 
 def view_curves(series: Sequence[Series]) -> list[Chart]:
@@ -14,7 +13,7 @@ def view_curves(series: Sequence[Series]) -> list[Chart]:
     names: dict[str, None] = {}
     for one in series:
         names |= dict.fromkeys(list_columns(one.result))
-    if all(_are_equal(one.result, "accuracy", "accuracy_joined") for one in series):
+    if all(_are_equal(one.result.history, "accuracy", "accuracy_joined") for one in series):
         names.pop("accuracy_joined", None)
     accuracies = [name for name in names if name.startswith("accuracy")]
     losses = [name for name in names if name.endswith("loss")]
@@ -33,8 +32,9 @@ def view_curves(series: Sequence[Series]) -> list[Chart]:
     return charts
 
 
-def _are_equal(result: MethodResult, first: str, second: str) -> bool:
-    return all(row[first] == row[second] or row[first] != row[first] for row in result.history)
+def _are_equal(rows: Rows, first: str, second: str) -> bool:
+    """Tell whether two columns are equal; NaN equals anything."""
+    return all(row[first] == row[second] or row[first] != row[first] for row in rows)
 
 
 def _select_axes(identifier: str, seeds: Sequence[int]) -> list[Select]:
