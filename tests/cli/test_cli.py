@@ -509,7 +509,7 @@ def test_report_makes_one_page_of_several_folders(here):
     assert call("report", "one").stdout == "Written: one/report.html\n"
     assert call("report", "one", "two", "--out", "both.html").stdout == "Written: both.html\n"
     assert "FedALA · two" in (here / "both.html").read_text(encoding="utf-8")
-    refused(call("report", "one", "two"), "say where it goes")
+    refused(call("report", "one", "two"), "name its file")
     refused(call("report", "three"), "There is no folder three")
 
 
