@@ -41,7 +41,7 @@ class FedDyn(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        anchor = {name: initialized[name] for name in cohort.task.trainable}
+        anchor = {name: received.model[name] for name in cohort.task.trainable}
         fixed = {"lr": cohort.lr, "anchor": anchor, "g": state["g"]}
         trained = cohort.train(self.step, initialized, fixed)
         g = {

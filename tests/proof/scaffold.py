@@ -23,7 +23,7 @@ from fedala.methods import Method, ServerRound
 
 @dataclass(frozen=True)
 class Scaffold(Method):
-    """Control variates c and c_i correct the drift of local steps. Option II of the paper, η_g = 1."""
+    """Control variates c and c_i correct the drift of local steps. Option II, η_g = 1."""
 
     name = "scaffold"
     title = "SCAFFOLD"

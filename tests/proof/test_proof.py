@@ -4,6 +4,7 @@ Each method is registered for this file only.
 """
 
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,29 +21,37 @@ from small import Net, assert_close, evaluate, ragged_task, start_of
 
 import fedala
 from fedala.io import tensor_files
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
 from fedala.lanes.trees import leaves
-from fedala.methods import catalogue, make, register, registry
+from fedala.methods import Method, ServerRound, catalogue, make, register, registry
 from fedala.simulation import Simulation
 
 PROOFS = (FedPer, FedBN, Scaffold, FedDyn, FedAdam, PFedHN)
 NAMES = [cls.name for cls in PROOFS]
+WITH_ALA = [f"{cls.name}+ala" for cls in PROOFS if not cls.refuses_ala]
+
+
+@pytest.fixture(scope="module")
+def register_method():
+    """Yield a function that registers a method until the end of this file."""
+    before = dict(registry._classes())
+    yield register
+    registry._classes().clear()
+    registry._classes().update(before)
+    catalogue.cache_clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def register_proofs():
+def register_proofs(register_method):
     for cls in PROOFS:
-        register(cls)
-    yield
-    for cls in PROOFS:
-        del registry._classes()[cls.name]
-    catalogue.cache_clear()
+        register_method(cls)
 
 
 # --- what every method must hold -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WITH_ALA])
 def test_lanes_are_independent(name, join_ratio):
     """One client after another, three together, all together, two seeds or one: the same."""
     task = ragged_task(SIZES)
@@ -63,7 +72,7 @@ def test_lanes_are_independent(name, join_ratio):
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WITH_ALA])
 def test_it_resumes_from_its_state(name, join_ratio, tmp_path):
     """A new simulation takes servers and clients in the middle, through files, to the same end."""
     task = ragged_task(SIZES)
@@ -91,7 +100,7 @@ def test_it_resumes_from_its_state(name, join_ratio, tmp_path):
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WITH_ALA])
 def test_a_federation_equals_the_simulation(name, join_ratio, tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
     from flower.inprocess import RUN, build_federation, run_in_process
@@ -116,7 +125,7 @@ def test_a_federation_equals_the_simulation(name, join_ratio, tmp_path):
     arrays = [message.content["arrays"] for message in [*grid.sent, *grid.replies]
               if "arrays" in message.content]  # fmt: skip
     has_extra = any(key.startswith("+extra/") for record in arrays for key in record)
-    assert has_extra == (name == "scaffold")
+    assert has_extra == name.startswith(("scaffold", "prototypes"))
 
 
 def count(params, names=None):
@@ -153,6 +162,70 @@ def test_a_client_without_samples_has_no_part(name):
     _, _, without = evaluate(name, alone, rounds=3)
     for key in without:
         assert_close(models[key], without[key], 1e-10)
+
+
+@pytest.mark.parametrize("policy", ["skip", "reset"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_client_that_diverges_spoils_nothing(name, policy):
+    """One client's samples are not finite. Nobody else's state shows it, in any number of lanes."""
+    found = []
+    for lanes in (1, None):
+        task = ragged_task(SIZES)
+        task.x[task.parts["train"][2]] = float("nan")
+        simulation, evaluations, _ = evaluate(
+            name, task, lanes=lanes, rounds=3, on_divergence=policy
+        )
+        assert [one.row.diverged for one in evaluations] == [1, 1, 1, 0]
+        states = {"server": simulation.servers[0], **dict(simulation.clients.items())}
+        assert all(leaf.isfinite().all() for _, leaf in leaves(states))
+        found.append(dict(leaves(states)))
+    assert_close(*found, 1e-10)
+
+
+@dataclass(frozen=True)
+class Prototypes(Method):
+    """Only extra tensors travel: each class's mean scores, towards which no client trains."""
+
+    name = "prototypes"
+    title = "Prototypes"
+    summary = "sends no model"
+    refuses_ala = "no model is received"
+
+    def shared_part(self, task: Task, model: Params) -> Params:
+        return {}
+
+    def extra_template(self, task: Task, initial: Params) -> State:
+        return {"mean": torch.zeros(1, 3, dtype=task.dtype)}
+
+    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
+        return self.extra_template(task, initial)
+
+    def send(self, server: State, server_round: ServerRound) -> Message:
+        return Message(extra=server)
+
+    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
+        return uploads.average().extra
+
+    def init_client(self, task: Task, initial: Params) -> State:
+        return {"local": initial}
+
+    def initialize(self, cohort: Cohort, received: Message, state: State):
+        return state["local"], state
+
+    def train(self, cohort: Cohort, initialized: Params, received: Message, state: State):
+        trained = cohort.sgd(initialized)
+        bias = {**trained, "out.bias": trained["out.bias"] + 0.1 * received.extra["mean"]}
+        return Message(extra={"mean": trained["out.bias"]}), {"local": bias}
+
+
+@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
+def test_a_method_may_send_extra_tensors_only(join_ratio, tmp_path, register_method):
+    register_method(Prototypes)
+    test_lanes_are_independent("prototypes", join_ratio)
+    test_it_resumes_from_its_state("prototypes", join_ratio, tmp_path)
+    _, evaluations, _ = evaluate("prototypes", ragged_task(SIZES), rounds=2)
+    assert (evaluations[1].row.sent, evaluations[1].row.uploaded) == (3, 3)
+    test_a_federation_equals_the_simulation("prototypes", join_ratio, tmp_path)
 
 
 # --- what sets each apart ------------------------------------------------------------------------
