@@ -96,19 +96,25 @@ def _mean(
     share: Tensor,
 ) -> Tensor:
     """Return Σ share·value as one lane, copying at most about `BLOCK` bytes at a time."""
-    flat = [value.reshape(len(value), -1) for value in values]
-    width, shape = flat[0].shape[1], values[0].shape[1:]
-    step = max(1, BLOCK // (len(sources) * flat[0].element_size()))
+    # Columns in the order of memory (one lane may stand channels last) are views, not copies.
+    order = sorted(range(1, values[0].dim()), key=lambda dimension: -values[0].stride(dimension))
+    sorted_values = [value.permute(0, *order) for value in values]
+    flat = [value.reshape(len(value), -1) for value in sorted_values]
+    width, shape = flat[0].shape[1], sorted_values[0].shape[1:]
+    step = max(2, BLOCK // (len(sources) * flat[0].element_size()))
+    # A single column is added up in another order than several: it never is a block of its own.
+    starts = range(0, max(width - 1, 1), step)
     means = []
-    for start in range(0, max(width, 1), step):
-        columns = slice(start, start + step)
+    for start, end in zip(starts, [*starts[1:], width], strict=True):
+        columns = slice(start, end)
         if len(flat) == 1:
             block = flat[0][:, columns].index_select(0, lanes)
         else:
             block = torch.stack([flat[piece][lane, columns] for piece, lane in sources])
         means.append(torch.tensordot(share, block, 1))
     whole = means[0] if len(means) == 1 else torch.cat(means)
-    return whole.view(1, *shape)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return whole.view(1, *shape).permute(0, *(1 + position for position in back)).contiguous()
 
 
 def count_numbers_per_lane(message: Message) -> int:
