@@ -288,11 +288,8 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
             for (s, client), model in models.items()
             if s == seed and client is not None
         }
-        outcomes.append(
-            Outcome(
-                models[seed, None], personal, history, [row.get("ala_epochs", 0.0) for row in own]
-            )
-        )
+        epochs = [row.metrics.get("ala_epochs", 0.0) for row in own]
+        outcomes.append(Outcome(models[seed, None], personal, history, epochs))
     return outcomes
 
 
