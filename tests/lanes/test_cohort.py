@@ -86,7 +86,7 @@ def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
     settings_ = Settings(layers=2, max_epochs=30, threshold=0.003)
     state = init_state(local, governed)
     state["trained"][::3] = True  # some lanes are past their initial stage
-    cohort.received, cohort.source = received, [0] * len(SIZES)
+    cohort.received, cohort.source = Message(received), [0] * len(SIZES)
     together, state_after, outcome = initialize(
         cohort, settings_, state, local, received, governed=governed
     )
@@ -96,7 +96,7 @@ def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
     )
     for lane in range(len(SIZES)):
         own = slice(lane, lane + 1)
-        single = alone(task, cohort, lane, received=take(received, own), source=[0])
+        single = alone(task, cohort, lane, received=Message(take(received, own)), source=[0])
         one, one_state, outcome = initialize(
             single,
             settings_,
@@ -121,7 +121,7 @@ def test_evaluation_in_lanes_is_each_clients_own(task, cohort, shared):
         params = {
             name: value[:1].expand(len(SIZES), *value.shape[1:]) for name, value in params.items()
         }
-        cohort.received, cohort.source = params, [0] * len(SIZES)
+        cohort.received, cohort.source = Message(params), [0] * len(SIZES)
     score = cohort.evaluate(params)
     for lane, client in enumerate(cohort.clients):
         own = alone(task, cohort, lane).evaluate(take(params, slice(lane, lane + 1)))
@@ -148,9 +148,9 @@ def test_a_shared_body_is_evaluated_once_and_right(task, cohort):
     received = {n: v.expand(3, *v.shape[1:]) for n, v in start(1).items()}
     own = join([start(seed) for seed in (2, 3, 4)])
     params = {n: own[n] if n.startswith("fc2") else received[n] for n in received}
-    shared = Cohort(cut_task, [0, 1, 2], [0, 0, 0], received=received, source=[0, 0, 0]).evaluate(
-        params
-    )
+    shared = Cohort(
+        cut_task, [0, 1, 2], [0, 0, 0], received=Message(received), source=[0, 0, 0]
+    ).evaluate(params)
     plain = Cohort(cut_task, [0, 1, 2], [0, 0, 0]).evaluate(
         {n: v.clone() for n, v in params.items()}
     )
@@ -228,7 +228,7 @@ def test_features_that_do_not_fit_are_computed_again_with_the_same_result(
         simulation = Simulation(
             make("fedala", {"ala.layers": layers}), task, start_of(task, build), rounds=2
         )
-        found.append([row.loss for row in simulation.run()])
+        found.append([evaluation.row.loss for evaluation in simulation.run()])
         if model == "cnn" or layers == 1:
             assert any(cuts) == (memory is None)
         cuts.clear()
@@ -359,8 +359,7 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
             rounds=2,
             lanes=lanes,
         )
-        rows = list(simulation.run())
-        found.append([row.loss for row in rows])
+        found.append([evaluation.row.loss for evaluation in simulation.run()])
         state = simulation.servers[0]["global"]
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] == pytest.approx(found[2], rel=1e-9)
@@ -410,7 +409,7 @@ def test_the_trial_depends_on_nothing_that_a_run_changes():
                 parameter.fill_(value)
         assert other.uses_channels_last == task.uses_channels_last
         assert other.uses_vmap == task.uses_vmap
-    assert task.twin().uses_channels_last
+    assert task.copy_for_thread().uses_channels_last
 
 
 @pytest.mark.parametrize("foreign", [False, True])
@@ -423,7 +422,7 @@ def test_common_models_keep_the_fast_layout(foreign):
         task.x = F.interpolate(task.x, shape)
         task.model = (nn.Sequential(model) if foreign else model).to("meta")
         assert task.uses_channels_last
-        weight = task.laid_out(torch.randn(1, 8, 4, 3, 3))
+        weight = task.lay_out(torch.randn(1, 8, 4, 3, 3))
         assert weight.squeeze(0).is_contiguous(memory_format=torch.channels_last)
 
 

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task
 from fedala.methods import make
@@ -91,12 +92,12 @@ def line_cohort(**settings):
     x, y = torch.ones(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     model = nn.Linear(1, 1, bias=False)
     task = Task(model, x, y, [np.array([0]), np.array([1])], loss=loss, precision="float64", lr=0.1)
-    received = {
-        "weight": torch.tensor([1.0, 3.0]).double().view(1, 2, 1, 1),
-        "p_0": torch.tensor([[0.5, 0.5]]).double(),
-    }
+    received = Message(
+        {"weight": torch.tensor([1.0, 3.0]).double().view(1, 2, 1, 1)},
+        {"p_0": torch.tensor([[0.5, 0.5]]).double()},
+    )
     state = {
-        "core": {"weight": received["weight"][:, 0]},
+        "core": {"weight": received.model["weight"][:, 0]},
         "p": torch.tensor([[0.25, 0.75]]).double(),
     }
     return Cohort(task, [0], [0], **settings), received, state
@@ -113,7 +114,7 @@ def test_a_step_by_hand():
     initialized, state = apple.initialize(cohort, received, state)
     assert initialized["weight"].item() == 2.5
     upload, after = apple.train(cohort, initialized, received, state)
-    assert upload["weight"].item() == pytest.approx(0.75)
+    assert upload.model["weight"].item() == pytest.approx(0.75)
     assert after["p"][0].tolist() == pytest.approx([0.2, 0.6])
 
     cohort, received, state = line_cohort(round=1, rounds=10)
@@ -124,7 +125,7 @@ def test_a_step_by_hand():
     upload, _ = make("apple", {"apple.scale_core": False}).train(
         cohort, initialized, received, state
     )
-    assert upload["weight"].item() == pytest.approx(1 - 0.1 * 5 / 4)
+    assert upload.model["weight"].item() == pytest.approx(1 - 0.1 * 5 / 4)
 
 
 def test_the_pull_fades_over_the_first_l_of_the_rounds():

@@ -7,6 +7,7 @@ from small import assert_close, ragged_task, simulate
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.methods import make
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
@@ -59,21 +60,21 @@ def test_tuning_by_hand():
     task.x, task.y = torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[2.0], [6.0]]).double()
     zero = {"weight": torch.zeros(1, 1, 1).double(), "bias": torch.zeros(1, 1).double()}
     method, cohort = make("fedavg-c", {"fedavg-c.epochs": 1}), Cohort(task, [0], [0])
-    tuned, state = method.initialize(cohort, zero, method.init_client(task, zero))
+    tuned, state = method.initialize(cohort, Message(zero), method.init_client(task, zero))
     assert (tuned["weight"].item(), tuned["bias"].item()) == (
         pytest.approx(2.0),
         pytest.approx(0.8),
     )
-    upload, state = method.train(cohort, tuned, zero, state)
-    assert (upload["weight"].item(), upload["bias"].item()) == (
+    upload, state = method.train(cohort, tuned, Message(zero), state)
+    assert (upload.model["weight"].item(), upload.model["bias"].item()) == (
         pytest.approx(1.68),
         pytest.approx(0.64),
     )
     # FedProx-C with μ = 1: at the anchor no pull; from tuned the pull adds w − 0 = 2 and b − 0 = 0.8 to the gradient.
     method = make("fedprox-c", {"fedprox-c.epochs": 1, "fedprox-c.mu": 1})
-    tuned, state = method.initialize(cohort, zero, method.init_client(task, zero))
-    upload, _ = method.train(cohort, tuned, zero, state)
-    assert (upload["weight"].item(), upload["bias"].item()) == (
+    tuned, state = method.initialize(cohort, Message(zero), method.init_client(task, zero))
+    upload, _ = method.train(cohort, tuned, Message(zero), state)
+    assert (upload.model["weight"].item(), upload.model["bias"].item()) == (
         pytest.approx(1.48),
         pytest.approx(0.56),
     )
@@ -147,7 +148,7 @@ def test_outside_the_round_a_client_has_what_its_training_left_it():
 def test_defaults_and_refusals(name):
     assert make(name).epochs == 14
     with pytest.raises(
-        UserError, match=rf"{name}\+ala is refused: fine-tuning stands where ALA would stand"
+        UserError, match=rf"{name}\+ala is refused: fine-tuning is the local initialisation already"
     ):
         make(f"{name}+ala")
     with pytest.raises(UserError, match=rf"{name}.epochs must be at least 0"):

@@ -10,9 +10,10 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task, model_state
-from fedala.methods import make
+from fedala.methods import ServerRound, make
 from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13]
@@ -132,7 +133,7 @@ def test_weights_by_hand():
     received, state = line(1.0, 0.0, 3.0, 2.0), {"local": single(7.0), "previous": single(2.0)}
     weights = fomo.weights(cohort, received, state["previous"])
     assert weights.tolist() == [pytest.approx([0.6, 0.4, 0, 0])]
-    initialized, _ = fomo.initialize(cohort, received, state)
+    initialized, _ = fomo.initialize(cohort, Message(received), state)
     assert initialized["weight"].item() == pytest.approx(0.6)
 
 
@@ -154,28 +155,32 @@ def test_near_pairs_have_their_true_distance():
 @pytest.mark.parametrize("received", [line(3.0, 4.0), line(2.0), line(float("nan"), 5.0), {}])
 def test_where_nothing_helps_the_client_keeps_its_own_last_trained_model(received):
     state = {"local": single(7.0), "previous": single(2.0)}
-    initialized, _ = make("fedfomo").initialize(Cohort(line_task(), [0], [0]), received, state)
+    initialized, _ = make("fedfomo").initialize(
+        Cohort(line_task(), [0], [0]), Message(received), state
+    )
     assert initialized["weight"].item() == 7
 
 
 def test_a_diverged_model_spoils_nobody():
     state = {"local": single(7.0), "previous": single(2.0)}
     received = line(float("nan"), float("inf"), 1.0)
-    initialized, _ = make("fedfomo").initialize(Cohort(line_task(), [0], [0]), received, state)
+    initialized, _ = make("fedfomo").initialize(
+        Cohort(line_task(), [0], [0]), Message(received), state
+    )
     assert initialized["weight"].item() == 1
 
 
 def test_a_client_without_samples_takes_the_mean_and_one_with_a_single_sample_uses_it_twice():
     state = {"local": single(7.0), "previous": single(2.0)}
     initialized, _ = make("fedfomo").initialize(
-        Cohort(line_task(0), [0], [0]), line(1.0, 4.0), state
+        Cohort(line_task(0), [0], [0]), Message(line(1.0, 4.0)), state
     )
     assert initialized["weight"].item() == 2.5
     cohort, fomo = Cohort(line_task(1), [0], [0]), make("fedfomo")
-    initialized, _ = fomo.initialize(cohort, line(1.0, 4.0), state)
+    initialized, _ = fomo.initialize(cohort, Message(line(1.0, 4.0)), state)
     assert initialized["weight"].item() == 1
-    upload, _ = fomo.train(cohort, initialized, line(1.0, 4.0), state)
-    assert upload["weight"].item() != 1
+    upload, _ = fomo.train(cohort, initialized, Message(line(1.0, 4.0)), state)
+    assert upload.model["weight"].item() != 1
 
 
 # --- what is trained on, and what is sent ----------------------------------------------------------------------------
@@ -219,13 +224,14 @@ def test_lanes_of_a_run_share_one_stack_also_beside_other_runs():
     simulation = Simulation(make("fedfomo"), task, start_of(task), rounds=1, seeds=(0, 1))
     simulation.step(1, train=True)
     joined = [[0, 1, 2]] * 2
-    sent = [simulation.method.send(server, joined[0]) for server in simulation.servers]
-    cohorts = list(simulation._cohorts([(run, client) for run in (0, 1) for client in joined[0]]))
+    next_round = ServerRound(0, 2, 2, joined[0], SIZES)
+    sent = [simulation.method.send(server, next_round) for server in simulation.servers]
+    cohorts = list(simulation.transport._form_cohorts(joined))
     assert [len({run for run, _ in lanes}) for lanes in cohorts] == [1, 1]
     for lanes in cohorts:
-        received = simulation._cohort(lanes, 2, sent, joined).received
-        for name, value in received.items():
-            assert value.data_ptr() == sent[lanes[0][0]][name].data_ptr()
+        received = simulation.transport.make_cohort(lanes, 2, sent, joined).received
+        for name, value in received.model.items():
+            assert value.data_ptr() == sent[lanes[0][0]].model[name].data_ptr()
             assert value.stride(0) == 0 or len(value) == 1
 
 

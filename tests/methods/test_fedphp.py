@@ -14,6 +14,7 @@ from torch import nn
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
+from fedala.lanes.messages import Message
 from fedala.lanes.task import model_state
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, Step, mmd
@@ -214,11 +215,11 @@ def test_its_schedule_depends_on_the_number_of_rounds():
 
 def test_steps_of_different_rounds_are_one_to_be_captured():
     task = ragged_task(SIZES)
-    one, other, deeper = (Step(0.1, 0.01, Cut(task.model, p)) for p in (1, 1, 0))
+    one, other, deeper = (Step(0.1, Cut(task.model, p)) for p in (1, 1, 0))
     assert one == other
     assert hash(one) == hash(other)
     assert one != deeper
-    assert one != Step(0.1, 0.01, Cut(Net(), 1))
+    assert one != Step(0.1, Cut(Net(), 1))
 
 
 class Scaled(Net):
@@ -268,12 +269,12 @@ def test_our_own_models_are_cut_where_they_say():
         {n: v.clone() for n, v in model_state(one).items()} for one in (model, teacher)
     )
     method = FedPHP(lam=0.7)
-    trained, _ = method.train(
-        Cohort(task, [0], [0]), start, received, method.init_client(task, start)
+    upload, _ = method.train(
+        Cohort(task, [0], [0]), start, Message(received), method.init_client(task, start)
     )
     rows = task.parts["train"][0]
     loss = F.cross_entropy(model(task.x[rows]), task.y[rows])
     teacher(task.x[rows])
     (0.3 * loss + 0.7 * plain_mmd(seen[0], seen[1].detach())).backward()
     torch.optim.SGD(model.parameters(), lr=task.lr).step()
-    assert_close(trained, model_state(model), 1e-12)
+    assert_close(upload.model, model_state(model), 1e-12)

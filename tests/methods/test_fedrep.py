@@ -10,6 +10,7 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.trees import join, leaves
 from fedala.methods import make
 from fedala.models import cnn
@@ -89,13 +90,14 @@ def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
     travelled = set()
     send, aggregate = type(method).send, type(method).aggregate
 
-    def sending(self, server, clients):
-        sent = send(self, server, clients)
-        travelled.update(sent)
+    def sending(self, server, server_round):
+        sent = send(self, server, server_round)
+        travelled.update(path.rpartition("/")[2] for path, _ in leaves(sent))
         return sent
 
     def aggregating(self, server, uploads, *rest):
-        travelled.update(path.rpartition("/")[2] for path, _ in leaves((server, uploads)))
+        both = server, uploads.stack()
+        travelled.update(path.rpartition("/")[2] for path, _ in leaves(both))
         return aggregate(self, server, uploads, *rest)
 
     monkeypatch.setattr(type(method), "send", sending)
@@ -121,17 +123,17 @@ def test_the_evaluated_body_is_the_received_one_and_is_recognised():
         for name, value in task.model.named_parameters()
     }
     method = make("fedrep")
-    received = method.shared_part(task, start)
+    received = Message(method.shared_part(task, start))
     cohort = Cohort(task, [0, 1], [0, 0], received=received, source=[0, 0])
     initialized, _ = method.initialize(cohort, received, method.init_client(task, start))
     assert initialized.keys() == start.keys()
-    assert all(initialized[name] is received[name] for name in received)
-    assert cohort._own_layers(initialized) == 1
+    assert all(initialized[name] is received.model[name] for name in received.model)
+    assert cohort.sharing.count_own_layers(task, initialized) == 1
     # With ALA on top of it, the last layer of the body is the client's own as well.
     method = make("fedrep+ala", {"ala.max_epochs": 1})
     state = method.init_client(task, {name: value + 0.1 for name, value in start.items()})
     initialized, _ = method.initialize(cohort, received, state)
-    assert cohort._own_layers(initialized) == 2
+    assert cohort.sharing.count_own_layers(task, initialized) == 2
     assert torch.equal(initialized["fc2.weight"], start["fc2.weight"] + 0.1)
 
 
@@ -197,7 +199,7 @@ def test_ala_without_layers_is_plain_fedrep():
 
 def test_a_model_without_a_body_is_refused():
     task = ragged_task([5], model=nn.Linear(36, 3))
-    with pytest.raises(UserError, match="two layers or more"):
+    with pytest.raises(UserError, match="at least two layers"):
         Simulation(make("fedrep"), task, start_of(task, lambda: nn.Linear(36, 3)))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.task import Task, model_state
 from fedala.methods import make
 from fedala.methods.pfedme import PFedMe
@@ -83,9 +84,11 @@ def trained_by_hand(**settings):
     assert start.keys() == model_state(model).keys()
     method = PFedMe(**settings)
     upload, kept = method.train(
-        Cohort(task, [0], [0]), start, start, method.init_client(task, start)
+        Cohort(task, [0], [0]), start, Message(start), method.init_client(task, start)
     )
-    return [[value.item() for value in params.values()] for params in (upload, kept["personal"])]
+    return [
+        [value.item() for value in params.values()] for params in (upload.model, kept["personal"])
+    ]
 
 
 def test_two_parameters_by_hand():
@@ -127,7 +130,7 @@ def test_the_personal_model_is_the_clients_own():
 def test_without_beta_the_global_model_never_moves_and_with_one_it_is_the_mean():
     task = ragged_task(SIZES)
     still, _, _ = simulate("pfedme", task, settings={"pfedme.beta": 0.0}, rounds=3)
-    for name, value in still.start[0].items():
+    for name, value in still.initial[0].items():
         if value.is_floating_point():
             assert torch.equal(still.servers[0]["global"][name], value)
     moved, _, _ = simulate("pfedme", task, rounds=1)

@@ -10,9 +10,8 @@ import torch
 from methods.test_methods import SIZES, same_rows
 from small import assert_close, ragged_task, simulate
 
-from fedala import methods
 from fedala.errors import UserError
-from fedala.methods import Method, catalogue, make, register
+from fedala.methods import Method, catalogue, make, register, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "your-own.md"
 METHOD, USE, TEST = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -26,7 +25,7 @@ def fedper(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield importlib.import_module("fedper")
     del sys.modules["fedper"]
-    del methods._classes()["fedper"]
+    del registry._classes()["fedper"]
     catalogue.cache_clear()
 
 
@@ -54,8 +53,8 @@ def test_the_pages_way_to_run_it_runs():
     result = namespace["result"]
     assert list(result.methods) == ["fedper", "fedavg", "local"]
     sent = result.methods["fedper"].summary()["parameters_per_client_and_round"]["sent"]
-    list_methods = result.methods["fedavg"].summary()["parameters_per_client_and_round"]["sent"]
-    assert list_methods - sent == 512 * 10 + 10
+    whole = result.methods["fedavg"].summary()["parameters_per_client_and_round"]["sent"]
+    assert whole - sent == 512 * 10 + 10
 
 
 def test_the_upper_layers_are_personal_and_the_others_the_servers():

@@ -5,6 +5,7 @@ import torch
 from small import QUICK, assert_close, ragged_task, simulate, start_of
 
 from fedala.errors import RunError
+from fedala.lanes.backend import Backend
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.task import Task
 from fedala.methods import list_methods, make
@@ -190,11 +191,8 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
             lambda personal: found.update({(personal.seed, personal.client): personal.model})
         )
     )
-    assert simulation.lanes == left
-    assert (
-        said[0]
-        == "The device's memory does not suffice for 5 clients side by side: going on with 2."
-    )
+    assert simulation.transport.lanes == left
+    assert said[0] == "Out of GPU memory with 5 lanes; retrying with 2."
     for one, other in zip(evaluations, wanted, strict=True):
         assert one.row.loss == pytest.approx(other.loss, rel=1e-9)
     for key, model in models.items():
@@ -204,21 +202,23 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
 def test_nothing_of_the_larger_cohorts_is_held_when_a_round_begins_anew(monkeypatch):
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > 2 and self.round == 2:
-            task.ahead["drawn", 3], task.captured["a step"] = torch.ones(5), torch.ones(5)
+            task.predrawn["a draw", 3] = torch.ones(5)
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
             )
         return train(self, *args, **options)
 
+    freed = []
+    monkeypatch.setattr(Backend, "free_caches", lambda self: freed.append(self.device))
     monkeypatch.setattr(Cohort, "train", crowded)
     task = ragged_task(SIZES)
     simulation = Simulation(make("fedala"), task, start_of(task), rounds=2)
     simulation.step(1, train=True)
-    assert {len(clients) for _, clients in task.tested} == {5}
+    assert {len(clients) for _, clients in task.evaluation_samples} == {5}
     simulation.step(2, train=True)
-    assert {len(clients) for _, clients in task.tested} == {1, 2}
-    assert not task.ahead
-    assert not task.captured
+    assert {len(clients) for _, clients in task.evaluation_samples} == {1, 2}
+    assert not task.predrawn
+    assert freed == [task.device]
 
 
 def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
@@ -228,7 +228,9 @@ def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
     monkeypatch.setattr(Cohort, "train", crowded)
     task: Task = ragged_task(SIZES)
     simulation = Simulation(make("fedavg"), task, start_of(task))
-    with pytest.raises(RunError, match=r"A single client does not fit .* CUDA out of memory\.$"):
+    with pytest.raises(
+        RunError, match=r"^Out of GPU memory with a single client: CUDA out of memory\.$"
+    ):
         simulation.step(1, train=True)
     assert simulation.round == 0
 
@@ -243,14 +245,14 @@ def test_a_client_of_apple_that_diverges_in_the_first_round_keeps_a_whole_state(
     calm.step(1, train=True)
     poisoned(round=1)
     shaken = simulation_of("apple", ragged_task(SIZES), lanes=lanes, on_divergence=policy)
-    [row] = shaken.step(1, train=True)
-    assert row["diverged"] == 1
+    [evaluation] = shaken.step(1, train=True)
+    assert evaluation.row.diverged == 1
     for client in range(len(SIZES)):
         kept, wanted = dict(shaken.clients[0, client]), dict(calm.clients[0, client])
         assert set(kept) == {"core", "p"}
         if client == BAD:
-            wanted = {"core": shaken.start[0], "p": shaken.servers[0]["p_0"]}
+            wanted = {"core": shaken.initial[0], "p": shaken.servers[0]["p_0"]}
         assert_close(kept["core"], wanted["core"], 0)
         assert torch.equal(kept["p"], wanted["p"])
-    [row] = shaken.step(2, train=True)
-    assert row["diverged"] == 0
+    [evaluation] = shaken.step(2, train=True)
+    assert evaluation.row.diverged == 0

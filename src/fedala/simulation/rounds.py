@@ -83,6 +83,7 @@ class Simulation:
         there are any. Every `record_weights` rounds (0: never), evaluations tell how W is spread,
         at the first evaluation from there on.
         """
+        method.check_model(task.model)
         self.method, self.task = method, task
         self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
         self.eval_every, self.eval_clients = eval_every, eval_clients
