@@ -1,14 +1,17 @@
 """Small federations that show what matters: clients of very different sizes, in a few milliseconds."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import Params
 from fedala.methods import make
+from fedala.records import HistoryRow
 from fedala.simulation import Simulation
 
 
@@ -84,6 +87,15 @@ def simulate(method: str, task: Task, **options: object):
     """Do the same, with the rows of the history in place of the evaluations."""
     simulation, evaluations, models = evaluate(method, task, **options)  # type: ignore[arg-type]
     return simulation, [evaluation.row for evaluation in evaluations], models
+
+
+def same_rows(a: Sequence[HistoryRow], b: Sequence[HistoryRow], tolerance: float) -> None:
+    """Compare two histories in everything but the seconds."""
+    assert [(row.seed, row.round) for row in a] == [(row.seed, row.round) for row in b]
+    for one, other in zip(a, b, strict=True):
+        cells, expected = one.columns(), other.columns()
+        for key in cells.keys() - {"seconds"}:
+            assert cells[key] == pytest.approx(expected[key], abs=tolerance, nan_ok=True), key
 
 
 def assert_close(a: Params, b: Params, tolerance: float) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small import assert_close, evaluate, ragged_task, simulate, start_of
+from small import assert_close, evaluate, ragged_task, same_rows, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
@@ -24,14 +24,6 @@ RATIOS = [
     for ratio in (1.0, 0.5)
     if ratio == 1 or not make(name).requires_all_clients
 ]
-
-
-def same_rows(a, b, tolerance):
-    assert [(row.seed, row.round) for row in a] == [(row.seed, row.round) for row in b]
-    for one, other in zip(a, b, strict=True):
-        cells, expected = one.columns(), other.columns()
-        for key in cells.keys() - {"seconds"}:
-            assert cells[key] == pytest.approx(expected[key], abs=tolerance, nan_ok=True), key
 
 
 def same_evaluations(a, b, tolerance):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from methods.test_methods import SIZES, same_rows
-from small import assert_close, ragged_task, simulate
+from small import assert_close, ragged_task, same_rows, simulate
 
 from fedala.errors import UserError
 from fedala.methods import Method, catalogue, make, register, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "your-own.md"
+SIZES = [5, 22, 13, 3, 8, 17, 0]
 METHOD, USE, TEST = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

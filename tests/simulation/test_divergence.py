@@ -235,6 +235,33 @@ def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
     assert simulation.round == 0
 
 
+def test_a_retried_round_reports_each_fault_once_and_at_its_end(poisoned, monkeypatch):
+    """The bad client is in the first cohort of round 2, and the second one runs out of memory."""
+    poisoned()
+
+    def crowded(self, *args, train=Cohort.train, **options):
+        if len(self) > 1 and BAD not in self.clients and self.round == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return train(self, *args, **options)
+
+    monkeypatch.setattr(Cohort, "train", crowded)
+    faults, messages = [], []
+    simulation = simulation_of(
+        "ditto",
+        ragged_task(SIZES),
+        lanes=2,
+        on_fault=lambda fault: faults.append((simulation.round, fault)),
+        on_message=messages.append,
+    )
+    simulation.step(1, train=True)
+    [evaluation] = simulation.step(2, train=True)
+    assert messages == ["Out of GPU memory with 2 lanes; retrying with 1."]
+    [(round, fault)] = faults
+    assert round == 2, "the round should be over when its faults are reported"
+    assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
+    assert evaluation.row.diverged == 1
+
+
 @pytest.mark.parametrize("policy", ["skip", "reset"])
 @pytest.mark.parametrize("lanes", [1, None])
 def test_a_client_of_apple_that_diverges_in_the_first_round_keeps_a_whole_state(

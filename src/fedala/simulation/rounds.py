@@ -416,7 +416,7 @@ def _pieces(work: _Round, run: int) -> list[Piece]:
 
 def _check_message(method: Method, message: Message, clients: int) -> None:
     """Refuse a message that is neither one lane for all clients nor one for each."""
-    widths = {len(leaf) for _, leaf in leaves(message)}
+    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
     if len(widths) > 1 or not widths <= {1, clients}:
         raise UserError(
             f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
