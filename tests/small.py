@@ -1,4 +1,4 @@
-"""Small federations that show what matters: clients of very different sizes, in a few milliseconds."""
+"""Small federations for tests: clients of very different sizes, in a few milliseconds."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ from fedala.simulation import Simulation
 
 
 class Net(nn.Module):
-    """Convolution, batch normalisation, two linear layers: every kind of layer and buffer that travels."""
+    """A model with every kind of layer and buffer that travels."""
 
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
@@ -37,7 +37,10 @@ def ragged_task(
     dtype: torch.dtype = torch.float64,
     **settings: object,
 ) -> Task:
-    """Clients with `sizes` training samples (and a third as many test samples) of learnable 6×6 images of three classes."""
+    """Make clients of `sizes` training samples each, and a third as many test samples.
+
+    The samples are learnable 6×6 images of three classes.
+    """
     random = np.random.default_rng(0)
     tests = [max(1, size // 3) for size in sizes]
     total = sum(sizes) + sum(tests)
@@ -47,8 +50,8 @@ def ragged_task(
     parts = [np.arange(a, b) for a, b in pairwise(cuts)]
     precision = "float64" if dtype == torch.float64 else "float32"
     options = {"batch_size": 4, "lr": 0.1, "precision": precision, **settings}
-    skeleton = model or Net()
-    return Task(skeleton, x.to(dtype), y, parts[: len(sizes)], parts[len(sizes) :], **options)  # type: ignore[arg-type]
+    train, test = parts[: len(sizes)], parts[len(sizes) :]
+    return Task(model or Net(), x.to(dtype), y, train, test, **options)  # type: ignore[arg-type]
 
 
 def start_of(task: Task, make_model: type[nn.Module] = Net):
@@ -73,7 +76,8 @@ def evaluate(
 ):
     """Run all rounds of a method: the simulation, its evaluations, its models by (seed, client)."""
     settings = QUICK.get(method) if settings is None else settings
-    simulation = Simulation(make(method, settings), task, start_of(task), **options)  # type: ignore[arg-type]
+    chosen, start = make(method, settings), start_of(task)
+    simulation = Simulation(chosen, task, start, **options)  # type: ignore[arg-type]
     models = {}
     evaluations = list(
         simulation.run(
@@ -84,7 +88,7 @@ def evaluate(
 
 
 def simulate(method: str, task: Task, **options: object):
-    """Do the same, with the rows of the history in place of the evaluations."""
+    """Do the same, with the rows of the history instead of the evaluations."""
     simulation, evaluations, models = evaluate(method, task, **options)  # type: ignore[arg-type]
     return simulation, [evaluation.row for evaluation in evaluations], models
 

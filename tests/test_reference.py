@@ -92,9 +92,9 @@ def images(
     x = random.integers(0, 120, size=(len(y), *shape)) + 40 * y[:, None, None, None] * (
         np.indices(shape).sum(0) % 3 == 1
     )
-    places = [random.permutation(np.flatnonzero(owner == client)) for client in range(len(SIZES))]
-    train = [place[:size] for place, size in zip(places, SIZES, strict=True)]
-    test = [place[size:] for place, size in zip(places, SIZES, strict=True)]
+    shuffled = [random.permutation(np.flatnonzero(owner == client)) for client in range(len(SIZES))]
+    train = [rows[:size] for rows, size in zip(shuffled, SIZES, strict=True)]
+    test = [rows[size:] for rows, size in zip(shuffled, SIZES, strict=True)]
     return torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), train, test
 
 
@@ -278,21 +278,18 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
         join_ratio=case.join_ratio,
         lanes=lanes,
     )
-    rows = list(simulation.run(keep))
+    rows = [evaluation.row for evaluation in simulation.run(keep)]
     outcomes = []
     for seed in by_seed:
-        own = [row for row in rows if row["seed"] == seed]
-        history = [(row["accuracy"], row["accuracy_joined"], row["loss"]) for row in own]
+        own = [row for row in rows if row.seed == seed]
+        history = [(row.accuracy, row.accuracy_joined, row.loss) for row in own]
         personal = {
             client: model
             for (s, client), model in models.items()
             if s == seed and client is not None
         }
-        outcomes.append(
-            Outcome(
-                models[seed, None], personal, history, [row.get("ala_epochs", 0.0) for row in own]
-            )
-        )
+        epochs = [row.metrics.get("ala_epochs", 0.0) for row in own]
+        outcomes.append(Outcome(models[seed, None], personal, history, epochs))
     return outcomes
 
 

@@ -24,7 +24,7 @@ SETTINGS = {"apple.eta": 0.02, "apple.mu": 0.3, "apple.scheduled": 1.0}
 
 
 def by_autograd(task, start, rounds, eta, mu):
-    """The clients' personal models and p after `rounds` rounds, every gradient taken by autograd."""
+    """Return the personal models and p of all clients after `rounds` rounds, by autograd."""
     net = Net().double()
     learning = [name for name, _ in net.named_parameters()]
     clients = range(len(SIZES))
@@ -80,11 +80,14 @@ def test_three_rounds_are_those_of_autograd():
         assert torch.allclose(simulation.clients[0, client]["p"][0], p[client], atol=1e-10, rtol=0)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def line_cohort(**settings):
-    """Client 0 of two, one sample: y = w·x with x = 1, y = 0 and squared error, so the loss is w² and its slope 2w."""
+    """Return client 0 of two, with one sample: y = w·x with x = 1, y = 0 and squared error.
+
+    So the loss is w², and its slope 2w.
+    """
 
     def loss(output, y):
         return F.mse_loss(output.squeeze(-1), y)
@@ -106,8 +109,8 @@ def line_cohort(**settings):
 def test_a_step_by_hand():
     """Cores 1 and 3, p = (¼, ¾): w = 2.5, ∂L/∂w = 5, ∂L/∂core = 5/4, ∂L/∂p = (5, 15).
 
-    Without the pull, core ← 1 − 2·0.1·5/4 = 0.75 and p ← (¼ − 0.05, ¾ − 0.15). With λ = 1 and μ = 4, p_i is pulled by
-    4·(∓¼) besides, and ends at (0.21, 0.59).
+    Without the pull, core ← 1 − 2·0.1·5/4 = 0.75 and p ← (¼ − 0.05, ¾ − 0.15). With λ = 1 and
+    μ = 4, the pull on p_i adds 4·(∓¼), and it ends at (0.21, 0.59).
     """
     cohort, received, state = line_cohort(round=9, rounds=10)
     apple = make("apple")
@@ -139,7 +142,7 @@ def test_the_pull_fades_over_the_first_l_of_the_rounds():
     assert not make("fedala").schedule_depends_on_rounds
 
 
-# --- what sets it apart ----------------------------------------------------------------------------------------------
+# --- what sets it apart ---------------------------------------------------------------------------
 
 
 def test_cores_are_uploaded_and_not_personal_models():

@@ -37,7 +37,7 @@ def plain_clouds(uploads, task, *, alpha, sigma):
 
 
 def plain(task, rounds, *, alpha, lam, sigma, ala=False):
-    """METHODS.md, word by word: what the server sends each client, every client's model, the loss of each evaluation."""
+    """Return what the server sends, every client's model, and the loss of each evaluation."""
     clients = range(len(task.parts["train"]))
     start = module(task, start_of(task)(0))
     clouds, local = [start for _ in clients], [start for _ in clients]
@@ -112,7 +112,10 @@ def shares(distances, weights=None, **settings):
 
 
 def test_two_clients_by_hand():
-    """w_1 = (0, 0), w_2 = (1, 2), σ = 5, α = 2: ξ = 2·exp(−5/5)/5 = 0.4/e, u_1 = (1 − ξ)·w_1 + ξ·w_2 = ξ·(1, 2)."""
+    """w_1 = (0, 0), w_2 = (1, 2), σ = 5, α = 2.
+
+    So ξ = 2·exp(−5/5)/5 = 0.4/e and u_1 = (1 − ξ)·w_1 + ξ·w_2 = ξ·(1, 2).
+    """
     method = FedAMP(alpha=2.0, sigma=5.0)
     start = {"w": torch.zeros(1, 2).double()}
     server = method.init_server(SimpleNamespace(trainable=("w",)), start, TWO)
@@ -140,7 +143,7 @@ def test_clients_far_apart_stay_alone():
 
 def test_identical_clients_share_equally():
     same = [[0.0] * 4] * 4
-    mixed = shares(same)  # α/σ is far above 1: list_methods goes to the others
+    mixed = shares(same)  # α/σ is far above 1: all weight goes to the others
     assert torch.allclose(mixed, (1 - torch.eye(4).double()) / 3)
     mixed = shares(same, alpha=0.025, sigma=0.1)  # ξ = 1/4: to all alike
     assert torch.allclose(mixed, torch.full((4, 4), 0.25).double())

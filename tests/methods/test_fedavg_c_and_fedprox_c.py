@@ -14,7 +14,10 @@ SIZES = [5, 22, 13, 3, 8, 17, 0]
 
 
 def reference(task, start, mu, epochs, rounds):
-    """Every client: a copy of g, `epochs` epochs of fine-tuning (evaluated here), one epoch of training, averaged."""
+    """Return the global and the fine-tuned (evaluated) models after `rounds` rounds.
+
+    Every client fine-tunes a copy of g for `epochs` epochs, then trains it for one.
+    """
     server = plain.module(task, start)
     plain_loss = plain.cross_entropy(task)
     for round in range(1, rounds + 2):
@@ -49,7 +52,9 @@ def test_against_a_plain_loop(name, mu, shuffle):
 
 
 def test_tuning_by_hand():
-    """y = w·x + b, squared error, one batch {(1, 2), (3, 6)}, lr 0.1, from w = b = 0, one epoch of tuning, one of training.
+    """y = w·x + b, squared error, one batch {(1, 2), (3, 6)}, lr 0.1, from w = b = 0.
+
+    One epoch of tuning, one of training.
 
     ∂w = mean 2(wx + b − y)x, ∂b = mean 2(wx + b − y).
     At 0: residuals −2, −6; ∂w = −2 − 18 = −20, ∂b = −8; tuned w = 2, b = 0.8.
@@ -70,7 +75,8 @@ def test_tuning_by_hand():
         pytest.approx(1.68),
         pytest.approx(0.64),
     )
-    # FedProx-C with μ = 1: at the anchor no pull; from tuned the pull adds w − 0 = 2 and b − 0 = 0.8 to the gradient.
+    # FedProx-C with μ = 1: at the anchor there is no pull. At the tuned model, the pull adds
+    # w − 0 = 2 and b − 0 = 0.8 to the gradient.
     method = make("fedprox-c", {"fedprox-c.epochs": 1, "fedprox-c.mu": 1})
     tuned, state = method.initialize(cohort, Message(zero), method.init_client(task, zero))
     upload, _ = method.train(cohort, tuned, Message(zero), state)
@@ -82,7 +88,7 @@ def test_tuning_by_hand():
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
 def test_without_tuning_it_is_fedavg(join_ratio):
-    """The global model to the bit; and at ρ = 1, where everybody starts at it, what is evaluated as well."""
+    """The global model is equal to the bit. At ρ = 1, so is the evaluated model."""
     options = {"rounds": 3, "join_ratio": join_ratio}
     fedavg, rows, models = simulate("fedavg", ragged_task(SIZES), **options)
     _, own_rows, own = simulate(
@@ -112,7 +118,7 @@ def test_without_its_term_fedprox_c_is_fedavg_c_and_with_it_is_not():
 
 
 def test_tuning_and_training_see_their_batches_in_different_orders():
-    """A tuning epoch has a shuffle of its own: otherwise the round's own epoch would repeat the first one of tuning."""
+    """Otherwise the round's epoch of training would repeat the first epoch of tuning."""
     task = ragged_task([22])
     cohort = Cohort(task, [0], [0])
     orders = [

@@ -21,7 +21,7 @@ HEAD = ("out.weight", "out.bias")
 
 
 class NormNet(Net):
-    """A body whose normalisation has nothing to learn: only its running statistics tell whether it ran in evaluation mode."""
+    """A body whose normalisation learns nothing: only its running statistics show its mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class NormNet(Net):
 
 
 def trained(model, task, client, round, epochs):
-    """τ epochs on the head with the body in evaluation mode, then an epoch on the body with the head in evaluation mode."""
+    """Train the head for τ epochs, then the body for one. The other part is in evaluation mode."""
     loss = plain.cross_entropy(task)
 
     def phase(model, learns, **batches):
@@ -85,7 +85,7 @@ def test_against_a_plain_loop(name, net, shuffle):
 
 @pytest.mark.parametrize("name", ["fedrep", "fedrep+ala"])
 def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
-    """Nothing of the head is in what is sent, uploaded or kept by the server; and no client's head reaches another."""
+    """The server neither sends, gets nor keeps a head, and no head reaches another client."""
     method = make(name)
     travelled = set()
     send, aggregate = type(method).send, type(method).aggregate
@@ -115,7 +115,7 @@ def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
 
 
 def test_the_evaluated_body_is_the_received_one_and_is_recognised():
-    """The body is still the very tensors that were received: evaluation runs it once for all clients, and the head in lanes."""
+    """Evaluation runs the body, the very tensors that were received, once for all clients."""
     task = ragged_task([9, 8], model=cnn((1, 16, 16), 3))
     task.x = torch.nn.functional.interpolate(task.x, size=(16, 16))
     start = {
@@ -139,7 +139,7 @@ def test_the_evaluated_body_is_the_received_one_and_is_recognised():
 
 @pytest.mark.parametrize("net", [Net, NormNet])
 def test_the_frozen_part_runs_in_evaluation_mode(net):
-    """Neither parameters nor running statistics of the frozen part move, and it normalises by its running statistics."""
+    """Its parameters and running statistics stay, and it normalises by these statistics."""
     task = ragged_task([12, 9], model=net())
     start = join([start_of(task, net)(seed) for seed in (0, 1)])
     cohort = Cohort(task, [0, 1], [0, 0])

@@ -31,12 +31,12 @@ def compose(load, loaded, kept):
 
 
 def layer(name):
-    [place] = [k for k, prefix in enumerate(LAYERS) if name.startswith(prefix)]
-    return place
+    [number] = [k for k, prefix in enumerate(LAYERS) if name.startswith(prefix)]
+    return number
 
 
 def by_plain_modules(task, start, rounds, tau, lr):
-    """Evaluated models and logits of all clients after `rounds` rounds, by modules, optimisers and autograd."""
+    """Return the evaluated models and logits of all clients after `rounds` rounds, by modules."""
     clients = range(len(SIZES))
     server = Net().double()
     server.load_state_dict({name: value[0] for name, value in start.items()})
@@ -112,7 +112,7 @@ def test_four_rounds_are_those_of_plain_modules():
         assert_close(models[0, client], expected[client], 1e-9)
 
 
-# --- where the choice is settled -------------------------------------------------------------------------------------
+# --- where the choice is settled ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def test_settled_logits_stay_and_nothing_breaks(load):
         assert all(value.isfinite().all() for value in models[client].values())
 
 
-# --- one training ----------------------------------------------------------------------------------------------------
+# --- one training ---------------------------------------------------------------------------------
 
 
 def setting(round=1, dtype=torch.float64):
@@ -216,7 +216,7 @@ def test_logits_are_moved_by_their_steps_alone_and_weights_by_the_others_alone()
 
 
 def test_only_the_chosen_copy_of_a_layer_steps():
-    """The last client has a single batch: every layer has moved in one copy and stayed in the other."""
+    """The last client has one batch: every layer has moved in one copy and not in the other."""
     before, after = training("step_weights")
     lane = len(SIZES) - 1
     cohort, _, _, logits = setting()
@@ -262,7 +262,7 @@ def test_the_temperature_starts_at_tau_and_falls_by_the_decay(monkeypatch):
 
 
 def test_of_every_ten_batches_eight_step_the_weights_also_where_a_round_has_one(monkeypatch):
-    """A client with one batch a round: over ten rounds its weights step eight times, and its logits twice."""
+    """In ten rounds of one batch, the weights step eight times, and the logits twice."""
     taken = []
     for name in ("step_weights", "step_logits"):
         step = getattr(PartialFed, name)

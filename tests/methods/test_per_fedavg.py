@@ -14,7 +14,8 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.messages import Message, Piece, Uploads
 from fedala.methods import ServerRound, make
 
-#: Batches are of four, so meta-batches of eight: none, one sample, an odd and an even part of one, exactly one, more.
+#: Batches are of four, so meta-batches of eight: none, one sample, an odd and an even part of one,
+#: exactly one, more.
 SIZES = [5, 22, 13, 1, 8, 17, 6, 0]
 
 
@@ -34,7 +35,7 @@ def moved(model, gradients, lr):
 
 
 def adapted(model, task, client, alpha):
-    """One step on the first B training samples; the parameters move, the running statistics stay."""
+    """Take a step on the first B training samples. The running statistics stay."""
     rows = task.parts["train"][client][: task.batch_size]
     return moved(model, gradient_at(model, task, rows)[0], alpha) if len(rows) else model
 
@@ -108,8 +109,9 @@ def numbers(model):
 def test_by_hand():
     """Samples (1, 2), (1, 3) from w = b = 0, α = 0.1, β = 0.5.
 
-    First half: residual −2, ∂w = ∂b = −4, so w' = b' = 0.4. Second half at w': residual 0.8 − 3 = −2.2, ∂w = ∂b = −4.4; and
-    that moves w, not w': w = b = 2.2. Evaluation, α on the first sample: residual of 0 is −2 again, 0.4.
+    First half: residual −2, ∂w = ∂b = −4, so w' = b' = 0.4. Second half at w': residual
+    0.8 − 3 = −2.2, ∂w = ∂b = −4.4. That moves w, not w': w = b = 2.2. Evaluation, α on the first
+    sample: the residual of 0 is −2 again, so 0.4.
     """
     cohort, zero = line([(1.0, 2.0), (1.0, 3.0)])
     method = make("per-fedavg", {"per-fedavg.alpha": 0.1, "per-fedavg.beta": 0.5})
@@ -146,7 +148,7 @@ def test_the_learning_rates_are_the_runs_unless_they_are_set():
 
 
 def test_without_alpha_it_is_fedavg_on_the_second_halves():
-    """Running statistics and all: a step then is FedAvg's on the second half of each batch of 2B, in fixed order."""
+    """A step is FedAvg's on the second half of each batch of 2B, running statistics too."""
     sizes = [8, 24, 16, 3, 5, 17, 0]
     task = ragged_task(sizes, shuffle=False)
     _, _, models = simulate("per-fedavg", task, rounds=3, settings={"per-fedavg.alpha": 0})
@@ -179,7 +181,7 @@ def test_without_alpha_it_is_fedavg_on_the_second_halves():
 
 
 def test_evaluation_adapts_on_the_first_training_samples_and_on_nothing_else():
-    """Other test data, and other training data after the first B samples, change nothing of what is evaluated."""
+    """Other test samples, or other training samples after the first B, change nothing."""
     task = ragged_task([22, 13])
     method, start = make("per-fedavg"), start_of(task)(0)
     first = method.model_to_evaluate(Cohort(task, [0], [0]), start, Message(start), {})

@@ -1,4 +1,4 @@
-"""The method that docs/methods/your-own.md builds, as it stands on the page, from outside the package."""
+"""The method that docs/methods/your-own.md builds, as it stands on the page."""
 
 import importlib
 import re
@@ -84,7 +84,7 @@ def test_it_is_known_by_its_name_like_any_other():
         make("fedper+ala")
 
 
-def test_a_method_may_be_defined_anew_but_not_take_anothers_name(fedper):
+def test_a_method_may_be_defined_again_but_not_take_anothers_name(fedper):
     assert register(fedper.FedPer) is fedper.FedPer
     for taken in ("fedavg", "fedala", "fedper"):
         with pytest.raises(UserError, match=f"There is a method {taken} already"):

@@ -1,4 +1,4 @@
-"""What goes wrong in a round: clients that diverge, a device whose memory does not suffice."""
+"""What goes wrong in a round: clients that diverge, a device with too little memory."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def simulation_of(method, task, **options):
 @pytest.mark.parametrize("lanes", [1, 2, None])
 @pytest.mark.parametrize("method", list_methods())
 def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(method, lanes, poisoned):
-    """After round 2, the others have what they have in an undisturbed run, and the bad client what round 1 left it."""
+    """After round 2, the others are as in a good run, and the bad client as after round 1."""
     calm = simulation_of(method, ragged_task(SIZES), lanes=lanes)
     for round in (1, 2):
         [evaluation] = calm.step(round, train=True)
@@ -77,9 +77,9 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
     assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
     assert str(fault).endswith("diverged in round 1, first in step 2")
     for client in range(len(SIZES)):
-        kept = dict(shaken.clients[0, client])
+        found = dict(shaken.clients[0, client])
         wanted = before if client == BAD else dict(calm.clients[0, client])
-        assert all(map(torch.equal, leaves_of(kept), leaves_of(wanted))), f"client {client}"
+        assert all(map(torch.equal, leaves_of(found), leaves_of(wanted))), f"client {client}"
     assert all(leaf.isfinite().all() for leaf in leaves_of(shaken.servers))
     [evaluation] = shaken.step(3, train=True)
     assert evaluation.row.diverged == 0
@@ -119,7 +119,7 @@ def test_an_infinite_loss_is_seen_even_if_the_model_is_finite():
     assert rows[0].diverged == 1
 
 
-def test_reset_starts_the_client_anew(poisoned):
+def test_reset_starts_the_client_over(poisoned):
     poisoned()
     simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="reset")
     simulation.step(1, train=True)
@@ -131,12 +131,12 @@ def test_stop_stops_and_names_the_client(poisoned):
     poisoned()
     simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="stop")
     simulation.step(1, train=True)
-    kept = dict(simulation.servers[0]["global"])
+    before = dict(simulation.servers[0]["global"])
     with pytest.raises(
         RunError, match=rf"^Client {BAD} \(seed 0, lane \d\) diverged in round 1, first in step 2"
     ):
         simulation.step(2, train=True)
-    assert simulation.servers[0]["global"] == kept
+    assert simulation.servers[0]["global"] == before
 
 
 def test_if_everybody_diverges_the_global_model_stays():
@@ -153,7 +153,7 @@ def test_rounds_without_evaluation_count_too(poisoned):
 
 
 def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
-    """With ρ < 1, clients outside a round are evaluated with what their last good participation left them."""
+    """With ρ < 1, absent clients are evaluated with the model of their last good round."""
     task = ragged_task([9] * 6)
     simulation = Simulation(make("local"), task, start_of(task), rounds=3, join_ratio=0.5)
     joined = simulation.draw_participants(0, 1)
@@ -167,12 +167,12 @@ def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
     ]
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["fedala", "fedfomo", "ditto+ala", "fedamp"])
 @pytest.mark.parametrize(("room", "left"), [(2, 2), (1, 1)])
-def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left, monkeypatch):
+def test_too_many_lanes_are_halved_and_the_round_is_retried(method, room, left, monkeypatch):
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > room and self.round == 2:
             raise torch.OutOfMemoryError(
@@ -182,9 +182,11 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
 
     _, wanted, models = simulate(method, ragged_task(SIZES), rounds=3)
     monkeypatch.setattr(Cohort, "train", crowded)
-    said = []
+    messages = []
     task = ragged_task(SIZES)
-    simulation = Simulation(make(method), task, start_of(task), rounds=3, on_message=said.append)
+    simulation = Simulation(
+        make(method), task, start_of(task), rounds=3, on_message=messages.append
+    )
     found = {}
     evaluations = list(
         simulation.run(
@@ -192,14 +194,14 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
         )
     )
     assert simulation.transport.lanes == left
-    assert said[0] == "Out of GPU memory with 5 lanes; retrying with 2."
+    assert messages[0] == "Out of GPU memory with 5 lanes; retrying with 2."
     for one, other in zip(evaluations, wanted, strict=True):
         assert one.row.loss == pytest.approx(other.loss, rel=1e-9)
     for key, model in models.items():
         assert_close(found[key], model, 1e-9)
 
 
-def test_nothing_of_the_larger_cohorts_is_held_when_a_round_begins_anew(monkeypatch):
+def test_a_retried_round_frees_what_the_larger_cohorts_have_cached(monkeypatch):
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > 2 and self.round == 2:
             task.predrawn["a draw", 3] = torch.ones(5)
@@ -267,7 +269,7 @@ def test_a_retried_round_reports_each_fault_once_and_at_its_end(poisoned, monkey
 def test_a_client_of_apple_that_diverges_in_the_first_round_keeps_a_whole_state(
     policy, lanes, poisoned
 ):
-    """APPLE's p_i exists only once the server has sent p_0, so the state before round 1 has none."""
+    """APPLE's p_i exists once the server has sent p_0: the state before round 1 has none."""
     calm = simulation_of("apple", ragged_task(SIZES), lanes=lanes)
     calm.step(1, train=True)
     poisoned(round=1)
@@ -275,11 +277,11 @@ def test_a_client_of_apple_that_diverges_in_the_first_round_keeps_a_whole_state(
     [evaluation] = shaken.step(1, train=True)
     assert evaluation.row.diverged == 1
     for client in range(len(SIZES)):
-        kept, wanted = dict(shaken.clients[0, client]), dict(calm.clients[0, client])
-        assert set(kept) == {"core", "p"}
+        found, wanted = dict(shaken.clients[0, client]), dict(calm.clients[0, client])
+        assert set(found) == {"core", "p"}
         if client == BAD:
             wanted = {"core": shaken.initial[0], "p": shaken.servers[0]["p_0"]}
-        assert_close(kept["core"], wanted["core"], 0)
-        assert torch.equal(kept["p"], wanted["p"])
+        assert_close(found["core"], wanted["core"], 0)
+        assert torch.equal(found["p"], wanted["p"])
     [evaluation] = shaken.step(2, train=True)
     assert evaluation.row.diverged == 0

@@ -118,7 +118,7 @@ def test_a_model_without_dropout_runs_in_threads_and_says_nothing():
     assert messages == []
 
 
-# --- messages that are refused -------------------------------------------------------------------
+# --- messages that are refused --------------------------------------------------------------------
 
 
 def first_round(method):
