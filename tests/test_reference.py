@@ -169,7 +169,7 @@ class PlainLoop:
         states = {i: dict(model.state_dict()) for i, model in personal.items()}
         return Outcome(dict(self.server.state_dict()), states, history, ala_epochs, absent)
 
-    def participants(self, round: int) -> list[int]:
+    def draw_participants(self, round: int) -> list[int]:
         if self.case.join_ratio == 1:
             return list(range(len(SIZES)))
         size = max(1, round_half_up(self.case.join_ratio * len(SIZES)))
