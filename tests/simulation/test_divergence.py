@@ -139,6 +139,19 @@ def test_stop_stops_and_names_the_client(poisoned):
     assert simulation.servers[0]["global"] == before
 
 
+def test_a_round_that_is_stopped_leaves_every_client_as_it_was(poisoned):
+    """Three clients have trained in round 2 before the bad one, alone, stops the run."""
+    poisoned(client=1, step=0)
+    simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="stop", lanes=1)
+    simulation.step(1, train=True)
+    before = {lane: dict(state) for lane, state in simulation.clients.items()}
+    with pytest.raises(RunError, match=r"^Client 1 .* diverged in round 1"):
+        simulation.step(2, train=True)
+    assert simulation.round == 1
+    for lane, state in before.items():
+        assert all(map(torch.equal, leaves_of(simulation.clients[lane]), leaves_of(state))), lane
+
+
 def test_if_everybody_diverges_the_global_model_stays():
     task = ragged_task([9, 17, 12], lr=1e38, dtype=torch.float32)
     simulation, rows, _ = simulate("fedavg", task, rounds=2)

@@ -177,6 +177,9 @@ class Simulation:
                 return self._do_round(round, train, on_model)
             except torch.OutOfMemoryError as error:
                 shortage = str(error).split(". ")[0]
+            except Exception:
+                self.transport.undo_round()
+                raise
             self.transport.undo_round()
             reduced = self.transport.reduce_lanes()
             if reduced is None:
