@@ -21,7 +21,8 @@ from fedala import ALA, run
 from fedala.data import federate, load
 from fedala.models import cnn
 from fedala.report import page, plots
-from fedala.report.runs import curves, read, spread
+from fedala.report.curves import collect_curves
+from fedala.report.runs import read_run
 from fedala.runs.folder import RunFolder
 
 ROUNDS, CLIENTS = 10, 8
@@ -35,7 +36,7 @@ FOLDER = Path("runs/walkthrough")
 # %%
 digits = load("digits")
 federation = federate(digits, "dir:0.1", clients=CLIENTS)
-plots.bubbles(federation.counts(), digits.class_names, "digits, Dir(0.1)")
+plots.draw_split(federation.counts(), digits.class_names, "digits, Dir(0.1)")
 
 # %% [markdown]
 # ## Train
@@ -56,21 +57,21 @@ for name, method in result.methods.items():
 # ## Learning curves, with the runs as bands
 
 # %%
-done = read(FOLDER)
-found = {outcome.title: curves(outcome, "accuracy") for outcome in done.results.values()}
-plots.learning(found, "test accuracy")
+done = read_run(FOLDER)
+found = {outcome.title: collect_curves(outcome, "accuracy") for outcome in done.results.values()}
+plots.draw_curves(found, "test accuracy")
 
 # %% [markdown]
 # ## Who gains, who loses
 
 # %%
 accuracies = {
-    outcome.title: done.accuracies(name).mean(0) for name, outcome in done.results.items()
+    outcome.title: done.client_accuracies(name).mean(0) for name, outcome in done.results.items()
 }
 gains = accuracies["FedALA"] - accuracies["FedAvg"]
 for client in np.argsort(-gains):
     print(f"client {client}: {100 * gains[client]:+.1f} points against FedAvg")
-plots.client_accuracies(accuracies)
+plots.draw_client_accuracies(accuracies)
 
 # %% [markdown]
 # ## W over the rounds
@@ -79,13 +80,13 @@ plots.client_accuracies(accuracies)
 # W starts at ones (take everything from the global model); the initial stage then moves it, and later rounds move it little.
 
 # %%
-cube, (_, rounds, members, parameters) = spread(done, "fedala")
+cube, (_, rounds, members, parameters) = done.recorded_weights("fedala")
 for round, mean in zip(rounds, cube[..., 0].mean((0, 2)), strict=True):
     print(
         f"round {round}: mean of W",
         {name: float(value.round(3)) for name, value in zip(parameters, mean, strict=True)},
     )
-plots.heat(
+plots.draw_heat_map(
     cube[:, :, :, 0, 0].mean(0).T, members, rounds, xlabel="round", ylabel="client", label=parameters[0], limits=(0.8, 1)
 )  # fmt: skip
 

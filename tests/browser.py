@@ -1,4 +1,4 @@
-"""Chromium without a window, spoken to in its own protocol through a pipe: no driver, no port, no further package."""
+"""Headless Chromium, controlled through a pipe: no driver, no port, no other package."""
 
 import base64
 import itertools
@@ -14,11 +14,19 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SWITCHES = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-    "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--remote-debugging-pipe",
+)
 
-#: Chromium reads commands from descriptor 3 and answers on 4; the pipes' own are moved out of the way first.
+#: Chromium reads commands from descriptor 3 and answers on 4. The pipes may have these numbers,
+#: so they move first.
 START = """
 import fcntl, os, sys
 read, write = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
@@ -28,12 +36,12 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 
 def program() -> str | None:
-    """Where Chromium is, or None; the variable CHROMIUM may name it."""
+    """Return the path of Chromium, or None; the variable CHROMIUM may name it."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page: `with Browser(folder) as browser: browser.open(path)`. What goes wrong in it is in `errors`."""
+    """One page: `with Browser(folder) as browser: browser.open(path)`. It collects `errors`."""
 
     def __init__(self, folder: Path, *, width: int = 1100, height: int = 900) -> None:
         (theirs, self._write), (self._read, written) = os.pipe(), os.pipe()
@@ -81,7 +89,7 @@ class Browser:
         os.close(self._write)
 
     def call(self, method: str, *, patience: float = 60, **parameters: Any) -> dict[str, Any]:
-        """Sends a command and waits for its answer; what else arrives meanwhile is looked through for errors."""
+        """Send a command and wait for its answer; collect errors that arrive meanwhile."""
         number = next(self._ids)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -121,14 +129,14 @@ class Browser:
         return event
 
     def open(self, path: Path) -> None:
-        """Loads a page, anew if it is there already."""
+        """Load a page, or load it again."""
         before, deadline = self._loads, time.monotonic() + 60
         self.call("Page.navigate", url=path.resolve().as_uri())
         while self._loads == before:
             self._next(deadline, "a page")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of some JavaScript in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -145,7 +153,7 @@ class Browser:
             time.sleep(0.05)
 
     def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """A window of this size, for somebody who prefers these colours."""
+        """Set the size of the window, and whether the user prefers dark colours."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -156,7 +164,8 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.evaluate(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+            "new Promise((done) => requestAnimationFrame("
+            "() => requestAnimationFrame(() => done(1))))"
         )
 
     def key(self, key: str) -> None:

@@ -1,4 +1,7 @@
-"""The command line: its options, its output, and one sentence for every mistake."""
+"""The command line: its options, its output, and one sentence for every mistake.
+
+Long because the commands share the runs that they are tested on.
+"""
 
 import json
 import os
@@ -115,12 +118,9 @@ def test_summary_agrees_with_the_history(finished):
             "client_rounds_that_diverged", "checkpoints",
         }  # fmt: skip
         assert method["client_rounds_that_diverged"] == 0
-        assert method["checkpoints"]["bytes"] == sum(
-            file.stat().st_size
-            for file in folder.checkpoints(list(summary["methods"]).index(name)).glob(
-                "*.safetensors"
-            )
-        )
+        checkpoints = folder.checkpoint_folder(list(summary["methods"]).index(name))
+        sizes = [file.stat().st_size for file in checkpoints.glob("*.safetensors")]
+        assert method["checkpoints"]["bytes"] == sum(sizes)
         runs = [
             [row.accuracy for row in folder.history()[name] if row.seed == seed] for seed in (3, 4)
         ]
@@ -509,7 +509,7 @@ def test_report_makes_one_page_of_several_folders(here):
     assert call("report", "one").stdout == "Written: one/report.html\n"
     assert call("report", "one", "two", "--out", "both.html").stdout == "Written: both.html\n"
     assert "FedALA · two" in (here / "both.html").read_text(encoding="utf-8")
-    refused(call("report", "one", "two"), "say where it goes")
+    refused(call("report", "one", "two"), "name its file")
     refused(call("report", "three"), "There is no folder three")
 
 

@@ -21,7 +21,7 @@ from fuzz.bounded import attempt
 import fedala.paper.running
 from fedala.cli import run as run_command
 from fedala.errors import UserError
-from fedala.paper.report import sheets
+from fedala.paper.comparison import make_sheets
 from fedala.paper.results import Results
 from fedala.runs.folder import RunFolder
 
@@ -220,7 +220,7 @@ def build(place: Path, names: Sequence[str] = (), *, twins: bool = True) -> list
     """Make the sound folders in `place`, and with `twins` others of runs with other options."""
     for name in ("torch._dynamo", "sklearn.datasets", "matplotlib.figure"):
         importlib.import_module(name)  # here, once: every case would import it again
-    sheets(Results([]))
+    make_sheets(Results([]))
     makers = {
         "finished": _finished,
         "stopped": _stopped,

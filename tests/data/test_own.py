@@ -1,4 +1,7 @@
-"""A user's own data: the accepted files, and the message for any other."""
+"""A user's own data: the accepted files, and the message for any other.
+
+Long because it has a case for every way in which a file can be wrong.
+"""
 
 import io
 import subprocess

@@ -1,4 +1,7 @@
-"""All files that the program reads: sound examples, their damage, and the commands for them."""
+"""All files that the program reads: sound examples, their damage, and the commands for them.
+
+Long because it is one catalogue of all formats.
+"""
 
 import contextlib
 import gzip

@@ -1,4 +1,4 @@
-"""Data for the paper's experiments that takes no time."""
+"""A small dataset for the paper's experiments."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with a very small MNIST."""
+    """Make a folder with a very small MNIST."""
     folder = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     y = np.arange(240) % 10

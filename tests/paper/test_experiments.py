@@ -1,18 +1,18 @@
-"""The paper's experiments as data: complete, consistent with themselves, and what the paper says."""
+"""The paper's experiments as data: complete, consistent, and equal to the paper."""
 
 import pytest
 
 from fedala.errors import UserError
 from fedala.methods import make
 from fedala.models import cnn
-from fedala.paper.experiments import choose, governed, preset, settings, tables
+from fedala.paper.experiments import choose, count_ala_parameters, preset, settings, tables
 
 EVERY = [
     (table, column, method) for table in tables().values() for column, method in table.entries()
 ]
 
 
-def test_every_printed_number_has_its_place_and_every_column_has_numbers():
+def test_every_printed_number_has_a_cell_and_every_column_has_numbers():
     from fedala.paper.experiments import _accuracies, _costs
 
     placed = {
@@ -21,10 +21,17 @@ def test_every_printed_number_has_its_place_and_every_column_has_numbers():
     assert placed == set(_accuracies())
     assert {method for table, _, method in EVERY if table.cost} == set(_costs())
     sizes = {table.name: sum(t is table for t, _, _ in EVERY) for table in tables().values()}
-    # 14 rows × 8 columns; table 4: 14 × 5, and 9 methods with ALA × 2; table 7: two methods need everybody to join.
+    # Table 2: 14 rows × 8 columns. Table 4: 14 × 5, and 9 methods with ALA × 2. Table 7: two
+    # methods require all clients.
     assert sizes == {
-        "table1": 13, "table2": 112, "table3": 14, "table4": 88, "table6": 7, "table7": 26, "ablation": 1,
-    }  # fmt: skip
+        "table1": 13,
+        "table2": 112,
+        "table3": 14,
+        "table4": 88,
+        "table6": 7,
+        "table7": 26,
+        "ablation": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -53,7 +60,7 @@ def test_numbers_of_the_paper(table, column, method, accuracy, std):
     )
 
 
-def test_a_cell_that_stands_in_two_tables_has_the_same_accuracy_in_both():
+def test_a_cell_in_two_tables_has_the_same_accuracy_in_both():
     seen = {}
     for table, column, method in EVERY:
         printed = table.printed(column, method)
@@ -96,11 +103,11 @@ def test_the_parameters_of_ala_are_those_that_the_paper_prints():
 
 
 def test_the_parameters_of_ala_on_tiny_imagenet():
-    assert governed(lambda: cnn((3, 64, 64), 200), 1) == 102_600
-    assert governed(lambda: cnn((3, 64, 64), 200), 4) == 5_694_600
+    assert count_ala_parameters(lambda: cnn((3, 64, 64), 200), 1) == 102_600
+    assert count_ala_parameters(lambda: cnn((3, 64, 64), 200), 4) == 5_694_600
 
 
-def test_every_cell_is_a_run_that_the_program_accepts():
+def test_every_cell_has_a_valid_config():
     for _, column, method in EVERY:
         cell = column.cell(method)
         config = cell.config()
@@ -116,7 +123,7 @@ def test_every_cell_is_a_run_that_the_program_accepts():
         assert not (made.everyone and config.join_ratio < 1)
 
 
-def test_cells_have_names_of_their_own():
+def test_cells_have_unique_names():
     cells = {
         column.cell(method, shuffle=shuffle)
         for _, column, method in EVERY
@@ -125,7 +132,7 @@ def test_cells_have_names_of_their_own():
     assert len({str(cell) for cell in cells}) == len(cells)
     column = next(c for c in tables()["table2"].columns if c.name == "mnist-pathological")
     names = [column.cell(m, rounds=300).name for m in ("fedala", "fedphp", "apple")]
-    # The schedules of FedPHP and APPLE depend on the number of rounds: with another it is another experiment.
+    # The schedules of FedPHP and APPLE depend on the number of rounds.
     assert names == ["fedala", "fedphp,rounds=300", "apple,rounds=300"]
     assert column.cell("fedphp", rounds=preset()["rounds"]).name == "fedphp"
 
@@ -162,7 +169,11 @@ def test_refusals(arguments, sentence):
         choose(*arguments)
 
 
-def test_settings_name_datasets_that_there_are():
+def test_settings_name_known_datasets():
     assert {setting.data.name for setting in settings().values()} == {
-        "mnist", "cifar10", "cifar100", "tiny-imagenet", "ag_news",
-    }  # fmt: skip
+        "mnist",
+        "cifar10",
+        "cifar100",
+        "tiny-imagenet",
+        "ag_news",
+    }

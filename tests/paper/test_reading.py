@@ -1,61 +1,56 @@
-"""What `fedala paper` reads is checked: a cell's folder is that cell's, numbers are possible, files are files."""
+"""`fedala paper` checks what it reads: cells match their folders, numbers are possible."""
 
-import csv
-import html
 import json
 import os
-import re
 from dataclasses import replace
 
 import pytest
 from fuzz.bounded import attempt
-from markdown_it import MarkdownIt
-from typer.testing import CliRunner
+from paper_results import call, make_result, write_table
 
-from fedala.cli import app as cli
-from fedala.errors import UserError, spreadsheet_safe
-from fedala.paper import report
+from fedala.errors import UserError
 from fedala.paper.experiments import tables
-from fedala.paper.results import COLUMNS, Results, Run, read_csv
-from fedala.records import HistoryRow
-from fedala.report.markup import escape_markdown
+from fedala.paper.reading import read_csv, read_results
 from fedala.runs.folder import RunFolder
 
-PLACE = "mnist-pathological"
-COLUMN = next(column for column in tables()["table2"].columns if column.name == PLACE)
-ABOUT = {"samples": 240, "data": "", "device": "CPU", "version": "x"}
-BASE = Run(
-    setting=PLACE, method="fedala", set="", shuffle=False, seed=0, rounds=2000, planned=2000, eval_every=1,
-    best=0.56, best_round=150, best_joined=0.56, final=0.5, seconds_per_round=0.25, together=5, diverged=0, sent=100,
-    uploaded=100, samples=60000, data="", device="GPU", version="x",
-)  # fmt: skip
+SETTING = "mnist-pathological"
+COLUMN = next(column for column in tables()["table2"].columns if column.name == SETTING)
+FACTS = {"samples": 240, "data": "", "device": "CPU", "version": "x"}
+BASE = make_result(setting=SETTING)
 
 
-def cell(
+def make_cell(
     out, method="fedala", *, column=COLUMN, rounds=2000, seeds=range(2), accuracy=0.5, **options
 ):
-    """A cell's folder, as a run would have left it after five rounds."""
+    """Make a cell's folder, as a run leaves it after five rounds."""
     chosen = column.cell(method, rounds=rounds, **options)
     folder = out / chosen.setting.name / chosen.name / f"seeds-{seeds.start}-{seeds.stop - 1}"
     folder.mkdir(parents=True)
-    (folder.parent / "cell.json").write_text(json.dumps(ABOUT))
+    (folder.parent / "cell.json").write_text(json.dumps(FACTS))
     (folder / "config.toml").write_text(
         chosen.config(rounds=rounds, seeds=len(seeds), seed=seeds.start).text()
     )
-    tables = RunFolder(folder).tables
-    for round in range(6):
-        for seed in seeds:
-            row = HistoryRow(seed, round, accuracy, 1.0, accuracy, sent=1, uploaded=1, seconds=1.0)
-            tables.add_history(chosen.method, row)
+    rows = [
+        {
+            "seed": seed,
+            "round": r,
+            "accuracy": accuracy,
+            "loss": 1.0,
+            "accuracy_joined": accuracy,
+            "sent": 1,
+            "uploaded": 1,
+            "diverged": 0,
+            "seconds": 1.0,
+        }
+        for r in range(6)
+        for seed in seeds
+    ]
+    RunFolder(folder).add_history(chosen.method, rows)
     return folder
 
 
-def call(*arguments):
-    return CliRunner().invoke(cli.app, ["paper", *map(str, arguments)], prog_name="fedala")
-
-
-def refused(folder, *says):
-    """`paper report` and `paper run` refuse a results folder in one sentence, and leave it as it is."""
+def check_refusal(folder, *says):
+    """Check that `paper report` and `paper run` refuse a folder and do not change it."""
     before = sorted(folder.rglob("*"))
     for arguments in (["report", folder], ["run", "table2", "--data-dir", folder, "--out", folder]):
         answer = call(*arguments)
@@ -72,22 +67,26 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-# --- a cell is what its folder says --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"shuffle": True}, {"seeds": range(3, 5)}, {"method": "fedphp", "rounds": 300}, {"method": "apple"},
-        {"method": "ditto", "column": next(c for c in tables()["table4"].columns if c.name == "cifar100-ala")},
+        {},
+        {"shuffle": True},
+        {"seeds": range(3, 5)},
+        {"method": "fedphp", "rounds": 300},
+        {"method": "apple"},
+        {
+            "method": "ditto",
+            "column": next(c for c in tables()["table4"].columns if c.name == "cifar100-ala"),
+        },
         {"column": next(c for c in tables()["table1"].columns if c.name == "p2")},
         {"column": next(c for c in tables()["table7"].columns if c.name == "cifar100-joining")},
         {"column": tables()["ablation"].columns[0]},
     ],
-)  # fmt: skip
-def test_a_cell_is_read_with_what_it_is(tmp_path, changes):
-    folder = cell(tmp_path, **changes)
-    found = Results.read(tmp_path).runs
+)
+def test_a_cell_is_read_with_its_seeds_and_rounds(tmp_path, changes):
+    folder = make_cell(tmp_path, **changes)
+    found = read_results(tmp_path).seeds
     assert [run.seed for run in found] == list(changes.get("seeds", range(2)))
     assert {(run.best, run.rounds, run.planned) for run in found} == {
         (0.5, 5, changes.get("rounds", 2000))
@@ -96,57 +95,67 @@ def test_a_cell_is_read_with_what_it_is(tmp_path, changes):
 
 
 def test_an_empty_config_is_not_filled_with_defaults(tmp_path):
-    folder = cell(tmp_path, "fedavg")
+    folder = make_cell(tmp_path, "fedavg")
     (folder / "config.toml").write_text("")
-    refused(tmp_path, folder, "does not state method, dataset, model")
+    check_refusal(tmp_path, folder, "does not state method, dataset, model")
 
 
 @pytest.mark.parametrize(
     "name", ["method", "dataset", "lr", "rounds", "shuffle", "seeds", "seed", "precision"]
 )
 def test_every_value_must_be_stated(tmp_path, name):
-    folder = cell(tmp_path)
+    folder = make_cell(tmp_path)
     lines = (folder / "config.toml").read_text().splitlines(keepends=True)
     (folder / "config.toml").write_text(
         "".join(line for line in lines if not line.startswith(f"{name} ="))
     )
-    refused(tmp_path, folder, f"does not state {name}.")
+    check_refusal(tmp_path, folder, f"does not state {name}.")
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('method = "fedala"', 'method = "fedavg"'), ('method = "fedala"', 'method = "fedala,fedavg"'),
-        ('dataset = "mnist"', 'dataset = "digits"'), ("lr = 0.1", "lr = 0.5"), ("batch_size = 10", "batch_size = 20"),
-        ('partition = "pathological:2"', 'partition = "iid"'), ("shuffle = false", "shuffle = true"),
-        ("seed = 0", "seed = 1"), ("seeds = 2", "seeds = 3"), ("partition_seed = 1", "partition_seed = 2"),
-        ("[set]", '[set]\n"fedala.layers" = 2'), ("[set]", '[set]\n"ditto.mu" = 2'), ("validation = 0.0", "validation = 0.5"),
+        ('method = "fedala"', 'method = "fedavg"'),
+        ('method = "fedala"', 'method = "fedala,fedavg"'),
+        ('dataset = "mnist"', 'dataset = "digits"'),
+        ("lr = 0.1", "lr = 0.5"),
+        ("batch_size = 10", "batch_size = 20"),
+        ('partition = "pathological:2"', 'partition = "iid"'),
+        ("shuffle = false", "shuffle = true"),
+        ("seed = 0", "seed = 1"),
+        ("seeds = 2", "seeds = 3"),
+        ("partition_seed = 1", "partition_seed = 2"),
+        ("[set]", '[set]\n"fedala.layers" = 2'),
+        ("[set]", '[set]\n"ditto.mu" = 2'),
+        ("validation = 0.0", "validation = 0.5"),
     ],
-)  # fmt: skip
-def test_a_config_must_agree_with_where_it_lies(tmp_path, old, new):
-    folder = cell(tmp_path)
+)
+def test_a_config_must_agree_with_its_folder(tmp_path, old, new):
+    folder = make_cell(tmp_path)
     edit(folder / "config.toml", old, new)
-    refused(tmp_path, folder, f"is not the run of {PLACE}/fedala: its config.toml differs in")
+    check_refusal(
+        tmp_path, folder, f"is not the run of {SETTING}/fedala: its config.toml differs in"
+    )
 
 
 def test_the_config_of_another_cell_is_refused(tmp_path):
-    """FedAvg's folder, copied into the place of FedALA's, would be shown as FedALA's number."""
-    folder = cell(tmp_path, "fedavg")
+    """FedAvg's folder under FedALA's name would be shown as FedALA's number."""
+    folder = make_cell(tmp_path, "fedavg")
     folder.parent.rename(folder.parent.with_name("fedala"))
-    refused(tmp_path, "fedala/seeds-0-1", "method (fedala → fedavg)")
+    check_refusal(tmp_path, "fedala/seeds-0-1", "method (fedala → fedavg)")
 
 
-def test_another_number_of_rounds_is_another_cell_where_the_schedule_depends_on_it(tmp_path):
-    folder = cell(tmp_path, "fedphp", rounds=300)
+def test_a_schedule_with_other_rounds_is_another_cell(tmp_path):
+    folder = make_cell(tmp_path, "fedphp", rounds=300)
     edit(folder / "config.toml", "rounds = 300", "rounds = 400")
-    refused(tmp_path, folder, f"no cell {PLACE}/fedphp,rounds=300 with 400 rounds")
+    check_refusal(tmp_path, folder, f"no cell {SETTING}/fedphp,rounds=300 with 400 rounds")
 
 
 def test_a_history_must_be_of_the_method_of_the_config(tmp_path):
-    folder = cell(tmp_path, "fedavg")
+    folder = make_cell(tmp_path, "fedavg")
     (folder / "config.toml").write_text(COLUMN.cell("fedala").config(seeds=2).text())
     folder.parent.rename(folder.parent.with_name("fedala"))
-    refused(
+    check_refusal(
         tmp_path, "fedala/seeds-0-1", "its history.csv is of fedavg, and its config.toml of fedala"
     )
 
@@ -165,24 +174,24 @@ def test_a_history_must_be_of_the_method_of_the_config(tmp_path):
     ],
 )
 def test_a_history_must_be_possible(tmp_path, old, new, says):
-    folder = cell(tmp_path)
+    folder = make_cell(tmp_path)
     edit(folder / "history.csv", old, new)
-    refused(tmp_path, folder, says)
+    check_refusal(tmp_path, folder, says)
 
 
 @pytest.mark.parametrize("name", ["cell.json", "config.toml"])
-def test_a_cell_that_lost_a_file_is_not_passed_over(tmp_path, name):
-    folder = cell(tmp_path)
+def test_a_cell_that_lost_a_file_is_refused(tmp_path, name):
+    folder = make_cell(tmp_path)
     (folder.parent / name if name == "cell.json" else folder / name).unlink()
-    refused(tmp_path, folder.parent)
+    check_refusal(tmp_path, folder.parent)
 
 
 def test_a_summary_without_a_history_is_refused(tmp_path):
-    folder = cell(tmp_path)
+    folder = make_cell(tmp_path)
     (folder / "history.csv").unlink()
-    assert Results.read(tmp_path).runs == []  # it has only begun
+    assert read_results(tmp_path).seeds == []  # it has only begun
     (folder / "summary.json").write_text("{}")
-    refused(tmp_path, folder, "it has a summary.json but no history.csv")
+    check_refusal(tmp_path, folder, "it has a summary.json but no history.csv")
 
 
 @pytest.mark.parametrize(
@@ -198,66 +207,67 @@ def test_a_summary_without_a_history_is_refused(tmp_path):
         "1",
     ],
 )
-def test_what_is_no_cell_file_is_a_sentence(tmp_path, text):
-    folder = cell(tmp_path)
+def test_a_damaged_cell_file_is_one_sentence(tmp_path, text):
+    folder = make_cell(tmp_path)
     (folder.parent / "cell.json").write_text(text)
-    refused(tmp_path, "cell.json is damaged")
-
-
-# --- numbers are possible ------------------------------------------------------------------------------------------
-
-
-def table(path, *runs):
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows(
-            [run[name] if isinstance(run, dict) else getattr(run, name) for name in COLUMNS]
-            for run in runs
-        )
-    return path
+    check_refusal(tmp_path, "cell.json is damaged")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("best", 7.5, "best must be at most 1, not 7.5"), ("best", -3, "best must be at least 0, not -3"),
-        ("best", "nan", "best must be a number"), ("best_joined", 7.5, "best_joined must be at most 1"),
-        ("final", 1.5, "final must be at most 1"), ("final", 0.9, "final must not be greater than best"),
-        ("final", "inf", "final must be a number"), ("rounds", -1, "rounds must be at least 0"),
-        ("rounds", 3000, "rounds must not be greater than planned"), ("planned", -1, "planned must be at least 1"),
-        ("best_round", 2001, "best_round must not be greater than rounds"), ("best_round", -1, "best_round must be"),
-        ("seed", -1, "seed must be at least 0"), ("seed", 2**64, "seed must be a whole number"),
+        ("best", 7.5, "best must be at most 1, not 7.5"),
+        ("best", -3, "best must be at least 0, not -3"),
+        ("best", "nan", "best must be a number"),
+        ("best_joined", 7.5, "best_joined must be at most 1"),
+        ("final", 1.5, "final must be at most 1"),
+        ("final", 0.9, "final must not be greater than best"),
+        ("final", "inf", "final must be a number"),
+        ("rounds", -1, "rounds must be at least 0"),
+        ("rounds", 3000, "rounds must not be greater than planned"),
+        ("planned", -1, "planned must be at least 1"),
+        ("best_round", 2001, "best_round must not be greater than rounds"),
+        ("best_round", -1, "best_round must be"),
+        ("seed", -1, "seed must be at least 0"),
+        ("seed", 2**64, "seed must be a whole number"),
         ("seconds_per_round", -1, "seconds_per_round must be at least 0"),
         ("seconds_per_round", "1e30", "seconds_per_round must be at most"),
-        ("eval_every", 0, "eval_every must be at least 1"), ("together", 0, "together must be at least 1"),
-        ("diverged", -1, "diverged must be at least 0"), ("diverged", 9999, "diverged is 9999, and there are only 2000 rounds"),
-        ("sent", -1, "sent must be at least 0"), ("uploaded", -1, "uploaded must be"), ("samples", 0, "samples must be"),
-        ("shuffle", "maybe", "shuffle must be true or false"), ("method", "local", "the paper has no cell of local"),
+        ("eval_every", 0, "eval_every must be at least 1"),
+        ("together", 0, "together must be at least 1"),
+        ("diverged", -1, "diverged must be at least 0"),
+        ("diverged", 9999, "diverged is 9999, and there are only 2000 rounds"),
+        ("sent", -1, "sent must be at least 0"),
+        ("uploaded", -1, "uploaded must be"),
+        ("samples", 0, "samples must be"),
+        ("shuffle", "maybe", "shuffle must be true or false"),
+        ("method", "local", "the paper has no cell of local"),
         ("set", "fedala.layers=77", "the paper has no cell of fedala with fedala.layers=77"),
-        ("data", "x" * 1000, "data must be printable text"), ("device", "\u202e", "device must be printable text"),
-        ("version", "\x1b[2J", "version must be text"), ("data", "a\nb", "data must be text"),
+        ("data", "x" * 1000, "data must be printable text"),
+        ("device", "\u202e", "device must be printable text"),
+        ("version", "\x1b[2J", "version must be text"),
+        ("data", "a\nb", "data must be text"),
     ],
-)  # fmt: skip
-def test_a_number_beyond_its_bounds_is_refused_with_its_line(tmp_path, name, value, says):
-    table(tmp_path / "results.csv", replace(BASE, seed=1), {**vars(BASE), name: value})
+)
+def test_a_number_out_of_bounds_is_refused_with_its_line(tmp_path, name, value, says):
+    write_table(tmp_path / "results.csv", replace(BASE, seed=1), {**vars(BASE), name: value})
     answer = call("report", tmp_path)
     assert answer.exit_code == 2, answer.output
     line = 4 if value == "a\nb" else 3  # a field of two lines ends in the second
     assert f"results.csv, line {line}: {says}" in answer.stderr
 
 
-def test_of_a_seed_that_is_given_twice_the_last_counts_and_it_is_said(tmp_path):
-    table(tmp_path / "a.csv", BASE)
-    table(tmp_path / "b.csv", replace(BASE, best=0.75))
+def test_the_last_of_two_results_of_a_seed_counts_with_a_note(tmp_path):
+    write_table(tmp_path / "a.csv", BASE)
+    write_table(tmp_path / "b.csv", replace(BASE, best=0.75))
     answer = call("report", tmp_path)
     assert answer.exit_code == 0, answer.output
     [note] = answer.stderr.splitlines()
     assert note == (
-        f"Note: Seed 0 of fedala in {PLACE} has an accuracy of 56.00 % in {tmp_path / 'a.csv'}, line 2 "
+        f"Note: Seed 0 of fedala in {SETTING} has an accuracy of 56.00 % "
+        f"in {tmp_path / 'a.csv'}, line 2 "
         f"and of 75.00 % in {tmp_path / 'b.csv'}, line 2; the latter is shown."
     )
-    assert [run.best for run in Results.read(tmp_path).runs] == [0.75]
+    assert [run.best for run in read_results(tmp_path).seeds] == [0.75]
     said = "1 of the seeds are given twice, with different accuracies."
     assert said in answer.stdout
     for name in ("tables.md", "index.html"):
@@ -265,37 +275,37 @@ def test_of_a_seed_that_is_given_twice_the_last_counts_and_it_is_said(tmp_path):
 
 
 def test_run_folders_count_more_than_csv_files(tmp_path):
-    folder = cell(tmp_path, seeds=range(1))
-    [own] = Results.read(tmp_path).runs
-    table(tmp_path / "z.csv", replace(own, best=0.75))
-    read = Results.read(tmp_path)
-    assert [run.where for run in read.runs] == [f"{folder}, seed 0"]
+    folder = make_cell(tmp_path, seeds=range(1))
+    [own] = read_results(tmp_path).seeds
+    write_table(tmp_path / "z.csv", replace(own, best=0.75))
+    read = read_results(tmp_path)
+    assert [run.where for run in read.seeds] == [f"{folder}, seed 0"]
     assert len(read.contradictions) == 1
 
 
-def test_what_is_given_twice_alike_is_not_remarked_upon(tmp_path):
+def test_two_equal_results_of_a_seed_need_no_note(tmp_path):
     """`paper run` writes a line for each run folder, with six digits of its accuracy."""
-    cell(tmp_path, accuracy=1 / 3)
-    Results.read(tmp_path).write(tmp_path / "results.csv")
-    assert Results.read(tmp_path).contradictions == []
-    table(tmp_path / "longer.csv", replace(BASE, best=0.75))  # of 2000 rounds, not of 5
-    assert Results.read(tmp_path).contradictions == []
-
-
-# --- files are files -----------------------------------------------------------------------------------------------
+    make_cell(tmp_path, accuracy=1 / 3)
+    read_results(tmp_path).write(tmp_path / "results.csv")
+    assert read_results(tmp_path).contradictions == []
+    write_table(tmp_path / "longer.csv", replace(BASE, best=0.75))  # of 2000 rounds, not of 5
+    assert read_results(tmp_path).contradictions == []
 
 
 #: Every file that a report or a run reads in a results folder.
 READ = [
-    "x.csv", "figures/x.png", f"{PLACE}/fedala/cell.json",
-    f"{PLACE}/fedala/seeds-0-1/config.toml", f"{PLACE}/fedala/seeds-0-1/history.csv",
-]  # fmt: skip
+    "x.csv",
+    "figures/x.png",
+    f"{SETTING}/fedala/cell.json",
+    f"{SETTING}/fedala/seeds-0-1/config.toml",
+    f"{SETTING}/fedala/seeds-0-1/history.csv",
+]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "endless", "folder", "loop"])
 @pytest.mark.parametrize("name", READ)
 def test_pipes_and_devices_are_refused_and_not_waited_for(tmp_path, name, kind):
-    cell(tmp_path)
+    make_cell(tmp_path)
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -317,8 +327,8 @@ def test_pipes_and_devices_are_refused_and_not_waited_for(tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "without a place"])
-def test_a_file_that_takes_no_tables_is_refused_before_anything_is_written(tmp_path, kind):
-    table(tmp_path / "results.csv", BASE)
+def test_a_file_without_room_for_tables_is_refused_first(tmp_path, kind):
+    write_table(tmp_path / "results.csv", BASE)
     path = tmp_path / "page.md"
     if kind == "pipe":
         os.mkfifo(path)
@@ -331,98 +341,6 @@ def test_a_file_that_takes_no_tables_is_refused_before_anything_is_written(tmp_p
     assert not (tmp_path / "report").exists()
 
 
-# --- text stays text -----------------------------------------------------------------------------------------------
-
-HOSTILE = r"<script>x</script> a|b `c` [d](javascript:e) \input{/etc/passwd} $5 %f &g #h _i ^j ~k *l* https://m.n o@p"
-
-
-@pytest.fixture
-def written(tmp_path):
-    table(
-        tmp_path / "results.csv",
-        replace(BASE, data=HOSTILE),
-        replace(BASE, setting="tiny-resnet18-dir", device=HOSTILE),
-    )
-    answer = call("report", tmp_path)
-    assert answer.exit_code == 0, answer.output
-    return {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").iterdir()}
-
-
-def test_markdown_shows_a_field_and_does_not_run_it(written):
-    shown = (
-        r"&lt;script&gt;x&lt;/script&gt; a\|b \`c\` \[d\](javascript:e) \\input{/etc/passwd} \$5 %f &amp;g #h \_i ^j \~k "
-        r"\*l\* https:\//m.n o&#64;p"
-    )
-    assert written["tables.md"].count(shown) >= 2  # as a note, and as a device in a table
-    assert "<script" not in written["tables.md"]
-    for rows in re.findall(r"(?:^\|.*\n)+", written["tables.md"], re.M):
-        assert len({line.replace(r"\|", "").count("|") for line in rows.splitlines()}) == 1
-
-
-def test_markdown_is_rendered_as_the_text_that_it_was():
-    for text in (
-        HOSTILE,
-        "&#64; &lt;",
-        "**x** ![y](z) <!-- c -->",
-        "a\\|b",
-        "www.x.y http://x",
-        "~~x~~ ```",
-    ):
-        rendered = MarkdownIt("gfm-like", {"linkify": False}).render(
-            f"| a |\n|---|\n| x {escape_markdown(text)} |\n"
-        )
-        assert rendered.count("<td>") == 1
-        inside = rendered.partition("<td>")[2].partition("</td>")[0]
-        assert "<" not in inside
-        assert html.unescape(inside) == f"x {text}"
-
-
-def test_latex_prints_a_field_and_does_not_run_it(written):
-    shown = (
-        r"\textless{}script\textgreater{}x\textless{}/script\textgreater{} a\textbar{}b `c` [d](javascript:e) "
-        r"\textbackslash{}input\{/etc/passwd\} \$5 \%f \&g \#h \_i \textasciicircum{}j \textasciitilde{}k *l*"
-    )
-    assert written["tables.tex"].count(shown) >= 2
-    assert r"\input" not in written["tables.tex"]
-
-
-def test_html_shows_a_field_and_does_not_run_it(written):
-    assert "<script" not in written["index.html"]
-    assert "&lt;script&gt;" in written["index.html"]
-
-
-@pytest.mark.parametrize(
-    "text", ["=1+1", "+1+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1", "-", "--1"]
-)
-def test_no_field_is_a_formula_of_a_spreadsheet(text):
-    assert spreadsheet_safe(text) == f"'{text}"
-    assert spreadsheet_safe(spreadsheet_safe(text)) == f"'{text}"
-
-
-@pytest.mark.parametrize(
-    "value", ["-1.89", "+3", "-1e-5", -1.89, -2, None, True, "a=b", "", "'=1", "1-2"]
-)
-def test_numbers_and_plain_text_stay_as_they_are(value):
-    assert spreadsheet_safe(value) is value
-
-
-def test_the_csv_of_results_holds_no_formula(tmp_path):
-    Results([replace(BASE, data='=HYPERLINK("http://x")', device="@x", version="-x")]).write(
-        tmp_path / "results.csv"
-    )
-    [run] = read_csv(tmp_path / "results.csv")
-    assert (run.data, run.device, run.version) == ('\'=HYPERLINK("http://x")', "'@x", "'-x")
-    Results([run]).write(tmp_path / "results.csv")
-    assert list(read_csv(tmp_path / "results.csv")) == [run]
-
-
-def test_no_formula_gets_into_a_reports_csv(monkeypatch):
-    monkeypatch.setattr(
-        report, "comparison", lambda results: [{"method": "=x", "difference": -1.5}]
-    )
-    assert report._long(Results([])) == "method,difference\n'=x,-1.5\n"
-
-
 def test_a_line_of_the_wrong_setting_is_refused(tmp_path):
     with pytest.raises(UserError, match="line 2: there is no setting nowhere"):
-        list(read_csv(table(tmp_path / "x.csv", replace(BASE, setting="nowhere"))))
+        list(read_csv(write_table(tmp_path / "x.csv", replace(BASE, setting="nowhere"))))

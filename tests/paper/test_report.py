@@ -1,6 +1,8 @@
-"""`fedala paper report`: our numbers beside the paper's, and in what they are not the paper's experiment."""
+"""`fedala paper report`: our numbers, their difference to the paper's, and the departures."""
 
+import base64
 import csv
+import hashlib
 import html
 import re
 from dataclasses import replace
@@ -8,19 +10,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from paper_results import call, make_result
 
-from fedala.cli import app as cli
 from fedala.errors import UserError
-from fedala.paper import report
+from fedala.paper import comparison, formats, report
 from fedala.paper.experiments import drawings, tables
-from fedala.paper.results import Figure, Results, Run, read_csv
+from fedala.paper.reading import read_csv, read_results
+from fedala.paper.results import CellResult, Results
 
-BASE = Run(
-    setting="cifar100-dir", method="fedala", set="", shuffle=False, seed=0, rounds=2000, planned=2000, eval_every=1,
-    best=0.56, best_round=150, best_joined=0.56, final=0.5, seconds_per_round=0.25, together=5, diverged=0, sent=100,
-    uploaded=100, samples=60000, data="", device="GPU", version="x",
-)  # fmt: skip
+BASE = make_result()
 
 
 def seeds(*bests, **changes):
@@ -52,19 +50,20 @@ def results():
     )
 
 
-def place(table, column):
+def find_column(table, column):
     return next(c for c in tables()[table].columns if c.name == column)
 
 
 def test_mean_deviation_and_difference(results):
-    figure = results.figure(place("table2", "cifar100-dir").cell("fedala"))
+    figure = results.find(find_column("table2", "cifar100-dir").cell("fedala"))
     assert figure.accuracy == pytest.approx(56.0)
     assert figure.std == pytest.approx(0.632455, abs=1e-5)
     assert figure.departures == []
     [ours, shuffled] = [
-        row for row in report.comparison(results)
+        row
+        for row in comparison.list_comparisons(results)
         if (row["table"], row["column"], row["method"]) == ("table2", "cifar100-dir", "fedala")
-    ]  # fmt: skip
+    ]
     assert (ours["paper"], ours["ours"], ours["difference"], ours["agreement"]) == (
         55.92,
         56.0,
@@ -75,7 +74,7 @@ def test_mean_deviation_and_difference(results):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "departures"),
     [
         ({"rounds": 300}, ["300 of 2000 rounds"]),
         ({"shuffle": True}, ["shuffled"]),
@@ -85,12 +84,12 @@ def test_mean_deviation_and_difference(results):
         ({"diverged": 1}, ["clients diverged in 1 round"]),
     ],
 )
-def test_departures_from_the_paper_are_said(changes, said):
-    assert Figure(tuple(seeds(*[0.5] * 5, **changes))).departures == said
+def test_departures_from_the_paper_are_listed(changes, departures):
+    assert CellResult(tuple(seeds(*[0.5] * 5, **changes))).departures == departures
 
 
-def test_fewer_seeds_and_unequal_rounds_are_said():
-    assert Figure((BASE, replace(BASE, seed=1, rounds=300))).departures == [
+def test_fewer_seeds_and_unequal_rounds_are_departures():
+    assert CellResult((BASE, replace(BASE, seed=1, rounds=300))).departures == [
         "300 to 2000 of 2000 rounds",
         "2 of 5 seeds",
     ]
@@ -99,32 +98,40 @@ def test_fewer_seeds_and_unequal_rounds_are_said():
 @pytest.mark.parametrize(
     ("difference", "spread", "agreement"),
     [
-        (-1.0, 0, "agrees"), (1.004, 0, "agrees"), (1.01, 0, "near"), (-3.0, 0, "near"), (3.2, 0, "differs"),
-        (0.9, 0.1, "agrees"), (-1.5, 1.5, "agrees"), (1.5, 1.4, "near"), (-3.2, 3.3, "agrees"), (3.2, 3.1, "differs"),
+        (-1.0, 0, "agrees"),
+        (1.004, 0, "agrees"),
+        (1.01, 0, "near"),
+        (-3.0, 0, "near"),
+        (3.2, 0, "differs"),
+        (0.9, 0.1, "agrees"),
+        (-1.5, 1.5, "agrees"),
+        (1.5, 1.4, "near"),
+        (-3.2, 3.3, "agrees"),
+        (3.2, 3.1, "differs"),
     ],
-)  # fmt: skip
+)
 def test_agreement(difference, spread, agreement):
-    assert report.Ours("", difference, spread=spread).agreement == agreement
+    assert comparison.OwnNumber("", difference, spread=spread).agreement == agreement
 
 
-def test_what_is_within_the_two_standard_deviations_agrees():
-    """FedProx with joining clients: 33.87 ± 2.39 in the paper. Ours: 36 and 38 with one seed, 38 ± 2 with two."""
+def test_a_difference_within_the_two_standard_deviations_agrees():
+    """FedProx has 33.87 ± 2.39 in the paper. Ours: 36 and 38 with one seed, 38 ± 2 with two."""
     cell = {"setting": "cifar100-joining", "method": "fedprox"}
     for bests, agreement in (([0.46], "agrees"), ([0.48], "differs"), ([0.46, 0.5], "agrees")):
-        [row] = report.comparison(Results(seeds(*bests, **cell)))
+        [row] = comparison.list_comparisons(Results(seeds(*bests, **cell)))
         assert row["agreement"] == agreement
 
 
-def test_joining_clients_alone_count_where_the_paper_counts_them_alone(results):
-    assert results.figure(
-        place("table7", "cifar100-joining").cell("fedala")
+def test_only_participants_count_if_the_paper_counts_only_them(results):
+    assert results.find(
+        find_column("table7", "cifar100-joining").cell("fedala")
     ).accuracy == pytest.approx(54.0)
 
 
-def test_of_two_runs_of_a_seed_the_longer_one_counts():
+def test_the_longer_of_two_runs_of_a_seed_counts():
     longer = replace(BASE, rounds=2000, best=0.6)
     for runs in ([replace(BASE, rounds=10), longer], [longer, replace(BASE, rounds=10)]):
-        assert Results(runs).runs == [longer]
+        assert Results(runs).seeds == [longer]
 
 
 def test_runs_with_different_schedules_are_not_mixed():
@@ -132,14 +139,14 @@ def test_runs_with_different_schedules_are_not_mixed():
         replace(BASE, method="fedphp", planned=300, rounds=300, seed=0),
         replace(BASE, method="fedphp", planned=2000, rounds=400, seed=1),
     ]
-    figure = Results(runs).figure(place("table2", "cifar100-dir").cell("fedphp"))
-    assert [run.seed for run in figure.runs] == [1]
+    figure = Results(runs).find(find_column("table2", "cifar100-dir").cell("fedphp"))
+    assert [run.seed for run in figure.seeds] == [1]
 
 
-def test_improvements_are_ours_with_ala_less_ours_without(results):
-    [sheet] = [sheet for sheet in report.sheets(results) if sheet.table.name == "table4"]
-    boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
-    paper, [ours] = boxes[-1].paper, boxes[-1].ours
+def test_improvements_are_ours_with_ala_minus_ours_without(results):
+    [sheet] = [sheet for sheet in comparison.make_sheets(results) if sheet.table.name == "table4"]
+    cells = next(cells for group in sheet.groups for title, cells in group if title == "Ditto")
+    paper, [ours] = cells[-1].paper, cells[-1].ours
     assert paper == "3.46"
     assert ours.text == "6.00"
     assert ours.difference == pytest.approx(6.0 - 3.46)
@@ -151,9 +158,11 @@ def test_an_improvement_says_how_each_of_the_two_was_run():
             replace(BASE, method="ditto+ala", rounds=300),
             replace(BASE, method="ditto", **without),
         ]
-        [sheet] = [sheet for sheet in report.sheets(Results(runs)) if sheet.table.name == "table4"]
-        boxes = next(boxes for group in sheet.groups for title, boxes in group if title == "Ditto")
-        return boxes[-1].ours[0].departures
+        [sheet] = [
+            sheet for sheet in comparison.make_sheets(Results(runs)) if sheet.table.name == "table4"
+        ]
+        cells = next(cells for group in sheet.groups for title, cells in group if title == "Ditto")
+        return cells[-1].ours[0].departures
 
     assert departures(rounds=300) == ("300 of 2000 rounds", "1 of 5 seeds")
     assert departures(rounds=400) == (
@@ -161,19 +170,19 @@ def test_an_improvement_says_how_each_of_the_two_was_run():
     )
 
 
-def test_how_much_there_is_is_counted_by_cell():
+def test_the_description_counts_cells_once():
     runs = [
         replace(BASE, seed=1),
         replace(BASE, seed=2),
         replace(BASE, shuffle=True),
     ]  # FedALA stands in two tables
-    assert report.overview(Results(runs)).startswith(
+    assert comparison.describe(Results(runs)).startswith(
         "1 of the paper's 241 cells have been run, and 1 with shuffling. Of"
     )
 
 
-def test_only_tables_with_something_to_show_are_shown(results):
-    assert [sheet.table.name for sheet in report.sheets(results)] == [
+def test_tables_without_own_numbers_are_left_out(results):
+    assert [sheet.table.name for sheet in comparison.make_sheets(results)] == [
         "table1",
         "table2",
         "table4",
@@ -185,7 +194,7 @@ def test_only_tables_with_something_to_show_are_shown(results):
 def test_the_cost_table_shows_seconds_and_parameters():
     [sheet] = [
         sheet
-        for sheet in report.sheets(
+        for sheet in comparison.make_sheets(
             Results([replace(BASE, setting="tiny-resnet18-dir", seconds_per_round=1.5)])
         )
         if sheet.table.cost
@@ -196,22 +205,19 @@ def test_the_cost_table_shows_seconds_and_parameters():
     assert (per_round.ours[0].text, parameters.ours[0].text) == ("1.5 s", "200")
 
 
-# --- formats -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def written(results, tmp_path):
+def output(results, tmp_path):
     results.write(tmp_path / "results.csv")
-    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path)], prog_name="fedala")
+    answer = call("report", tmp_path)
     assert answer.exit_code == 0, answer.output
     return tmp_path / "report", answer
 
 
-def test_a_report_comes_from_csv_alone(written, results, tmp_path):
-    assert Results.read(tmp_path).runs == sorted(
-        results.runs, key=lambda run: (run.cell, run.planned, run.seed)
+def test_a_report_needs_only_the_csv(output, results, tmp_path):
+    assert read_results(tmp_path).seeds == sorted(
+        results.seeds, key=lambda run: (run.cell, run.planned, run.seed)
     )
-    folder, answer = written
+    folder, answer = output
     assert {path.name for path in folder.iterdir()} == {
         "tables.md",
         "tables.tex",
@@ -222,8 +228,8 @@ def test_a_report_comes_from_csv_alone(written, results, tmp_path):
     assert "partial: 82031 of 127600 samples" in answer.stdout
 
 
-def test_markdown(written):
-    text = (written[0] / "tables.md").read_text(encoding="utf-8")
+def test_markdown(output):
+    text = (output[0] / "tables.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith("| FedALA | 99.88"))
     assert "55.92 ± 0.03<br>**56.00 ± 0.63** (+0.08) ●<br>**57.40**<sup>" in row
     assert "300 of 2000 rounds, 1 of 5 seeds, shuffled" in text
@@ -234,8 +240,8 @@ def test_markdown(written):
         )
 
 
-def test_latex(written):
-    text = (written[0] / "tables.tex").read_text(encoding="utf-8")
+def test_latex(output):
+    text = (output[0] / "tables.tex").read_text(encoding="utf-8")
     assert text.count("\\begin{") == text.count("\\end{")
     assert "\\textcolor{agrees}{56.00 $\\pm$ 0.63 ($+0.08$)}" in text
     assert not set("±ρΣα·") & set(text)
@@ -248,8 +254,8 @@ def test_latex(written):
         assert len({line.count("&") for line in rows}) == 1
 
 
-def test_csv(written):
-    with (written[0] / "tables.csv").open(newline="", encoding="utf-8") as file:
+def test_csv(output):
+    with (output[0] / "tables.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     fedavg = next(row for row in rows if (row["table"], row["method"]) == ("table2", "fedavg"))
     assert (fedavg["paper"], fedavg["ours"], fedavg["difference"]) == ("31.89", "30.0", "-1.89")
@@ -257,7 +263,7 @@ def test_csv(written):
 
 
 class Balanced(HTMLParser):
-    """Every element that is opened is closed, in order."""
+    """Checks that every element is closed, in order."""
 
     def __init__(self):
         super().__init__()
@@ -271,12 +277,16 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_html_is_whole_and_needs_nothing_from_elsewhere(written):
-    text = (written[0] / "index.html").read_text(encoding="utf-8")
+def test_html_is_complete_and_loads_nothing(output):
+    text = (output[0] / "index.html").read_text(encoding="utf-8")
     parser = Balanced()
     parser.feed(text)
     assert parser.open == []
-    assert "http" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
+    assert policy in html.unescape(text)
     assert (
         '<span class="ours agrees" title="agrees">56.00 ± 0.63<small> (+0.08) ●</small></span>'
         in text
@@ -287,19 +297,18 @@ def test_a_figure_on_the_page_says_what_it_shows(results, tmp_path):
     (tmp_path / "figure-wl.png").write_bytes(b"png")
     report.write(results, tmp_path, [tmp_path / "figure-wl.png"])
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert (
-        text.count(f"figure-wl: {html.escape(drawings()['figure-wl'].title)}") == 2
-    )  # to be seen, and to be heard
+    caption = f"figure-wl: {drawings()['figure-wl'].title}"
+    assert html.unescape(text).count(caption) == 2  # as a caption, and for screen readers
 
 
-def test_what_comes_from_a_file_is_escaped(tmp_path):
+def test_text_from_a_file_is_escaped_in_html(tmp_path):
     Results([replace(BASE, data="<script>x</script>")]).write(tmp_path / "results.csv")
-    report.write(Results.read(tmp_path), tmp_path / "report")
+    report.write(read_results(tmp_path), tmp_path / "report")
     assert "<script>" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
-def test_what_latex_would_take_for_a_command_is_text(tmp_path):
-    text = report.latex(report.sheets(Results([replace(BASE, data=r"\x{#$^~")]))[1])
+def test_text_from_a_file_is_escaped_in_latex(tmp_path):
+    text = formats.to_latex(comparison.make_sheets(Results([replace(BASE, data=r"\x{#$^~")]))[1])
     assert r"data \textbackslash{}x\{\#\$\textasciicircum{}\textasciitilde{}" in text
 
 
@@ -315,27 +324,22 @@ def test_the_tables_go_between_the_marks_of_a_file(results, tmp_path):
     assert text.count("### Table 2") == 1
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_without_marks_is_refused(results, tmp_path):
     (tmp_path / "page.md").write_text("nothing")
     with pytest.raises(UserError, match="has no place for the tables"):
         report.insert(results, tmp_path / "page.md")
 
 
-def test_a_report_does_not_go_among_the_results(results, tmp_path):
+def test_a_report_is_not_written_among_the_results(results, tmp_path):
     results.write(tmp_path / "results.csv")
-    answer = CliRunner().invoke(
-        cli.app, ["paper", "report", str(tmp_path), "--out", str(tmp_path)], prog_name="fedala"
-    )
+    answer = call("report", tmp_path, "--out", tmp_path)
     assert answer.exit_code == 2
     assert "read as results" in answer.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "results.csv"]
 
 
 def test_a_folder_without_results_is_refused(tmp_path):
-    answer = CliRunner().invoke(cli.app, ["paper", "report", str(tmp_path)], prog_name="fedala")
+    answer = call("report", tmp_path)
     assert answer.exit_code == 2
     assert "There is no result to report" in answer.stderr
 
@@ -343,7 +347,7 @@ def test_a_folder_without_results_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda text: text.replace("setting", "place", 1), "is no csv of results"),
+        (lambda text: text.replace("setting", "place", 1), "is not a csv of results"),
         (lambda text: text.replace("cifar100-dir", "cifar"), "line 2: there is no setting cifar"),
         (lambda text: text.replace("0.56,150", "much,150"), "line 2: best must be a number"),
         (lambda text: text.rstrip() + ",more\n", "must have 21 columns"),
@@ -358,16 +362,16 @@ def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
         Results(read_csv(path))
 
 
-def test_the_docs_and_the_kept_report_are_those_of_the_results(tmp_path):
+def test_the_docs_and_the_stored_report_match_the_results(tmp_path):
     root = Path(__file__).parents[2]
-    results = Results.read(root / "results")
+    results = read_results(root / "results")
     page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
     assert (
         page.partition(report.BEGIN)[2].partition(report.END)[0].strip()
-        == report.body(results).strip()
+        == report.make_markdown(results).strip()
     )
     for path in report.write(results, tmp_path, []):
-        kept = root / "results" / "report" / path.name
-        assert kept.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
+        stored = root / "results" / "report" / path.name
+        assert stored.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
             "fedala paper report results"
         )

@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws without an error, and what can be chosen changes what is seen."""
+"""The page in a real browser: it draws without errors, and its controls change the charts."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from folders import made_up
 
 from fedala.report import page
 
-pytestmark = pytest.mark.skipif(program() is None, reason="needs Chromium, and there is none here")
+pytestmark = pytest.mark.skipif(program() is None, reason="Chromium is not installed")
 
 METHODS = ("fedala", "fedavg", "local", "ditto+ala")
 WIDE, PHONE = 1100, 390
@@ -17,7 +17,7 @@ WIDE, PHONE = 1100, 390
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """A browser, and the page of a run."""
+    """Return a browser, and the page of a run."""
     place = tmp_path_factory.mktemp("page")
     path = page.write([made_up(place / "run", METHODS, seeds=3, rounds=12, clients=9).path])
     with Browser(place / "profile") as browser:
@@ -26,7 +26,7 @@ def opened(tmp_path_factory):
 
 @pytest.fixture
 def browser(opened):
-    """The page as one first sees it; whatever a test does with it, it ends without an error."""
+    """Open the page; after the test, check that there was no error."""
     browser, path = opened
     browser.look(width=WIDE)
     browser.open(path)
@@ -34,12 +34,12 @@ def browser(opened):
     assert browser.errors == []
 
 
-def drawn(browser, chart):
-    """The methods that a chart shows."""
-    places = browser.evaluate(
+def list_methods(browser, chart):
+    """Return the methods that a chart shows."""
+    indices = browser.evaluate(
         f"[...document.querySelectorAll('#{chart} [data-series]')].map((e) => e.dataset.series)"
     )
-    return sorted({int(place) for place in places})
+    return sorted({int(index) for index in indices})
 
 
 def click(browser, chooser):
@@ -55,11 +55,16 @@ def choose(browser, identifier, value):
 
 def test_every_chart_is_drawn_and_nothing_is_loaded(browser, tmp_path):
     counts = browser.evaluate(
-        "[...document.querySelectorAll('[data-chart]')].map((e) => e.querySelectorAll('path, circle, rect.cell').length)"
+        "[...document.querySelectorAll('[data-chart]')]"
+        ".map((e) => e.querySelectorAll('path, circle, rect.cell').length)"
     )
     assert len(counts) == 8
     assert all(counts)
-    assert drawn(browser, "curves-accuracy") == drawn(browser, "clients-chart") == [0, 1, 2, 3]
+    assert (
+        list_methods(browser, "curves-accuracy")
+        == list_methods(browser, "clients-chart")
+        == [0, 1, 2, 3]
+    )
     assert {address.split("/")[-1] for address in browser.requests} == {"report.html"}
     browser.screenshot(tmp_path / "page.png", whole=True)
     picture = (tmp_path / "page.png").read_bytes()
@@ -69,12 +74,12 @@ def test_every_chart_is_drawn_and_nothing_is_loaded(browser, tmp_path):
         Path(keep, "page.png").write_bytes(picture)
 
 
-def test_a_method_that_is_switched_off_is_gone_until_it_is_switched_on(browser):
+def test_a_method_can_be_switched_off_and_on(browser):
     click(browser, "#methods button:nth-child(2)")
     assert (
-        drawn(browser, "curves-accuracy")
-        == drawn(browser, "curves-loss")
-        == drawn(browser, "clients-chart")
+        list_methods(browser, "curves-accuracy")
+        == list_methods(browser, "curves-loss")
+        == list_methods(browser, "clients-chart")
         == [0, 2, 3]
     )
     assert (
@@ -84,10 +89,10 @@ def test_a_method_that_is_switched_off_is_gone_until_it_is_switched_on(browser):
         == "false"
     )
     click(browser, "#methods button:nth-child(2)")
-    assert drawn(browser, "curves-accuracy") == [0, 1, 2, 3]
+    assert list_methods(browser, "curves-accuracy") == [0, 1, 2, 3]
 
 
-def test_runs_are_a_band_or_lines_of_their_own(browser):
+def test_runs_show_as_a_band_or_as_lines(browser):
     def count(kind):
         return browser.evaluate(f"document.querySelectorAll('#curves-accuracy .{kind}').length")
 
@@ -98,9 +103,10 @@ def test_runs_are_a_band_or_lines_of_their_own(browser):
     assert (count("band"), count("mean"), count("run")) == (0, 4, 0)
 
 
-def test_values_under_the_pointer_and_under_the_keys(browser):
+def test_pointer_and_keys_show_values(browser):
     left, top, width, height = browser.evaluate(
-        "(() => { const e = document.querySelector('#curves-accuracy'); e.scrollIntoView({block: 'center', behavior: 'instant'});"
+        "(() => { const e = document.querySelector('#curves-accuracy');"
+        " e.scrollIntoView({block: 'center', behavior: 'instant'});"
         " const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
     )
     browser.move(left + width / 2, top + height / 2)
@@ -117,25 +123,27 @@ def test_values_under_the_pointer_and_under_the_keys(browser):
     assert browser.evaluate("document.getElementById('tip').hidden")
 
 
-def test_an_axis_says_where_its_lines_are(browser):
-    """Whatever the step of the axis, equal distances on the screen are equal differences of the labels."""
+def test_the_labels_of_an_axis_are_at_their_values(browser):
+    """Equal distances on the screen are equal differences between labels, at any step."""
     for zoom in ("all", "late"):
         choose(browser, "curves-accuracy-zoom", zoom)
-        places, labels = browser.evaluate(
-            "(() => { const texts = [...document.querySelectorAll('#curves-accuracy text[text-anchor=end]')];"
-            " return [texts.map((e) => Number(e.getAttribute('y'))), texts.map((e) => Number(e.textContent))]; })()"
+        heights, labels = browser.evaluate(
+            "(() => { const selector = '#curves-accuracy text[text-anchor=end]';"
+            " const texts = [...document.querySelectorAll(selector)];"
+            " return [texts.map((e) => Number(e.getAttribute('y'))),"
+            " texts.map((e) => Number(e.textContent))]; })()"
         )
         assert len(labels) > 2
         scale = [
             (a - b) / (x - y)
-            for a, b, x, y in zip(places, places[1:], labels, labels[1:], strict=False)
+            for a, b, x, y in zip(heights, heights[1:], labels, labels[1:], strict=False)
         ]
         assert scale == pytest.approx([scale[0]] * len(scale), rel=1e-6)
 
 
 def test_the_difference_to_fedavg_leaves_fedavg_out(browser):
     choose(browser, "clients-show", 1)
-    assert drawn(browser, "clients-chart") == [0, 2, 3]
+    assert list_methods(browser, "clients-chart") == [0, 2, 3]
 
 
 def test_weights_by_round_method_and_seed(browser):
@@ -147,7 +155,7 @@ def test_weights_by_round_method_and_seed(browser):
         assert browser.evaluate("document.querySelectorAll('#w-histogram .cell').length") == 10 * 13
 
 
-def test_the_accuracy_to_reach_is_looked_up(browser):
+def test_the_target_accuracy_changes_the_table(browser):
     choose(browser, "speed-target", 1)
     first = browser.evaluate("document.querySelector('#speed tbody td').textContent")
     choose(browser, "speed-target", 80)
@@ -158,7 +166,7 @@ def test_the_accuracy_to_reach_is_looked_up(browser):
 
 
 def lightness(browser):
-    """Of the page's background, 0 to 1."""
+    """Return the lightness of the page's background, from 0 to 1."""
     colour = browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     return sum(float(part) for part in colour.strip("rgb()").split(",")[:3]) / 765
 
@@ -194,10 +202,14 @@ def test_several_folders_have_their_own_clients_runs_and_parameters(browser, tmp
     )
     made_up(folder / "cell-three" / "of-another-name", ("local",))  # like the first
     browser.open(page.write([folder], tmp_path / "all.html"))
-    assert drawn(browser, "clients-chart") == [0, 1, 2, 3, 4]  # one, one, three, two, two by name
+    # By name: one, one, three, two, two.
+    assert list_methods(browser, "clients-chart") == [0, 1, 2, 3, 4]
     choose(browser, "clients-show", 1)
-    assert drawn(browser, "clients-chart") == [0, 2]
-    offered = "[...document.querySelectorAll('#w-controls label:not([hidden]) option')].map((e) => e.textContent)"
+    assert list_methods(browser, "clients-chart") == [0, 2]
+    offered = (
+        "[...document.querySelectorAll('#w-controls label:not([hidden]) option')]"
+        ".map((e) => e.textContent)"
+    )
     assert browser.evaluate(offered)[2:] == ["fc.weight", "fc.bias", "mean", "seed 0", "seed 1"]
     choose(browser, "w-seed", 1)
     choose(browser, "w-parameter", 1)
@@ -208,7 +220,7 @@ def test_several_folders_have_their_own_clients_runs_and_parameters(browser, tmp
     assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
 
 
-def test_a_window_without_width_is_no_error(browser, opened):
+def test_a_window_without_width_is_not_an_error(browser, opened):
     browser.call(
         "Emulation.setDeviceMetricsOverride", width=1, height=1, deviceScaleFactor=1, mobile=False
     )
@@ -218,7 +230,8 @@ def test_a_window_without_width_is_no_error(browser, opened):
 
 
 def test_a_hostile_folder_runs_nothing(browser, tmp_path):
-    evil = "</script><img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+    attack = "document.title='hacked'"
+    evil = f'</script><img src=x onerror="{attack}"><script>{attack}</script>'
     folder = made_up(
         tmp_path / "run",
         (f"a+ala{evil}", "fedavg"),

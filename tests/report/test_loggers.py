@@ -1,4 +1,4 @@
-"""Live loggers: every evaluation arrives once, also after a resume, and a logger that fails does not stop the run."""
+"""Live loggers: every evaluation is logged once, and a logger that fails does not stop the run."""
 
 import sys
 import types
@@ -8,44 +8,50 @@ from typer.testing import CliRunner
 
 from fedala.cli import app as cli
 from fedala.errors import UserError
-from fedala.records import HistoryRow
 from fedala.report import loggers
 from fedala.report.loggers import Loggers
 from fedala.runs.folder import RunFolder
 
 
 def row(seed, round, accuracy):
-    return HistoryRow(seed, round, accuracy, loss=1.0, accuracy_joined=accuracy)
+    return {
+        "seed": seed,
+        "round": round,
+        "accuracy": accuracy,
+        "loss": 1.0,
+        "clients": [[1, 2, 3]],
+        "note": None,
+    }
 
 
-def follow(names, folder, rounds, **options):
+def log_rounds(names, folder, rounds, **options):
     with Loggers(names, folder, {"rounds": 5, "lr": 0.1}, **options) as live:
         for round in rounds:
             for seed in (0, 1):
                 live.row("ditto+ala", row(seed, round, round / 10 + seed))
 
 
-def events(folder):
-    """What TensorBoard would show: the steps of each run with their values."""
+def read_events(folder):
+    """Return what TensorBoard shows: the steps of each run with their values."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = {}
-    for place in sorted({file.parent for file in folder.rglob("events.out.*")}):
-        told = EventAccumulator(str(place), purge_orphaned_data=True)
-        told.Reload()
-        found[str(place.relative_to(folder))] = {
-            name: [(event.step, event.value) for event in told.Scalars(name)]
-            for name in told.Tags()["scalars"]
+    for path in sorted({file.parent for file in folder.rglob("events.out.*")}):
+        logged = EventAccumulator(str(path), purge_orphaned_data=True)
+        logged.Reload()
+        found[str(path.relative_to(folder))] = {
+            name: [(event.step, event.value) for event in logged.Scalars(name)]
+            for name in logged.Tags()["scalars"]
         }
     return found
 
 
 @pytest.mark.filterwarnings("default")  # those of TensorBoard's own packages
-def test_tensorboard_reads_back_what_was_logged_and_nothing_twice_after_a_resume(tmp_path):
-    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
-    follow(["tensorboard"], tmp_path, range(5))
-    follow(["tensorboard"], tmp_path, range(3, 6))  # resumed from a checkpoint after round 2
-    found = events(tmp_path / "tensorboard")
+def test_tensorboard_has_every_step_once_after_a_resume(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    log_rounds(["tensorboard"], tmp_path, range(5))
+    log_rounds(["tensorboard"], tmp_path, range(3, 6))  # resumed from a checkpoint after round 2
+    found = read_events(tmp_path / "tensorboard")
     assert set(found) == {"ditto+ala/seed-0", "ditto+ala/seed-1"}
     for seed in (0, 1):
         scalars = found[f"ditto+ala/seed-{seed}"]
@@ -57,7 +63,7 @@ def test_tensorboard_reads_back_what_was_logged_and_nothing_twice_after_a_resume
 
 
 class FakeWandB(types.ModuleType):
-    """As much of wandb as is used: a run that exists is taken up, and earlier steps than its last are dropped."""
+    """The part of wandb that we use: it continues known runs and drops steps before the last."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -78,25 +84,25 @@ class FakeWandB(types.ModuleType):
         return types.SimpleNamespace(log=log, finish=finish)
 
 
-def test_weights_and_biases_goes_on_with_the_same_runs(tmp_path, monkeypatch):
+def test_weights_and_biases_continues_the_same_runs(tmp_path, monkeypatch):
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    follow(["wandb"], tmp_path, range(4))
-    follow(["wandb"], tmp_path, range(3, 6))
+    log_rounds(["wandb"], tmp_path, range(4))
+    log_rounds(["wandb"], tmp_path, range(3, 6))
     assert len(fake.runs) == 2
     assert fake.finished == 4
     for seed, steps in enumerate(fake.runs.values()):
-        assert {step: told["accuracy"] for step, told in steps.items()} == {
+        assert {step: logged["accuracy"] for step, logged in steps.items()} == {
             r: r / 10 + seed for r in range(6)
         }
     assert fake.settings[0]["config"] == {"rounds": 5, "lr": 0.1, "method": "ditto+ala", "seed": 0}
     (tmp_path / "log-id").unlink()  # as when a folder is replaced by a new run
-    follow(["wandb"], tmp_path, range(1))
+    log_rounds(["wandb"], tmp_path, range(1))
     assert len(fake.runs) == 4
 
 
 class FakeMLflow(types.ModuleType):
-    """As much of mlflow as is used; every metric that is logged is kept, twice if it is logged twice."""
+    """The part of mlflow that we use; a metric that is logged twice is there twice."""
 
     def __init__(self):
         super().__init__("mlflow")
@@ -136,15 +142,15 @@ class FakeMLflow(types.ModuleType):
         self.ended.append(run)
 
 
-def test_mlflow_goes_on_with_the_same_runs(tmp_path, monkeypatch):
+def test_mlflow_continues_the_same_runs(tmp_path, monkeypatch):
     fake = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)
-    follow(["mlflow"], tmp_path / "", range(4))
-    follow(["mlflow"], tmp_path / "", range(2, 6))
+    log_rounds(["mlflow"], tmp_path / "", range(4))
+    log_rounds(["mlflow"], tmp_path / "", range(2, 6))
     assert fake.experiments == ["fedala"]
     assert len(fake.tags) == 2
-    for (run, key), told in fake.metrics.items():
-        assert [one.step for one in told] == list(range(6)), key
+    for (run, key), logged in fake.metrics.items():
+        assert [one.step for one in logged] == list(range(6)), key
         assert fake.params[run]["rounds"] == 5
     assert len(fake.ended) == 4
 
@@ -169,17 +175,17 @@ def test_a_run_logs_what_its_history_says(tmp_path, monkeypatch):
         cli.app, [*arguments, "--no-save-models", "--out", str(tmp_path / "run")]
     )
     assert result.exit_code == 0, result.output
-    history = RunFolder(tmp_path / "run").rows("history.csv")
-    for (_, key), told in fake.metrics.items():
+    history = RunFolder(tmp_path / "run").history()
+    for (_, key), logged in fake.metrics.items():
         wanted = [
             (row["round"], row[key]) for row in history if row[key] is not None
         ]  # the last does not train
-        assert [(one.step, one.value) for one in told] == wanted
-    [told] = fake.params.values()
-    assert (told["batch_size"], told["model"], told["method"]) == (50, "cnn", "fedavg")
+        assert [(one.step, one.value) for one in logged] == wanted
+    [logged] = fake.params.values()
+    assert (logged["batch_size"], logged["model"], logged["method"]) == (50, "cnn", "fedavg")
 
 
-def test_a_logger_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_logger_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no connection\nand more")
 
@@ -187,13 +193,13 @@ def test_a_logger_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypa
     broken.init = fail
     monkeypatch.setitem(sys.modules, "wandb", broken)
     monkeypatch.setitem(sys.modules, "mlflow", fake)
-    said = []
-    follow(["wandb", "mlflow"], tmp_path, range(3), complain=said.append)
-    assert said == ["Logging to wandb has failed, and stops (no connection); the run goes on."]
-    assert all(len(told) == 3 for told in fake.metrics.values())
+    messages = []
+    log_rounds(["wandb", "mlflow"], tmp_path, range(3), complain=messages.append)
+    assert messages == ["Logging to wandb failed (no connection). The run continues without it."]
+    assert all(len(logged) == 3 for logged in fake.metrics.values())
 
 
-def test_what_there_is_not_is_refused_before_any_work(tmp_path, monkeypatch):
+def test_unknown_and_missing_loggers_are_refused(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"There is no logger 'tensorbord' \(did you mean tensorboard\?\)"
     ):

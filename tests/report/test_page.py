@@ -1,25 +1,29 @@
-"""The page: it says what the folder says, is safe whatever the folder says, and can be read by everybody."""
+"""The page of a run: right figures, no code from the folder, accessible to everybody."""
 
 import base64
 import hashlib
 import json
-import os
 import re
-from dataclasses import replace
+import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
 from folders import accuracy, made_up
+from jinja2 import UndefinedError
 
 from fedala.errors import UserError
-from fedala.report import markup, page, runs
+from fedala.report import html, page
+from fedala.report.arrays import mean_std
+from fedala.report.curves import find_target_rounds, sum_seconds
+from fedala.report.page.views import MOST_POINTS, Cell, Table
+from fedala.report.runs import find_runs, read_run
+from fedala.report.series import list_series
 from fedala.runs.digests import Digests
 
 
 class Parsed(HTMLParser):
-    """The elements of a page with their attributes and text, as a browser would find them."""
+    """The elements of a page with their attributes and text."""
 
     def __init__(self, text):
         super().__init__()
@@ -48,7 +52,7 @@ class Parsed(HTMLParser):
         return [element for element in self.elements if element["tag"] == tag]
 
 
-def parsed(folder):
+def write_and_parse(folder):
     return Parsed(page.write([folder.path]).read_text(encoding="utf-8"))
 
 
@@ -57,11 +61,8 @@ def data_of(found):
     return json.loads(block["text"])
 
 
-# --- what it says --------------------------------------------------------------------------------------------------
-
-
-def test_the_accuracies_are_those_of_the_history_and_say_how_they_were_picked(tmp_path):
-    found = parsed(made_up(tmp_path / "run"))
+def test_accuracies_are_those_of_the_history_and_explained(tmp_path):
+    found = write_and_parse(made_up(tmp_path / "run"))
     [row] = [
         e["text"] for e in found.all("tr") if e["text"].startswith("FedALA") and "±" in e["text"]
     ]
@@ -75,7 +76,7 @@ def test_the_accuracies_are_those_of_the_history_and_say_how_they_were_picked(tm
 
 
 def test_the_curves_are_the_history(tmp_path):
-    data = data_of(parsed(made_up(tmp_path / "run")))
+    data = data_of(write_and_parse(made_up(tmp_path / "run")))
     assert [one["label"] for one in data["series"]] == ["FedALA", "FedAvg", "Local"]
     for one, method in zip(data["series"], ("fedala", "fedavg", "local"), strict=True):
         assert one["rounds"] == list(range(7))
@@ -84,10 +85,10 @@ def test_the_curves_are_the_history(tmp_path):
             assert one["values"]["accuracy"][seed] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_long_run_is_thinned_and_keeps_both_ends(tmp_path):
-    data = data_of(parsed(made_up(tmp_path / "run", ("fedavg",), seeds=1, rounds=1500)))
+def test_a_long_run_shows_some_rounds_with_both_ends(tmp_path):
+    data = data_of(write_and_parse(made_up(tmp_path / "run", ("fedavg",), seeds=1, rounds=1500)))
     rounds = data["series"][0]["rounds"]
-    assert len(rounds) <= page.POINTS
+    assert len(rounds) <= MOST_POINTS
     assert (rounds[0], rounds[-1]) == (0, 1500)
 
 
@@ -99,7 +100,7 @@ def test_who_gains_and_who_loses(tmp_path):
             [[c, 0.0, 10.0 if k < 4 else 0.0] for k, c in enumerate(correct)]
         )  # the last has no test data
         folder.add_clients(method, {"seed": 0, "round": 6, "clients": counts})
-    found = parsed(folder)
+    found = write_and_parse(folder)
     [table] = [e["text"] for e in found.all("table") if e["text"].startswith("Against FedAvg")]
     assert re.search(r"FedALA2" r"1" r"1" r"\+15\.00\+40\.00−10\.00", table)
     (folder.path / "clients.csv").unlink()
@@ -108,25 +109,27 @@ def test_who_gains_and_who_loses(tmp_path):
             method, {"seed": 0, "round": 6, "clients": np.array([[correct, 0.0, 10.0]] * 5)}
         )
     [table] = [
-        e["text"] for e in parsed(folder).all("table") if e["text"].startswith("Against FedAvg")
+        e["text"]
+        for e in write_and_parse(folder).all("table")
+        if e["text"].startswith("Against FedAvg")
     ]
     assert "FedALA500+40.00+40.00–" in table  # nobody loses, so nobody loses most
 
 
-def test_whom_the_accuracy_counts_is_said_where_not_everybody_joins(tmp_path):
+def test_the_facts_name_the_evaluated_clients_if_some_do_not_join(tmp_path):
     for name, options, says in (
         ("a", {"eval_clients": "joined"}, "ρ = 0.5, only the participants of a round evaluated"),
         ("b", {}, "ρ = 0.5, all clients evaluated"),
     ):
         [facts] = [
             e["text"]
-            for e in parsed(made_up(tmp_path / name, join_ratio=0.5, **options)).all("p")
+            for e in write_and_parse(made_up(tmp_path / name, join_ratio=0.5, **options)).all("p")
             if e.get("class") == "facts"
         ]
         assert says in facts
 
 
-def test_the_deviation_is_of_as_many_runs_as_there_are(tmp_path):
+def test_the_caption_counts_the_runs(tmp_path):
     made = [
         made_up(tmp_path / "one", ("fedala",), seeds=2).path,
         made_up(tmp_path / "two", ("fedala",), seeds=3).path,
@@ -150,7 +153,7 @@ def test_an_unfinished_run_is_reported_as_such(tmp_path):
         .read_text()
         .replace('"fedala,fedavg"', '"fedala,fedavg,ditto"')
     )
-    notes = [e["text"] for e in parsed(folder).all("p") if e.get("class") == "warning"]
+    notes = [e["text"] for e in write_and_parse(folder).all("p") if e.get("class") == "warning"]
     assert notes == [
         "run is unfinished: FedAvg 2 of 6 rounds.",
         "run has not begun with ditto.",
@@ -158,11 +161,11 @@ def test_an_unfinished_run_is_reported_as_such(tmp_path):
     ]
 
 
-def test_what_is_read_is_held_against_its_digests(tmp_path):
+def test_files_are_checked_against_their_digests(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True)
-    said = []
-    page.write([folder.path], say=said.append)
-    assert said == []
+    sentences = []
+    page.write([folder.path], say=sentences.append)
+    assert sentences == []
     for name in (
         "history.csv",
         "clients.csv",
@@ -178,9 +181,9 @@ def test_what_is_read_is_held_against_its_digests(tmp_path):
                 page.write([folder.path])
         (folder.path / name).unlink()
         if name in ("split.csv", "summary.json"):
-            page.write([folder.path], say=said.append)
+            page.write([folder.path], say=sentences.append)
             assert (
-                said.pop()
+                sentences.pop()
                 == f"{folder.path / name} is missing; a run was about to write it, or has."
             )
         else:
@@ -189,23 +192,23 @@ def test_what_is_read_is_held_against_its_digests(tmp_path):
         (folder.path / name).write_text(text)
 
 
-def test_rows_that_are_newer_than_the_digests_are_said_to_be_unverified(tmp_path):
+def test_rows_newer_than_the_digests_are_unverified(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True, seeds=1, reached=2)
-    last = folder.history()["fedavg"][-1]
-    folder.tables.add_history("fedavg", replace(last, round=3))
-    said = []
-    page.write([folder.path], say=said.append)
-    assert said == [
-        f"1 of the rows in {folder.path / 'history.csv'} came after digests.json was written, so they are not verified."
+    folder.add_history("fedavg", [{**folder.history()[-1], "round": 3}])
+    sentences = []
+    page.write([folder.path], say=sentences.append)
+    assert sentences == [
+        f"1 of the rows in {folder.path / 'history.csv'} came after digests.json was written, "
+        "so they are not verified."
     ]
-    notes = [e["text"] for e in parsed(folder).all("p") if e.get("class") == "warning"]
-    assert (
-        notes[-1]
-        == "1 of the rows in run/history.csv came after digests.json was written, so they are not verified."
+    notes = [e["text"] for e in write_and_parse(folder).all("p") if e.get("class") == "warning"]
+    assert notes[-1] == (
+        "1 of the rows in run/history.csv came after digests.json was written, "
+        "so they are not verified."
     )
 
 
-def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
+def test_diverged_clients_and_resumptions_are_shown(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), seeds=1)
     text = (folder.path / "history.csv").read_text().splitlines()
     text = [f"{line},{'diverged' if n == 0 else 2 if n == 3 else 0}" for n, line in enumerate(text)]
@@ -215,7 +218,7 @@ def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
     folder.shorten({}, Digests())
     for method in ("fedala", "fedavg"):
         folder.seal(method, finished=True)
-    found = parsed(folder)
+    found = write_and_parse(folder)
     assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
         "The data of run: partial: a tenth of it.",
         "FedALA in run: 2 client rounds diverged and did not count.",
@@ -223,50 +226,50 @@ def test_clients_that_diverged_and_resumptions_are_told(tmp_path):
     assert any(e["text"].endswith("(rounds: 3 → 6)") for e in found.all("dd"))
 
 
-def test_several_folders_are_told_apart(tmp_path):
+def test_several_folders_have_distinct_labels(tmp_path):
     one, two = made_up(tmp_path / "a" / "one"), made_up(tmp_path / "a" / "two", ("fedala",))
     for given in ([one.path, two.path], [tmp_path / "a"]):
         out = page.write(given, tmp_path / "both.html")
         labels = [s["label"] for s in data_of(Parsed(out.read_text(encoding="utf-8")))["series"]]
         assert labels == ["FedALA · one", "FedAvg", "Local", "FedALA · two"]
-    with pytest.raises(UserError, match="say where it goes"):
+    with pytest.raises(UserError, match="name its file"):
         page.write([one.path, two.path])
 
 
 def cells(path, *names, **options):
-    """Run folders as `fedala paper run` makes them: setting, cell, seeds."""
+    """Make run folders as `fedala paper run` does: setting, cell, seeds."""
     return [
         made_up(path / setting / cell / "seeds-0-1", (cell.partition(",")[0],), **options).path
         for setting, cell in (name.split("/") for name in names)
     ]
 
 
-def test_folders_are_told_apart_by_what_is_different_in_their_paths(tmp_path):
+def test_folders_are_named_by_the_different_parts_of_their_paths(tmp_path):
     made = cells(tmp_path / "paper", "mnist/fedala", "mnist/fedala,shuffled", "mnist/fedavg")
     (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1").mkdir(parents=True)
     (tmp_path / "paper" / "mnist" / "ditto" / "seeds-0-1" / "config.toml").write_text(
         'method = "ditto"'
     )  # not begun
     for given in (made, [*made, made[0]], [tmp_path / "paper"], [tmp_path / "paper" / "mnist"]):
-        assert [run.name for run in runs.find(given)] == ["fedala", "fedala,shuffled", "fedavg"]
+        assert [run.name for run in find_runs(given)] == ["fedala", "fedala,shuffled", "fedavg"]
     made += cells(tmp_path / "paper", "cifar/fedala")
-    assert [run.name for run in runs.find(made[-2:])] == ["mnist/fedavg", "cifar/fedala"]
-    assert [run.name for run in runs.find(made[:1])] == ["seeds-0-1"]
+    assert [run.name for run in find_runs(made[-2:])] == ["mnist/fedavg", "cifar/fedala"]
+    assert [run.name for run in find_runs(made[:1])] == ["seeds-0-1"]
 
 
-def test_a_method_that_is_there_once_needs_no_folder_to_name_it(tmp_path):
+def test_a_unique_method_is_named_without_its_folder(tmp_path):
     alike = cells(tmp_path, "mnist/fedala", "mnist/fedavg")
-    assert [one.label for one in page.lines(runs.find(alike))] == ["FedALA", "FedAvg"]
+    assert [one.label for one in list_series(find_runs(alike))] == ["FedALA", "FedAvg"]
     other = made_up(tmp_path / "cifar" / "local" / "seeds-0-1", ("local",))
     (other.path / "config.toml").write_text(
         (other.path / "config.toml").read_text().replace("digits", "cifar10")
     )
-    labels = [one.label for one in page.lines(runs.find([*alike, other.path]))]
+    labels = [one.label for one in list_series(find_runs([*alike, other.path]))]
     assert labels == ["FedALA · mnist/fedala", "FedAvg · mnist/fedavg", "Local · cifar/local"]
 
 
-def test_methods_are_compared_with_those_of_folders_that_are_like_theirs(tmp_path):
-    """FedAvg is one folder, Ditto another; a fourth learns something else, and a fifth has another learning rate."""
+def test_methods_are_compared_within_comparable_folders(tmp_path):
+    """The first three folders are comparable, the last two differ in clients and in lr."""
     made = cells(tmp_path, "a/ditto", "a/fedavg", "a/local")
     made += cells(tmp_path, "b/ditto", clients=5) + cells(tmp_path, "c/ditto", lr=0.5)
     found = Parsed(page.write(made, tmp_path / "x.html").read_text(encoding="utf-8"))
@@ -293,7 +296,7 @@ def test_methods_are_compared_with_those_of_folders_that_are_like_theirs(tmp_pat
     ]  # there is nothing to compare
 
 
-def test_what_is_learned_on_other_data_has_no_common_highest_accuracy(tmp_path):
+def test_different_data_have_no_common_highest_accuracy(tmp_path):
     made = cells(tmp_path, "a/ditto", "a/fedavg")
     one = page.write(made, tmp_path / "x.html").read_text(encoding="utf-8")
     made += cells(tmp_path, "b/ditto", dataset="mnist")
@@ -306,47 +309,47 @@ def test_what_is_learned_on_other_data_has_no_common_highest_accuracy(tmp_path):
     ]  # best and last round of each
 
 
-# --- what it is computed from --------------------------------------------------------------------------------------
-
-
 def test_rounds_and_seconds_to_an_accuracy(tmp_path):
-    """Evaluated in rounds 0, 3 and 6 at half a second each: until round 3 there are four rounds, so 2 s."""
+    """Evaluated in rounds 0, 3 and 6 at 0.5 s each: until round 3 there are four rounds, so 2 s."""
     folder = made_up(tmp_path / "run", ("fedavg",), seeds=3, rounds=6)
     lines = (folder.path / "history.csv").read_text().splitlines()
     kept = [line for line in lines if line.split(",")[2] in ("round", "0", "3", "6")]
     (folder.path / "history.csv").write_text("\n".join(kept) + "\n")
-    [result] = runs.read(folder.path).results.values()
-    assert runs.elapsed(result).tolist() == [0.5, 2.0, 3.5]
+    [result] = read_run(folder.path).results.values()
+    assert sum_seconds(result).tolist() == [0.5, 2.0, 3.5]
     wanted = accuracy("fedavg", 1, 3)  # seed 0 is a little lower there, seed 2 a little higher
-    assert runs.reach(result, wanted) == ([6, 3, 3], [3.5, 2.0, 2.0])
-    assert runs.reach(result, 2.0) == ([None] * 3, [None] * 3)
+    assert find_target_rounds(result, [wanted]) == [([6, 3, 3], [3.5, 2.0, 2.0])]
+    assert find_target_rounds(result, [2.0]) == [([None] * 3, [None] * 3)]
 
 
-def test_means_pass_over_what_is_missing():
-    mean, deviation = runs.mean_std(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
+def test_means_skip_missing_values():
+    mean, deviation = mean_std(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
     np.testing.assert_array_equal(mean, [2, 4, np.nan])
     np.testing.assert_array_equal(deviation, [1, 0, np.nan])
 
-
-# --- whatever stands in the files ----------------------------------------------------------------------------------
 
 EVIL = """</script><script>alert(1)</script><img src=x onerror="alert('2')">&amp;\u2028]]>"""
 
 
 @pytest.fixture
 def hostile(tmp_path):
-    """Every string that a folder has is markup that would like to run."""
+    """Make a folder in which every string is a script."""
     folder = made_up(
-        tmp_path / "run", (f"ala{EVIL.replace(',', '')}", "fedavg"), parameters=(EVIL, "b"), class_names=(EVIL, "x", EVIL),
-        dataset=EVIL, partition=EVIL, device=EVIL,
-    )  # fmt: skip
+        tmp_path / "run",
+        (f"ala{EVIL.replace(',', '')}", "fedavg"),
+        parameters=(EVIL, "b"),
+        class_names=(EVIL, "x", EVIL),
+        dataset=EVIL,
+        partition=EVIL,
+        device=EVIL,
+    )
     summary = {"command": EVIL, "versions": {EVIL: EVIL}, "methods": {"fedavg": {"title": EVIL}}}
     folder.write_summary(summary)
     return folder
 
 
 def test_nothing_in_a_folder_becomes_markup(hostile):
-    found = parsed(hostile)
+    found = write_and_parse(hostile)
     assert [e.get("type") for e in found.all("script")] == ["application/json", None]
     assert not found.all("img")
     assert not [key for e in found.elements for key in e if key.startswith("on")]
@@ -358,7 +361,7 @@ def test_nothing_in_a_folder_becomes_markup(hostile):
 
 
 def test_the_script_and_style_of_the_page_are_the_only_ones_allowed(tmp_path):
-    found = parsed(made_up(tmp_path / "run"))
+    found = write_and_parse(made_up(tmp_path / "run"))
     [policy] = [
         e["content"] for e in found.all("meta") if e.get("http-equiv") == "Content-Security-Policy"
     ]
@@ -370,22 +373,42 @@ def test_the_script_and_style_of_the_page_are_the_only_ones_allowed(tmp_path):
     assert all(e["href"].startswith("#") for e in found.elements if "href" in e)
 
 
-def test_markup_is_escaped_unless_it_is_markup():
-    assert markup.tag("p", "a<b", markup.tag("b", "&")) == "<p>a&lt;b<b>&amp;</b></p>"
-    assert (
-        markup.tag("a", href='"><x', class_="k", hidden=True, id=None)
-        == '<a href="&quot;&gt;&lt;x" class="k" hidden></a>'
+def test_templates_escape_every_value():
+    template = html._environment("fedala.report").from_string(
+        "{% from 'macros.html.j2' import table %}{{ table(view) }}{{ data | tojson }}"
     )
-    assert json.loads(
-        markup.data_block("d", [float("nan"), "</"]).split(">", 1)[1].split("<")[0]
-    ) == [None, "</"]
+    cells = ['"><x', Cell("a<b", style='k"&')]
+    text = template.render(view=Table("<i>&", ["'"], [cells]), data=html.replace_nan(["</", 1e999]))
+    assert 'aria-label="&lt;i&gt;&amp;"' in text
+    assert '<th scope="col">&#39;</th>' in text
+    assert '<th scope="row">&#34;&gt;&lt;x</th>' in text
+    assert '<td><span class="k&#34;&amp;">a&lt;b</span></td>' in text
+    assert text.endswith('["\\u003c/",null]')
 
 
-# --- for everybody -------------------------------------------------------------------------------------------------
+def test_a_name_that_a_template_lacks_is_an_error():
+    template = html._environment("fedala.report").from_string("{{ nothing }}")
+    with pytest.raises(UndefinedError):
+        template.render()
+
+
+def test_without_jinja_there_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    html._environment.cache_clear()
+    with pytest.raises(
+        UserError, match=r"An HTML report needs Jinja2: pip install 'fedala\[cli\]'"
+    ):
+        page.write([made_up(tmp_path / "run").path])
+
+
+def test_the_page_of_a_run_is_always_the_same(tmp_path):
+    folder = made_up(tmp_path / "run")
+    first, second = (page.write([folder.path]).read_bytes() for _ in range(2))
+    assert first == second
 
 
 def test_everything_has_a_name(tmp_path):
-    found = parsed(made_up(tmp_path / "run"))
+    found = write_and_parse(made_up(tmp_path / "run"))
     identifiers = [e["id"] for e in found.elements if "id" in e]
     assert len(identifiers) == len(set(identifiers))
     for attribute in ("aria-labelledby", "for"):
@@ -405,159 +428,3 @@ def test_everything_has_a_name(tmp_path):
     assert len([e for e in found.all("table") if "figure" in e["inside"]]) >= len(charts)
     assert all("aria-labelledby" in e for e in charts)
     assert found.all("html")[0]["lang"] == "en"
-
-
-# --- mistakes ------------------------------------------------------------------------------------------------------
-
-
-def nothing(path):
-    return path / "nothing"
-
-
-def no_run(path):
-    (path / "empty").mkdir()
-    return path / "empty"
-
-
-def just_begun(path):
-    folder = made_up(path / "run")
-    (folder.path / "history.csv").unlink()
-    return folder.path
-
-
-def broken(name, text):
-    def make(path):
-        folder = made_up(path / "run")
-        (folder.path / name).write_text(text)
-        return folder.path
-
-    return make
-
-
-CLIENTS = "method,seed,round,client,samples,accuracy,loss\nfedala,0,6,0,{},0.5,0.5\n"
-
-
-def damaged(place, line):
-    def make(path):
-        folder = made_up(path / "run")
-        lines = (folder.path / "history.csv").read_text().splitlines()
-        (folder.path / "history.csv").write_text(
-            "\n".join([*lines[:place], line, *lines[place + 1 :]]) + "\n"
-        )
-        return folder.path
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (nothing, "There is no folder"),
-        (no_run, "is not a run folder, and holds none"),
-        (just_begun, "nothing to report yet"),
-        (broken("config.toml", "a: b"), "cannot be read"),
-        (broken("summary.json", "{"), "not readable JSON"),
-        (broken("summary.json", "[" * 99_999), "nested too deeply"),
-        (broken("summary.json", '{"command": "\\ud800"}'), "text that is not Unicode"),
-        (broken("summary.json", '{"seconds": 1, "seconds": 2}'), "'seconds' is there twice"),
-        (broken("summary.json", '{"seconds": 1' + "0" * 400 + "}"), "more than 64 bits"),
-        (broken("summary.json", "[1]"), "is not a run's summary"),
-        (broken("history.csv", "method,seed\nfedavg,0\n"), "not the table of a run"),
-        (broken("history.csv", "method,seed,round\nfedavg,zero,0\n"), "history.csv is damaged"),
-        (broken("history.csv", "method,seed,round\nfedavg,0,0,0,0\n"), "nothing to report yet"),
-        (
-            damaged(3, "fedala,0,1,0.2"),
-            "damaged, or not the table of a run: line 4 has not as many columns",
-        ),
-        (damaged(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "an accuracy of 5.0 is not from 0 to 1"),
-        (broken("weights.csv", "method\nfedavg\n"), "weights.csv is damaged, or not the table"),
-        (
-            broken("split.csv", "client,class,name,train,validation,test\nnan,0,a,1,1,1\n"),
-            "no whole number",
-        ),
-        (
-            broken("split.csv", "client,class,name,train,validation,test\n0,0,a,-1,1,1\n"),
-            "train = -1, which is less than 0",
-        ),
-        (broken("clients.csv", CLIENTS.format("1" + "0" * 400)), "a number of more than 64 bits"),
-        (
-            broken("clients.csv", CLIENTS.format(2**63)),
-            "samples = 9223372036854775808, which has more than 64 bits",
-        ),
-        (broken("clients.csv", CLIENTS.format("1" + "0" * 5000)), "clients.csv is damaged"),
-        (
-            damaged(3, "fedala,0,1,0.5,0,-2,1,1,1,1"),
-            "accuracy_joined = -2, which is not from 0 to 1",
-        ),
-        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,-1,1"), "seconds = -1, which is not a time"),
-        (damaged(3, "fedala,0,1,0.5,0,0.5,1,1,inf,1"), "seconds = inf, which is not a time"),
-        (damaged(3, "fedala,0,-1,0.5,0,0.5,1,1,1,1"), "round = -1, which is less than 0"),
-    ],
-)
-def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):
-    with pytest.raises(UserError, match=says) as refusal:
-        page.write([make(tmp_path)])
-    assert re.fullmatch(r"[^\n]+\.", str(refusal.value))
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, -1, 0.5, 2**62, "x\n<b>", [], [[1]], {}, {"a": {"b": [None]}}]
-)
-@pytest.mark.parametrize("key", ["methods", "seconds", "command", "versions", "data"])
-def test_a_summary_of_other_types_is_shown_as_text(tmp_path, key, value):
-    folder = made_up(tmp_path / "run")
-    for summary in (
-        {key: value},
-        {key: {"fedala": value, "title": value}},
-        {key: {"fedala": {"title": value}}},
-    ):
-        (folder.path / "summary.json").write_text(json.dumps(summary))
-        text = page.write([folder.path]).read_text(encoding="utf-8")
-        assert "<b>" not in text
-
-
-@pytest.mark.parametrize("word", ["NaN", "-Infinity", "1e999"])
-def test_numbers_that_are_none_are_shown(tmp_path, word):
-    """A run whose clients have diverged writes them itself."""
-    folder = made_up(tmp_path / "run")
-    (folder.path / "summary.json").write_text(
-        f'{{"seconds": {word}, "versions": {{"torch": {word}}}}}'
-    )
-    assert "nan" in page.write([folder.path]).read_text(encoding="utf-8") or word != "NaN"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["summary.json", "history.csv", "clients.csv", "split.csv", "weights.csv", "resumed.csv"],
-)
-@pytest.mark.parametrize("kind", ["pipe", "zeros", "folder"])
-def test_what_is_not_a_file_is_not_passed_over(tmp_path, name, kind):
-    path = made_up(tmp_path / "run").path / name
-    path.unlink(missing_ok=True)
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "zeros":
-            path.symlink_to("/dev/zero")
-        case "folder":
-            path.mkdir()
-    with pytest.raises(UserError, match=f"{name} is not a file"):
-        page.write([path.parent])
-
-
-def test_a_folder_whose_name_is_not_unicode_is_reported(tmp_path):
-    place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[2J"))
-    place.mkdir()
-    runs_ = [made_up(place / name).path for name in ("a", "b")]
-    text = page.write([*runs_, made_up(tmp_path / "c").path], tmp_path / "all.html").read_text(
-        encoding="utf-8"
-    )
-    assert "\ufffd\ufffd[2J/a" in text
-
-
-def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
-    folder = made_up(tmp_path / "run")
-    with pytest.raises(UserError, match="there is no folder"):
-        page.write([folder.path], tmp_path / "no" / "x.html")
-    with pytest.raises(UserError, match="cannot be written"):
-        page.write([folder.path], tmp_path / ("x" * 300 + ".html"))

@@ -1,13 +1,12 @@
-"""Tables and progress: what is shown is what was measured."""
+"""Tables and progress: what is render is what was measured."""
 
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from fedala.records import HistoryRow
 from fedala.report import tables
-from fedala.report.progress import Watch, clock
+from fedala.report.progress import ProgressBars, format_duration
 from fedala.runs.config import Config
 
 
@@ -20,7 +19,7 @@ def figure(*runs):
     }
 
 
-def shown(table):
+def render(table):
     console = Console(width=200, no_color=True)
     with console.capture() as capture:
         console.print(table)
@@ -37,14 +36,14 @@ def summary(title, **accuracy):
     }
 
 
-def test_accuracies_are_percent_with_a_deviation_where_there_are_several_runs():
+def test_accuracies_are_percent_with_the_deviation_of_several_runs():
     assert tables.percent(figure(0.5)) == "50.00"
     assert tables.percent(figure(0.5, 0.7)) == "60.00 ± 10.00"
     assert tables.percent(None) == "–"
 
 
-def test_results_show_the_accuracies_that_there_are():
-    text = shown(
+def test_results_show_only_known_accuracies():
+    text = render(
         tables.results(
             {"a": summary("A", best=figure(0.9), final=figure(0.8), validation_picked=figure(0.85))}
         )
@@ -61,27 +60,32 @@ def test_results_show_the_accuracies_that_there_are():
     ]
 
 
-def watch(console, **options):
+def make_bars(console, **options):
     plan = SimpleNamespace(
         config=Config(rounds=2, seeds=2), methods=[SimpleNamespace(name="a+ala", title="A[b]+ALA")]
     )
-    return Watch(console, plan, **options)
+    return ProgressBars(console, plan, **options)
 
 
-def follow(watch):
-    with watch:
+def show_rounds(bars):
+    with bars:
         for round in range(3):
             for seed in (0, 1):
-                accuracy = (0.5, 0.9, 0.7)[round] + 0.02 * seed
-                row = HistoryRow(seed, round, accuracy, loss=1.0, accuracy_joined=accuracy)
-                watch.row("a+ala", row)
+                bars.row(
+                    "a+ala",
+                    {
+                        "seed": seed,
+                        "round": round,
+                        "accuracy": (0.5, 0.9, 0.7)[round] + 0.02 * seed,
+                    },
+                )
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(0, [0, 1, 2]), (1000, [2])])
-def test_elsewhere_than_on_a_terminal_a_line_now_and_then(every, rounds):
+def test_without_a_terminal_a_line_now_and_then(every, rounds):
     console = Console(force_terminal=False, width=40)
     with console.capture() as capture:
-        follow(watch(console, every=every))
+        show_rounds(make_bars(console, every=every))
     lines = capture.get().splitlines()
     assert [line.split("/")[0] for line in lines] == [
         f"A[b]+ALA: round {round}" for round in rounds
@@ -93,19 +97,10 @@ def test_elsewhere_than_on_a_terminal_a_line_now_and_then(every, rounds):
 def test_on_a_terminal_one_bar_for_each_method():
     console = Console(force_terminal=True, width=120, _environ={"TERM": "xterm"})
     with console.capture() as capture:
-        follow(watch(console))
+        show_rounds(make_bars(console))
     assert "round 2/2  accuracy 71.00 %  best 91.00 %" in capture.get()
     assert "\x1b" in capture.get()
 
 
-def test_clock():
-    assert [clock(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
-
-
-def test_a_round_without_a_number_is_not_shown_as_the_best():
-    console = Console(force_terminal=False, width=40)
-    with console.capture() as capture, watch(console, every=0) as shown:
-        for round, accuracy in enumerate((0.5, float("nan"), 0.4)):
-            for seed in (0, 1):
-                shown.row("a+ala", HistoryRow(seed, round, accuracy, 1.0, accuracy))
-    assert ["best 50.00 %" in line for line in capture.get().splitlines()] == [True] * 3
+def test_durations():
+    assert [format_duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]

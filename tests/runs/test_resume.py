@@ -13,7 +13,7 @@ from fedala import run
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.io import files
-from fedala.methods import everything
+from fedala.methods import list_methods
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
@@ -106,7 +106,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["one lane", "all lanes", "two lanes", "files"])
-@pytest.mark.parametrize("method", everything())
+@pytest.mark.parametrize("method", list_methods())
 def test_resumed_is_uninterrupted(method, settings, tmp_path):
     if planned(method).methods[0].everyone and "join_ratio" in settings:
         settings = {**settings, "join_ratio": 1.0}

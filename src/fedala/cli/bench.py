@@ -86,7 +86,7 @@ def bench(
     if out:
         out.write_text(format_markdown(measurements), encoding="utf-8")
     if plot:
-        plots.save(plots.bench(measurements), plot)
+        plots.save(plots.draw_bench(measurements), plot)
     for path in filter(None, (out, plot)):
         print_line(f"Written: {path}")
 

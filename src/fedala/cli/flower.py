@@ -10,7 +10,7 @@ from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
 from fedala.report import tables
-from fedala.report.progress import Watch
+from fedala.report.progress import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.plan import plan
@@ -86,7 +86,7 @@ def demo(
     _check_single_method(checked.config)
     if out:
         RunFolder.check_output(out, force=False)
-    with Watch(Console(stderr=True), checked) as watch:
+    with ProgressBars(Console(stderr=True), checked) as watch:
         summary = run_demo(checked, out, row=watch.row, say=watch.say)
     tables.console().print(tables.results(summary["methods"]))
     folder = f" Run folder: {out}" if out else ""

@@ -17,11 +17,12 @@ from rich.table import Table
 
 from fedala.cli.output import keep_lines, say
 from fedala.errors import UserError
+from fedala.paper import comparison, processes, running
 from fedala.paper import report as reporting
-from fedala.paper import running
-from fedala.paper.board import Board
 from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, tables
 from fedala.paper.experiments import Table as PaperTable
+from fedala.paper.progress import CellProgress
+from fedala.paper.reading import read_results
 from fedala.paper.results import CSV, Results
 from fedala.report.tables import console
 from fedala.runs.config import Config
@@ -145,13 +146,13 @@ def run(
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
     if out.exists() and not relay:
-        _note(Results.read(out).unverified)  # unreadable results are refused now, not at the end
+        _note(read_results(out).unverified)  # unreadable results are refused now, not at the end
     known_figures = drawings(digits=data_dir is None)
     figures = {name: known_figures[name] for name in known_figures if name in names}
     names = [name for name in names if name not in figures]
     cells = _choose_cells(names, columns, method, shuffle=shuffle, rounds=rounds)
     deadline = None if minutes is None else began + 60 * minutes
-    order = running.Order(
+    order = running.RunOptions(
         out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline
     )
     if figures:
@@ -161,8 +162,8 @@ def run(
     if relay:
         # Run folders record the command: record the one that a user can type.
         sys.argv[:] = [word for word in sys.argv if word != "--relay"]
-        parent = running.Relay()
-        running.carry_out(cells, replace(order, asked=parent.asked), parent)
+        parent = processes.Relay()
+        running.run_cells(cells, replace(order, stop_signals=parent.stop_signals), parent)
         return
     arguments = [*names, f"--columns={columns}", f"--method={method}", *["--shuffle"] * shuffle]
     _run_cells(cells, order, jobs, arguments)
@@ -181,32 +182,32 @@ def _choose_cells(
 
 
 def _run_cells(
-    cells: Mapping[Cell, float | None], order: running.Order, jobs: int, arguments: list[str]
+    cells: Mapping[Cell, float | None], order: running.RunOptions, jobs: int, arguments: list[str]
 ) -> None:
     """Run the cells with a live table, in this process or in `jobs` others; write the results."""
     out = order.out
     accuracies = {str(cell): accuracy for cell, accuracy in cells.items()}
-    board = Board(Console(stderr=True), accuracies, order.rounds, order.deadline)
+    board = CellProgress(Console(stderr=True), accuracies, order.rounds, order.deadline)
     try:
         with board, catch_stop_signals() as signals:
             if jobs == 1:
-                running.carry_out(cells, replace(order, asked=signals), board)
+                running.run_cells(cells, replace(order, stop_signals=signals), board)
             else:
                 threads = str(max(1, (os.cpu_count() or 1) // jobs))
                 environment = {"OMP_NUM_THREADS": threads, **os.environ}
                 words = [*arguments, *_order_arguments(order)]
-                running.side_by_side(words, jobs, board, environment, signals)
+                processes.run_processes(words, jobs, board, environment, signals)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; {_advice(out)}") from None
     finally:
         if out.is_dir():
-            Results.read(out).write(out / CSV)
+            read_results(out).write(out / CSV)
     if signals:
         print(f"Stopped; {_advice(out)}.", file=sys.stderr)
         raise typer.Exit(128 + signals[0])
     for sentence in board.summary():
         print(sentence)
-    states = {line.how for line in board.lines.values()}
+    states = {state.status for state in board.cells.values()}
     if "failed" in states:
         raise typer.Exit(1)
     if states == {"skipped"}:
@@ -217,7 +218,7 @@ def _run_cells(
     )
 
 
-def _order_arguments(order: running.Order) -> list[str]:
+def _order_arguments(order: running.RunOptions) -> list[str]:
     """Return the command-line arguments that give another process the same order."""
     arguments = [
         f"--rounds={order.rounds}",
@@ -231,7 +232,7 @@ def _order_arguments(order: running.Order) -> list[str]:
     if order.data_dir:
         arguments.append(f"--data-dir={order.data_dir}")
     if order.deadline is not None:
-        arguments.append(f"--minutes={max(0.01, order.left / 60)}")
+        arguments.append(f"--minutes={max(0.01, order.seconds_left / 60)}")
     return arguments
 
 
@@ -239,20 +240,22 @@ def _advice(out: Path) -> str:
     return f"the results so far are in {out}, and the same command continues"
 
 
-def _draw(chosen: Mapping[str, Drawing], order: running.Order, rounds: int | None) -> None:
+def _draw(chosen: Mapping[str, Drawing], order: running.RunOptions, rounds: int | None) -> None:
     """Draw the paper's figures, as far as there is time and data."""
     from fedala.paper import figures  # needs matplotlib
 
-    shelf = running.Shelf(order.data_dir)
+    shelf = running.DataCache(order.data_dir)
     options = {"device": order.device, **({"rounds": rounds} if rounds else {})}
     folder = order.out / "figures"
     for name, drawing in chosen.items():
-        if order.left <= 0:
+        if order.seconds_left <= 0:
             print(f"Left out, because the time is up: {name}.")
             continue
         print(f"{name}: {drawing.title} …", file=sys.stderr)
         try:
-            for path in figures.draw(drawing, shelf, folder, lambda: order.left <= 0, **options):
+            for path in figures.draw(
+                drawing, shelf, folder, lambda: order.seconds_left <= 0, **options
+            ):
                 print(f"Written: {path}")
         except Stopped as stopped:
             print(f"Out of time: {name} is not drawn; it got to {stopped}.")
@@ -302,21 +305,21 @@ def report(
     ] = None,
 ) -> None:
     """Compare our numbers with the paper's: Markdown, LaTeX, csv and one HTML page."""
-    results = Results.read(folder)
+    results = read_results(folder)
     if out and out.resolve() == folder.resolve():
         raise UserError(
             f"The report cannot be written into {out} itself: "
             "its tables would be read as results. Name another folder."
         )
     if insert:
-        reporting.around(insert)  # refuse a file without marks before anything is written
+        reporting.split_at_marks(insert)  # refuse a file without marks before anything is written
     written = reporting.write(
         results, out or folder / "report", sorted((folder / "figures").glob("*.png"))
     )
     if insert:
         reporting.insert(results, insert)
     console().print(_comparison(results))
-    print(reporting.overview(results))
+    print(comparison.describe(results))
     _note([*results.contradictions, *results.unverified])
     for path in [*written, *([insert] if insert else [])]:
         print(f"Written: {path}")
@@ -329,9 +332,11 @@ def _comparison(results: Results) -> Table:
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("not as in the paper")
     colours = {"agrees": "green", "near": "yellow", "differs": "red"}
-    for row in reporting.comparison(results):
+    for row in comparison.list_comparisons(results):
         colour = colours[row["agreement"]]
-        paper, ours = (reporting.spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours"))
+        paper, ours = (
+            comparison.format_spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours")
+        )
         shown.add_row(
             row["table"],
             row["column"],

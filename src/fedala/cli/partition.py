@@ -51,7 +51,7 @@ def partition(
     counts = federation.counts()
     title = f"{config.dataset}, {config.partition}, {len(counts)} clients"
     if plot:
-        plots.save(plots.bubbles(counts, data.class_names, title), plot)
+        plots.save(plots.draw_split(counts, data.class_names, title), plot)
     tables.console().print(tables.clients(federation))
     sizes = counts.sum(1)
     note = f" ({data.note})" if data.note else ""

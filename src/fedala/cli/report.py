@@ -7,7 +7,7 @@ import typer
 
 from fedala.cli.output import keep_lines, print_line, say
 from fedala.report import page, plots
-from fedala.report.runs import find
+from fedala.report.runs import find_runs
 
 app = typer.Typer()
 
@@ -46,4 +46,4 @@ def report(
         plots.check_folder(plots_)
     print_line(f"Written: {page.write(folders, out, say=say)}")
     if plots_:
-        print_line(f"Written: {len(plots.write_all(find(folders), plots_))} plots in {plots_}")
+        print_line(f"Written: {len(plots.write_all(find_runs(folders), plots_))} plots in {plots_}")

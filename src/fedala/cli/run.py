@@ -14,7 +14,7 @@ from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
-from fedala.report.progress import Watch
+from fedala.report.progress import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
@@ -154,7 +154,7 @@ def _execute(
     config = checked.config
     try:
         with (
-            Watch(Console(stderr=True), checked) as watch,
+            ProgressBars(Console(stderr=True), checked) as watch,
             loggers.Loggers(log, folder, vars(config), watch.say) as live,
             catch_stop_signals() as signals,
         ):

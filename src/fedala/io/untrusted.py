@@ -7,7 +7,7 @@ import io
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +117,15 @@ def free_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return 4 * 2**30
+
+
+def check_accuracies(row: Mapping[str, Any], *, allow_nan: bool = True) -> None:
+    """Raise a ValueError if an accuracy in a row of a table is not from 0 to 1.
+
+    NaN is the accuracy of clients without test samples.
+    """
+    for column, value in row.items():
+        if column.startswith("accuracy") and isinstance(value, int | float):
+            is_outside = value < 0 or value > 1
+            if is_outside or (value != value and not allow_nan):
+                raise ValueError(f"{column} is {value}, which is not from 0 to 1")

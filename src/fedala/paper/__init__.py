@@ -1,1 +1,1 @@
-"""The paper's tables and figures: as data, what runs them, and what puts the paper's numbers beside ours."""
+"""The paper's tables and figures: as data, run, and compared with our numbers."""

@@ -1,4 +1,7 @@
-"""The paper's experiments, read from the data files beside this one: settings, tables, cells, and the printed numbers."""
+"""The paper's experiments as data: settings, tables, cells, and the printed numbers.
+
+They are read from experiments.toml, printed.csv and printed_cost.csv in this folder.
+"""
 
 import csv
 import io
@@ -14,13 +17,13 @@ from torch import nn
 
 from fedala.data import KnownDataset, known_datasets
 from fedala.errors import UserError
-from fedala.methods import Method, catalogue, make
+from fedala.methods import catalogue, make
 from fedala.models import cnn, fasttext, resnet18
 from fedala.options import suggest
 from fedala.runs.config import Config
 
-#: The models whose parameters the paper counts, which are not always those that it trains: ten classes, small images.
-COUNTED = {
+#: The models whose parameters the paper counts: ten classes, small images. It trains others, too.
+COUNTED_MODELS = {
     "cnn": lambda: cnn((1, 28, 28), 10),
     "resnet18": lambda: resnet18((3, 64, 64), 10),
     "fasttext": lambda: fasttext(98_635, 4),
@@ -29,7 +32,7 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is learned on what: a dataset, divided among clients, and a model."""
+    """A dataset, divided among clients, and a model."""
 
     name: str
     dataset: str
@@ -46,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """One method in one setting: what is run, once, whichever tables show it."""
+    """One method in one setting. It is run once, even if several tables show it."""
 
     setting: Setting
     method: str
@@ -54,44 +57,48 @@ class Cell:
     """Hyperparameters that are not the defaults."""
     shuffle: bool = False
     rounds: int = 0
-    """The number of rounds, where it is part of what the method does in a round and is not the paper's; otherwise 0."""
+    """The rounds, if the schedule depends on them and they are not the paper's; otherwise 0."""
 
     @property
     def name(self) -> str:
-        """Its folder's name under that of the setting: `fedala`, `fedala,layers=2`, `fedavg,shuffled`."""
-        hyperparameters = [f"{key.partition('.')[2]}={text(value)}" for key, value in self.set]
-        rounds = [f"rounds={self.rounds}"] if self.rounds else []
-        return ",".join(
-            [self.method, *hyperparameters, *rounds, *(["shuffled"] if self.shuffle else [])]
-        )
+        """Return its folder's name: `fedala`, `fedala,layers=2` or `fedavg,shuffled`."""
+        parts = [self.method]
+        parts += [f"{key.partition('.')[2]}={format_value(value)}" for key, value in self.set]
+        parts += [f"rounds={self.rounds}"] * bool(self.rounds) + ["shuffled"] * self.shuffle
+        return ",".join(parts)
+
+    @property
+    def key(self) -> tuple[str, str, str, bool]:
+        """Return setting, method, hyperparameters and shuffling, as results name the cell."""
+        hyperparameters = " ".join(f"{key}={format_value(value)}" for key, value in self.set)
+        return self.setting.name, self.method, hyperparameters, self.shuffle
 
     def __str__(self) -> str:
         return f"{self.setting.name}/{self.name}"
 
     def config(self, **options: Any) -> Config:
-        """The run of this cell with the paper's presets; `options` (rounds, seeds, device, …) win over them."""
-        where = {
-            key: getattr(self.setting, key)
-            for key in ("dataset", "model", "lr", "partition", "clients")
-        }
-        values = {
-            **preset(),
-            **where,
-            "join_ratio": self.setting.join_ratio,
-            "shuffle": self.shuffle,
-            **options,
-        }
-        return Config.from_values(
-            {**values, "method": self.method, "set": dict(self.set), "save_models": False}
-        )
+        """Return the config with the paper's presets; `options` replace them."""
+        names = ("dataset", "model", "lr", "partition", "clients", "join_ratio")
+        values = preset() | {name: getattr(self.setting, name) for name in names}
+        values |= {"shuffle": self.shuffle, **options}
+        values |= {"method": self.method, "set": dict(self.set), "save_models": False}
+        return Config.from_values(values)
 
-    def made(self) -> Method:
-        return make(self.method, dict(self.set))
+    @property
+    def has_schedule(self) -> bool:
+        """Tell whether the number of rounds changes what the method does in a round."""
+        return make(self.method, dict(self.set)).schedule_depends_on_rounds
+
+    def with_rounds(self, rounds: int | None) -> "Cell":
+        """Return the cell with another number of rounds: another cell if it has a schedule."""
+        if not rounds or rounds == preset()["rounds"] or not self.has_schedule:
+            return self
+        return replace(self, rounds=rounds)
 
 
 @dataclass(frozen=True)
 class Printed:
-    """What the paper prints in a cell of a table: percent."""
+    """What the paper prints in a cell of a table, in percent."""
 
     accuracy: float
     std: float | None = None
@@ -101,7 +108,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the paper prints about a method's cost, as it prints it."""
+    """What the paper prints about a method's cost, as printed."""
 
     total_minutes: str
     minutes_per_iteration: float
@@ -122,19 +129,14 @@ class Column:
     """How many parameters ALA has here, as printed."""
 
     def cell(self, method: str, *, shuffle: bool = False, rounds: int | None = None) -> Cell:
-        """What is run for a row of this column."""
+        """Return the cell of a row in this column."""
         if self.with_ala:
             method = "fedala" if method == "fedavg" else f"{method}+ala"
-        cell = Cell(self.setting, method, tuple(self._changed().items()), shuffle)
-        other = (
-            rounds is not None
-            and rounds != preset()["rounds"]
-            and cell.made().schedule_depends_on_rounds
-        )
-        return Cell(cell.setting, cell.method, cell.set, shuffle, rounds or 0) if other else cell
+        hyperparameters = tuple(self._list_changes().items())
+        return Cell(self.setting, method, hyperparameters, shuffle).with_rounds(rounds)
 
-    def _changed(self) -> dict[str, Any]:
-        """What it sets, less what is the default anyway: then the cell is the same as that of another table."""
+    def _list_changes(self) -> dict[str, Any]:
+        """Return what differs from the defaults; without the rest, tables can share cells."""
         changed = {}
         for key, value in self.set.items():
             owner, _, name = key.partition(".")
@@ -142,9 +144,10 @@ class Column:
                 changed[key] = value
         return changed
 
-    def governed(self) -> int:
-        """How many parameters ALA has here, counted on the model that the paper counts on."""
-        return governed(COUNTED[self.setting.model], int(self.set.get("fedala.layers", 1)))
+    def count_ala_parameters(self) -> int:
+        """Count the parameters that ALA has here, on the model that the paper counts."""
+        layers = int(self.set.get("fedala.layers", 1))
+        return count_ala_parameters(COUNTED_MODELS[self.setting.model], layers)
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,12 @@ class Table:
     title: str
     columns: tuple[Column, ...]
     cost: bool = False
-    """Whether it shows what methods cost, instead of accuracies."""
+    """Whether it shows cost instead of accuracies."""
     parameters_in: int = 1
     """The unit of the printed numbers of parameters."""
 
     def printed(self, column: Column, method: str) -> Printed | None:
-        """What stands in a cell; None where the paper has none."""
+        """Return what the paper prints in a cell; None if there is no such cell."""
         return _accuracies().get((self.name, column.name, method))
 
     def cost_of(self, method: str) -> Cost:
@@ -172,35 +175,34 @@ class Table:
 
     @property
     def groups(self) -> list[list[str]]:
-        """The rows, with a rule between the groups."""
-        groups = [
-            [m for m in group if any(self.has(c, m) for c in self.columns)]
-            for group in _data()["order"]
-        ]
-        return [group for group in groups if group]
+        """Return the rows; there is a rule between groups."""
+        groups = []
+        for group in _data()["order"]:
+            rows = [m for m in group if any(self.has(column, m) for column in self.columns)]
+            if rows:
+                groups.append(rows)
+        return groups
 
     @property
     def methods(self) -> list[str]:
         return [method for group in self.groups for method in group]
 
     def entries(self) -> Iterator[tuple[Column, str]]:
-        """Every column and row that meet in a cell, column by column."""
-        return (
-            (column, method)
-            for column in self.columns
-            for method in self.methods
-            if self.has(column, method)
-        )
+        """Yield the column and method of every cell, column by column."""
+        for column in self.columns:
+            for method in self.methods:
+                if self.has(column, method):
+                    yield column, method
 
     def parameters(self, column: Column) -> str:
-        """The number of ALA's parameters, counted, in the form in which the paper prints it."""
-        count = column.governed()
+        """Return the number of ALA's parameters, in the unit that the paper prints."""
+        count = column.count_ala_parameters()
         return str(count) if self.parameters_in == 1 else f"{count / self.parameters_in:.3f}"
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the paper: what is run for it, and what it shows."""
+    """A figure of the paper: the settings that are run for it, and what it shows."""
 
     name: str
     title: str
@@ -210,31 +212,30 @@ class Drawing:
     first: int = 0
     """The first round that is shown."""
     every: int = 1
-    """A dot stands for every so many rounds."""
+    """Rounds between two dots."""
     set: Mapping[str, Any] = field(default_factory=dict)
 
 
 def drawings(*, digits: bool = False) -> dict[str, Drawing]:
-    """Every figure by name; with `digits`, of the embedded data, and soon done."""
+    """Return every figure by name; with `digits`, on the embedded data, which takes seconds."""
     found = {}
     for name, row in _data()["figures"].items():
         small = dict(row["digits"]) if digits else {}
         rate = small.pop("lr", None)
         values = {**{key: value for key, value in row.items() if key != "digits"}, **small}
-        places = [settings()[place] for place in values["settings"]]
+        own = [settings()[setting] for setting in values["settings"]]
         if digits:  # one setting of each partition: the others would be the same
-            places = list(
-                {
-                    place.partition: replace(place, dataset="digits", lr=rate) for place in places
-                }.values()
-            )
-        found[name] = Drawing(name, **{**values, "settings": tuple(places)})
+            by_partition = {
+                setting.partition: replace(setting, dataset="digits", lr=rate) for setting in own
+            }
+            own = list(by_partition.values())
+        found[name] = Drawing(name, **{**values, "settings": tuple(own)})
     return found
 
 
 @cache
 def tables() -> dict[str, Table]:
-    """Every table by name."""
+    """Return every table by name."""
     found = {}
     for row in _data()["tables"]:
         columns = [
@@ -247,6 +248,7 @@ def tables() -> dict[str, Table]:
 
 @cache
 def settings() -> dict[str, Setting]:
+    """Return every setting by name."""
     common = {key: preset()[key] for key in ("clients", "join_ratio")}
     return {
         name: Setting(name, **{**common, **values}) for name, values in _data()["settings"].items()
@@ -254,55 +256,55 @@ def settings() -> dict[str, Setting]:
 
 
 def preset() -> dict[str, Any]:
-    """What holds for all experiments of the paper."""
+    """Return the options that all experiments of the paper share."""
     return dict(_data()["preset"])
 
 
 def choose(
     names: list[str], columns: list[str], methods: list[str]
 ) -> list[tuple[Table, Column, str]]:
-    """The cells of some tables, all or those of some columns and methods; a name that there is not is refused."""
-    picked = []
+    """Return the cells of some tables, or only those of some columns and methods, in their order.
+
+    Refuse unknown names.
+    """
     for name in names:
         if name not in tables():
-            raise UserError(
-                f"There is no table or figure {name}{suggest(name, [*tables(), *drawings()])}."
-            )
-        picked.append(tables()[name])
-    there = [(table, column, method) for table in picked for column, method in table.entries()]
+            known_names = [*tables(), *drawings()]
+            raise UserError(f"There is no table or figure {name}{suggest(name, known_names)}.")
+    entries = [(tables()[name], *entry) for name in names for entry in tables()[name].entries()]
     where = " and ".join(names)
-    for name in columns:
-        known_columns = dict.fromkeys(column.name for _, column, _ in there)
-        if name not in known_columns:
-            raise UserError(f"There is no column {name} in {where}{suggest(name, known_columns)}.")
-    for name in methods:
-        known_methods = dict.fromkeys(
-            spelling for _, column, m in there for spelling in (m, column.cell(m).method)
-        )
-        if name not in known_methods:
-            raise UserError(f"There is no method {name} in {where}{suggest(name, known_methods)}.")
+    spellings: dict[str, None] = {}
+    for _, column, method in entries:
+        spellings |= dict.fromkeys((method, column.cell(method).method))
+    _check_names("column", columns, dict.fromkeys(column.name for _, column, _ in entries), where)
+    _check_names("method", methods, spellings, where)
 
-    def place(entry: tuple[Table, Column, str]) -> tuple[int, int]:
-        """The order in which columns and methods are named is that in which they are wanted."""
+    def rank(entry: tuple[Table, Column, str]) -> tuple[int, int] | None:
+        """Return the positions of column and method in the options; None if one is not there."""
         _, column, method = entry
         spelling = method if method in methods else column.cell(method).method
-        return columns.index(column.name) if columns else 0, methods.index(
-            spelling
-        ) if methods else 0
+        if (columns and column.name not in columns) or (methods and spelling not in methods):
+            return None
+        return (
+            columns.index(column.name) if columns else 0,
+            methods.index(spelling) if methods else 0,
+        )
 
-    chosen = [
-        (table, column, method)
-        for table, column, method in there
-        if (not columns or column.name in columns)
-        and (not methods or method in methods or column.cell(method).method in methods)
-    ]
+    ranked = [(rank(entry), entry) for entry in entries]
+    chosen = [(position, entry) for position, entry in ranked if position is not None]
     if not chosen and names:
         raise UserError(f"{where} has no cell of {', '.join(methods)} in {', '.join(columns)}.")
-    return sorted(chosen, key=place)
+    return [entry for _, entry in sorted(chosen, key=lambda pair: pair[0])]
 
 
-def governed(build: Callable[[], nn.Module], layers: int) -> int:
-    """How many parameters ALA has on the upper layers of a model, as FedALA would use it."""
+def _check_names(kind: str, names: list[str], known_names: Mapping[str, None], where: str) -> None:
+    for name in names:
+        if name not in known_names:
+            raise UserError(f"There is no {kind} {name} in {where}{suggest(name, known_names)}.")
+
+
+def count_ala_parameters(build: Callable[[], nn.Module], layers: int) -> int:
+    """Count the parameters that ALA has on the upper layers of a model, as FedALA uses it."""
     model = _skeleton(build)
     names = make("fedala", {"fedala.layers": layers}).ala_parameters(model, layers)
     return sum(model.get_parameter(name).numel() for name in names)
@@ -345,12 +347,8 @@ def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def text(value: Any) -> str:
-    """A value as it stands in names and tables."""
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+def format_value(value: Any) -> str:
+    """Return a value as names and tables show it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

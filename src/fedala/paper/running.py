@@ -1,17 +1,13 @@
-"""Runs cells of the paper's tables: each in a folder of its own, kept when it is finished, taken up again when it is not."""
+"""Run cells of the paper's tables, each in a folder of its own.
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
+Finished cells are not run again; unfinished ones continue.
+"""
+
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +15,15 @@ import torch
 from fedala.data import Dataset, Federation, federate, load
 from fedala.errors import RunError, UserError
 from fedala.io import files
+from fedala.paper.cell_folders import (
+    list_run_folders,
+    read_cell_file,
+    read_histories,
+    seeds_of,
+    write_cell_file,
+)
 from fedala.paper.experiments import Cell, Setting
-from fedala.paper.results import about, histories, run_folders, write_about
+from fedala.paper.observer import CellObserver, Outcome
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
@@ -29,13 +32,13 @@ from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import Plan, plan
 from fedala.runs.provenance import versions
 
-#: Why a cell is left to somebody else.
+#: Why a cell is skipped while another process runs it.
 BUSY = "another process is running it"
 
 
 @dataclass(frozen=True)
-class Order:
-    """How cells are to be run."""
+class RunOptions:
+    """How to run cells."""
 
     out: Path
     rounds: int
@@ -44,35 +47,24 @@ class Order:
     eval_every: int = 1
     device: str = "auto"
     keep_checkpoints: bool = False
-    """Of finished cells, so that they can get more rounds without being run again."""
+    """Whether finished cells keep theirs, so that they can get more rounds later."""
     deadline: float | None = None
     """By `time.monotonic()`: no round begins after it."""
-    asked: Sequence[int] = ()
-    """Signals that ask to stop: with the first, the time is up."""
+    stop_signals: Sequence[int] = ()
+    """Signals that have arrived; the first one ends the time."""
 
     def folder(self, cell: Cell) -> Path:
         return self.out / cell.setting.name / cell.name
 
     @property
-    def left(self) -> float:
-        """Seconds."""
-        if self.asked:
+    def seconds_left(self) -> float:
+        if self.stop_signals:
             return 0
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
 
-class Watch(Protocol):
-    """Who follows what happens to the cells."""
-
-    def row(self, cell: str, row: HistoryRow) -> None:
-        """One seed's evaluation of a round."""
-
-    def ended(self, cell: str, how: str, why: str = "") -> None:
-        """`how`: done, kept (finished before), stopped (out of time), left out (no time), skipped or failed, and `why`."""
-
-
-class Shelf:
-    """The data of one setting at a time: what several cells use is loaded and divided once."""
+class DataCache:
+    """The data of one setting at a time, so that cells share what is loaded and divided."""
 
     def __init__(self, data_dir: Path | None) -> None:
         self.data_dir = data_dir
@@ -80,12 +72,14 @@ class Shelf:
         self.setting: Setting | None = None
         self.federation: Federation | None = None
         self.missing: dict[str, str] = {}
+        """Datasets that cannot be loaded, and why."""
 
-    def federated(self, setting: Setting) -> Federation:
+    def load(self, setting: Setting) -> Federation:
+        """Return the dataset of a setting, divided among its clients."""
         if setting.dataset in self.missing:
             raise UserError(self.missing[setting.dataset])
         if self.dataset is None or self.dataset.name != setting.dataset:
-            self.federation = self.dataset = None  # two datasets need not fit into memory
+            self.federation = self.dataset = None  # memory may not hold two datasets
             try:
                 self.dataset = load(setting.dataset, self.data_dir)
             except UserError as error:
@@ -97,288 +91,198 @@ class Shelf:
         return self.federation
 
 
-def carry_out(cells: Iterable[Cell], order: Order, watch: Watch) -> None:
-    """Runs what is not finished, setting after setting, until the time is up.
+def run_cells(cells: Iterable[Cell], options: RunOptions, observer: CellObserver) -> None:
+    """Run the unfinished cells, setting by setting, until the time is up.
 
-    Where time is short, a cell that is known to take longer than there is left waits until those that fit are done; then the
-    first of them begins, and is stopped between two rounds.
+    A cell that is known to need more time than there is waits for those that fit. Then the first
+    such cell begins, and stops between two rounds.
     """
     cells = list(dict.fromkeys(cells))
     datasets = list(dict.fromkeys(cell.setting.dataset for cell in cells))
     names = list(dict.fromkeys(cell.setting for cell in cells))
     cells.sort(key=lambda cell: (datasets.index(cell.setting.dataset), names.index(cell.setting)))
-    shelf = Shelf(order.data_dir)
+    cache = DataCache(options.data_dir)
     waiting = []
     for cell in cells:
-        if seconds_left(cell, order) > order.left > 0:
+        if estimate_seconds(cell, options) > options.seconds_left > 0:
             waiting.append(cell)
         else:
-            _attempt(cell, order, shelf, watch)
+            _attempt(cell, options, cache, observer)
     for cell in waiting:
-        _attempt(cell, order, shelf, watch)
+        _attempt(cell, options, cache, observer)
 
 
-def _attempt(cell: Cell, order: Order, shelf: Shelf, watch: Watch) -> None:
-    """Runs a cell if it is to be run, and says what has become of it."""
-    folder = order.folder(cell)
-    if order.asked:
+def _attempt(cell: Cell, options: RunOptions, cache: DataCache, observer: CellObserver) -> None:
+    """Run a cell if it is unfinished and there is time, and report how it ended."""
+    if options.stop_signals:
         return
-    with ExitStack() as stack:
-        try:
-            if is_finished(cell, order):
-                watch.ended(str(cell), "kept")
-                return
-            if order.left <= 0:
-                watch.ended(str(cell), "left out")
-                return
-            federation = shelf.federated(cell.setting)
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(files.lock(folder / ".lock", BUSY))
-            if is_finished(cell, order):
-                watch.ended(str(cell), "kept")
-                return
-            words = _about(folder, federation.dataset, order.device)
-            for seeds in _parts(cell, order):
-                target = folder / f"seeds-{seeds.start}-{seeds.stop - 1}"
-                _run(cell, seeds, target, order, federation, words, watch)
-            watch.ended(str(cell), "done")
-        except Stopped:
-            watch.ended(str(cell), "stopped")
-        except UserError as error:
-            watch.ended(str(cell), "skipped", str(error))
-        except RunError as error:
-            watch.ended(str(cell), "failed", str(error))
-        except RuntimeError as error:  # a fault of the device: other cells may still run
-            watch.ended(str(cell), "failed", f"{type(error).__name__}: {error}")
-        except OSError as error:
-            raise UserError(
-                f"The results folder {order.out} cannot be written to: {error}."
-            ) from None
+    outcome, reason = Outcome.FAILED, ""
+    try:
+        outcome = _run_cell(cell, options, cache, observer)
+    except Stopped:
+        outcome = Outcome.STOPPED
+    except UserError as error:
+        outcome, reason = Outcome.SKIPPED, str(error)
+    except RunError as error:
+        reason = str(error)
+    except RuntimeError as error:  # a fault of the device: other cells may still run
+        reason = f"{type(error).__name__}: {error}"
+    except OSError as error:
+        raise UserError(
+            f"The results folder {options.out} cannot be written to: {error}."
+        ) from None
+    observer.end(str(cell), outcome, reason)
 
 
-def _run(
-    cell: Cell,
-    seeds: range,
-    folder: Path,
-    order: Order,
-    federation: Federation,
-    words: dict[str, Any],
-    watch: Watch,
+def _run_cell(cell: Cell, options: RunOptions, cache: DataCache, observer: CellObserver) -> Outcome:
+    if is_finished(cell, options):
+        return Outcome.FINISHED_BEFORE
+    if options.seconds_left <= 0:
+        return Outcome.NOT_STARTED
+    federation, folder = cache.load(cell.setting), options.folder(cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.lock(folder / ".lock", BUSY):
+        if is_finished(cell, options):  # by another process, meanwhile
+            return Outcome.FINISHED_BEFORE
+        facts = _collect_facts(folder, federation.dataset, options.device)
+        for seeds in _list_unfinished(cell, options):
+            write_cell_file(folder / "cell.json", facts)
+            _run_seeds(cell, seeds, options, federation, observer)
+    return Outcome.DONE
+
+
+def _run_seeds(
+    cell: Cell, seeds: range, options: RunOptions, federation: Federation, observer: CellObserver
 ) -> None:
-    """Some seeds of a cell, side by side, from where they stand up to the rounds that are asked for."""
+    """Run some seeds of a cell side by side, from their last round to the last in the options."""
+    folder = options.folder(cell) / f"seeds-{seeds.start}-{seeds.stop - 1}"
     begun = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
     reached = -1
 
     def follow(_: str, row: HistoryRow) -> None:
         nonlocal reached
         reached = row.round
-        watch.row(str(cell), row)
+        observer.row(str(cell), row)
 
-    write_about(folder.parent / "cell.json", words)
-    observer = RunObserver(
-        on_row=follow, should_stop=lambda: reached >= order.rounds or order.left <= 0
-    )
-    # A run that has ended and kept no checkpoint is made again: it gives the same, and more.
-    ended = begun and not begun.keep_checkpoint and _rounds(folder, seeds) >= int(begun.rounds or 0)
+    def is_over() -> bool:
+        return reached >= options.rounds or options.seconds_left <= 0
+
+    run_observer = RunObserver(on_row=follow, should_stop=is_over)
+    # A finished run without a checkpoint runs again from the start: it gives the same rows first.
+    if begun and (begun.keep_checkpoint or _last_round(folder, seeds) < int(begun.rounds or 0)):
+        config, resumes = _continue_config(begun, options), True
+    else:
+        config, resumes = _new_config(cell, seeds, options), False
     try:
-        if begun and not ended:
-            execute(
-                _plan(_changed(begun, order), cell, federation),
-                folder,
-                resume=True,
-                observer=observer,
-            )
-        else:
-            execute(
-                _plan(_new(cell, seeds, order), cell, federation),
-                folder,
-                force=True,
-                observer=observer,
-            )
+        checked = _plan(config, cell, federation)
+        execute(checked, folder, resume=resumes, force=not resumes, observer=run_observer)
     except Stopped:
-        if reached < order.rounds:
+        if reached < options.rounds:
             raise
 
 
-def _new(cell: Cell, seeds: range, order: Order) -> Config:
+def _new_config(cell: Cell, seeds: range, options: RunOptions) -> Config:
     return cell.config(
-        rounds=order.rounds,
+        rounds=options.rounds,
         seeds=len(seeds),
         seed=seeds.start,
-        eval_every=order.eval_every,
-        keep_checkpoint=order.keep_checkpoints,
-        **_machine(order),
+        eval_every=options.eval_every,
+        keep_checkpoint=options.keep_checkpoints,
+        **_machine_options(options),
     )
 
 
-def _changed(begun: Config, order: Order) -> Config:
-    """A run as it was begun, with at least as many rounds as are asked for."""
-    return begun.with_changes(
-        {"rounds": max(order.rounds, int(begun.rounds or 0)), **_machine(order)}
-    )
+def _continue_config(begun: Config, options: RunOptions) -> Config:
+    """Return the config of a run that has begun, with at least the rounds of the options."""
+    rounds = max(options.rounds, int(begun.rounds or 0))
+    return begun.with_changes({"rounds": rounds, **_machine_options(options)})
 
 
-def _machine(order: Order) -> dict[str, Any]:
-    return {"device": order.device, "data_dir": str(order.data_dir) if order.data_dir else None}
+def _machine_options(options: RunOptions) -> dict[str, Any]:
+    data_dir = str(options.data_dir) if options.data_dir else None
+    return {"device": options.device, "data_dir": data_dir}
 
 
 def _plan(config: Config, cell: Cell, federation: Federation) -> Plan:
     checked = plan(config, federation)
-    # The federation was made by what the setting says, and the run folder is to say so, too.
+    # The federation was divided as the setting says, and the run folder must say so, too.
     return replace(checked, config=replace(checked.config, partition=cell.setting.partition))
 
 
-def _parts(cell: Cell, order: Order) -> list[range]:
-    """The seeds that are still to be run: those of unfinished run folders, and those that there is nothing of yet."""
-    parts, missing = [], set(range(order.seeds))
-    for folder in run_folders(order.folder(cell)):
-        first, last = (int(number) for number in folder.name.split("-")[1:])
-        held = range(first, last + 1)
-        if _rounds(folder, held) < order.rounds and not missing.isdisjoint(held):
-            parts.append(held)
-        missing -= set(held)
+def _list_unfinished(cell: Cell, options: RunOptions) -> list[range]:
+    """Return the seeds to run: those of unfinished run folders, and those without one."""
+    unfinished, missing = [], set(range(options.seeds))
+    for folder in list_run_folders(options.folder(cell)):
+        seeds = seeds_of(folder)
+        is_wanted = not missing.isdisjoint(seeds)
+        if is_wanted and _last_round(folder, seeds) < options.rounds:
+            unfinished.append(seeds)
+        missing -= set(seeds)
     while missing:
         first = min(missing)
-        last = next(seed for seed in range(first, order.seeds + 1) if seed not in missing)
-        parts.append(range(first, last))
+        last = next(seed for seed in range(first, options.seeds + 1) if seed not in missing)
+        unfinished.append(range(first, last))
         missing -= set(range(first, last))
-    return parts
+    return unfinished
 
 
-def _rounds(folder: Path, seeds: range) -> int:
-    """How many rounds all of these seeds have had; −1 where one has none, not even the evaluation before the first."""
-    rows = histories(folder)
+def _last_round(folder: Path, seeds: range) -> int:
+    """Return the last round that all of these seeds have; −1 if one has no evaluation yet."""
+    rows = read_histories(folder)
     return min(rows[seed][-1].round if seed in rows else -1 for seed in seeds)
 
 
-def is_finished(cell: Cell, order: Order) -> bool:
-    return not _parts(cell, order)
+def is_finished(cell: Cell, options: RunOptions) -> bool:
+    """Tell whether all seeds of a cell have all rounds."""
+    return not _list_unfinished(cell, options)
 
 
-def seconds_left(cell: Cell, order: Order) -> float:
-    """How long a cell will take by what was measured of it, or of its method in the same setting; 0 where nothing was."""
-    parts = _parts(cell, order)
-    if not parts:
+def estimate_seconds(cell: Cell, options: RunOptions) -> float:
+    """Estimate how long the rest of a cell takes.
+
+    From its own rounds, or from those of its method in the same setting; 0 if there are none.
+    """
+    unfinished = _list_unfinished(cell, options)
+    if not unfinished:
         return 0
-    here = order.folder(cell)
-    for folder in (here, *sorted(here.parent.glob(f"{cell.method},*")), here.parent / cell.method):
-        for part in run_folders(folder):
-            rows = next(iter(histories(part).values()), [])
+    folder = options.folder(cell)
+    per_seed = _measure_round(folder, cell.method)
+    seconds = 0.0
+    for seeds in unfinished:
+        done = _last_round(folder / f"seeds-{seeds.start}-{seeds.stop - 1}", seeds)
+        seconds += per_seed * len(seeds) * (options.rounds - max(0, done))
+    return seconds
+
+
+def _measure_round(folder: Path, method: str) -> float:
+    """Return the seconds of a steady round of one seed; 0 if they are unknown."""
+    similar = [*sorted(folder.parent.glob(f"{method},*")), folder.parent / method]
+    for cell_folder in (folder, *similar):
+        for run_folder in list_run_folders(cell_folder):
+            histories = read_histories(run_folder)
+            rows = next(iter(histories.values()), [])
             seconds = [row.seconds for row in rows][2:-1]
             if seconds:
-                per_seed = float(np.mean(seconds)) / len(histories(part))
-                done = [max(0, _rounds(here / f"seeds-{p.start}-{p.stop - 1}", p)) for p in parts]
-                return sum(
-                    per_seed * len(p) * (order.rounds - d) for p, d in zip(parts, done, strict=True)
-                )
-    return 0
+                return float(np.mean(seconds)) / len(histories)
+    return 0.0
 
 
-def _about(folder: Path, dataset: Dataset, device: str) -> dict[str, Any]:
-    """What a run folder does not say, and the results do. A cell that was begun with other data is not gone on with."""
+def _collect_facts(folder: Path, dataset: Dataset, device: str) -> dict[str, Any]:
+    """Return the facts for cell.json. Refuse to continue a cell with other data."""
     path, samples = folder / "cell.json", len(dataset.y)
-    if path.is_file() and about(path)["samples"] != samples:
+    before = read_cell_file(path)["samples"] if path.is_file() else samples
+    if before != samples:
         raise UserError(
-            f"it was begun with {about(path)['samples']} samples, and now there are {samples}; "
+            f"it was begun with {before} samples, and now there are {samples}; "
             "use another results folder (--out)"
         )
-    return {
-        "samples": samples,
-        "data": dataset.note,
-        "device": _device(device),
-        "version": _version(),
-    }
+    version = f"fedala {versions()['fedala']}, torch {versions()['torch']}"
+    name = _device_name(device)
+    return {"samples": samples, "data": dataset.note, "device": name, "version": version}
 
 
-def _device(name: str) -> str:
-    on_gpu = name != "cpu" and torch.cuda.is_available()
+def _device_name(device: str) -> str:
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return (
-        torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads != 1)}"
-    )
-
-
-def _version() -> str:
-    return f"fedala {versions()['fedala']}, torch {versions()['torch']}"
-
-
-# --- several processes ---------------------------------------------------------------------------------------------
-
-
-class Relay:
-    """Hands on what happens, line by line, to the process that started this one.
-
-    That one asks to stop by closing the pipe that it holds, which its death does as well. Its signals are not for this one:
-    one that is sent to all processes would count twice.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    def _wait(self) -> None:
-        os.read(0, 1)
-        self.asked.append(signal.SIGTERM)
-
-    def row(self, cell: str, row: HistoryRow) -> None:
-        print(json.dumps({"cell": cell, "row": row.columns()}), flush=True)
-
-    def ended(self, cell: str, how: str, why: str = "") -> None:
-        print(json.dumps({"cell": cell, "how": how, "why": why}), flush=True)
-
-
-def side_by_side(
-    arguments: list[str],
-    jobs: int,
-    watch: Watch,
-    environment: dict[str, str],
-    asked: Sequence[int] = (),
-) -> None:
-    """The same command in several processes: each takes the next cell that nobody is running. `asked` as in `Order`."""
-    command = [sys.executable, "-m", "fedala.cli.app", "paper", "run", *arguments, "--relay"]
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            env=environment,
-            start_new_session=True,  # out of a terminal's reach
-        )
-        for _ in range(jobs)
-    ]
-    guard = threading.Lock()
-
-    def listen(process: "subprocess.Popen[str]") -> None:
-        for line in process.stdout or ():
-            event = json.loads(line)
-            with guard:
-                if "row" in event:
-                    watch.row(event["cell"], HistoryRow.from_columns(event["row"]))
-                else:
-                    watch.ended(event["cell"], event["how"], event["why"])
-
-    listeners = [threading.Thread(target=listen, args=[process]) for process in processes]
-    for listener in listeners:
-        listener.start()
-    try:
-        while any(listener.is_alive() for listener in listeners):
-            time.sleep(0.1)
-            for process in processes if asked else ():
-                process.stdin.close()  # type: ignore[union-attr]
-    except BaseException:
-        for process in processes:
-            process.kill()
-        raise
-    finally:
-        for process, listener in zip(processes, listeners, strict=True):
-            listener.join()
-            with process:
-                process.wait()
-    for process in processes:
-        if process.returncode and not asked:
-            raise RunError(
-                f"One of the {jobs} processes ended with exit code {process.returncode}."
-            )
+    return f"CPU, {threads} thread{'s' * (threads != 1)}"

@@ -1,1 +1,4 @@
-"""What a person looks at: progress, tables, plots. Needs the extras `cli` (rich) and `plots` (matplotlib)."""
+"""Progress, tables, plots and HTML pages.
+
+They need the extras `cli` (rich, Jinja2) and `plots` (matplotlib).
+"""

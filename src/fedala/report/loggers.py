@@ -1,11 +1,13 @@
-"""Live loggers: every evaluation goes to TensorBoard, Weights & Biases or MLflow as it comes.
+"""Live loggers: send every evaluation to TensorBoard, Weights & Biases or MLflow.
 
-Every method and seed is a run of its own there. A run that is resumed goes on where it was, with no step told twice.
+Every method and seed is a run of its own there. A resumed run continues it, and no step is logged
+twice.
 """
 
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ from fedala.records import HistoryRow
 
 
 class Logger(Protocol):
-    """Where the figures of one method and seed go."""
+    """Logs the figures of one method and seed."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None: ...
 
@@ -29,12 +31,12 @@ class TensorBoard:
         self.package = import_optional(
             "torch.utils.tensorboard", "tensorboard", "tensorboard", "Logging to TensorBoard"
         )
-        self.place = folder / "tensorboard" / method / f"seed-{seed}"
+        self.folder = folder / "tensorboard" / method / f"seed-{seed}"
         self.writer: Any = None
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        if self.writer is None:  # what an earlier attempt wrote from this step on is not shown
-            self.writer = self.package.SummaryWriter(self.place, purge_step=step, flush_secs=10)
+        if self.writer is None:  # purge_step hides later steps that an interrupted run wrote
+            self.writer = self.package.SummaryWriter(self.folder, purge_step=step, flush_secs=10)
         for name, value in figures.items():
             self.writer.add_scalar(name, value, step)
 
@@ -44,7 +46,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, in the project fedala; it leaves out steps that it has already by itself."""
+    """Weights & Biases, in the project fedala; it skips steps that it already has."""
 
     def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
         package = import_optional("wandb", "wandb", "wandb", "Logging to Weights & Biases")
@@ -67,25 +69,24 @@ class WandB:
 
 
 class MLflow:
-    """MLflow, in the experiment fedala of whatever tracking server its own settings name."""
+    """MLflow, in the experiment fedala of the tracking server that its own settings name."""
 
     def __init__(self, folder: Path, method: str, seed: int, config: Mapping[str, Any]) -> None:
         package = import_optional("mlflow", "mlflow", "mlflow", "Logging to MLflow")
         self.client = package.MlflowClient()
-        experiment = self.client.get_experiment_by_name("fedala")
-        place = experiment.experiment_id if experiment else self.client.create_experiment("fedala")
+        own = self.client.get_experiment_by_name("fedala")
+        experiment_id = own.experiment_id if own else self.client.create_experiment("fedala")
         identity = _identity(folder, method, seed)
-        found = self.client.search_runs([place], f"tags.fedala = '{identity}'")
+        found = self.client.search_runs([experiment_id], f"tags.fedala = '{identity}'")
         if found:
             self.run = found[0].info.run_id
-            self.last = max(
-                (m.step for m in self.client.get_metric_history(self.run, "accuracy")), default=-1
-            )
+            history = self.client.get_metric_history(self.run, "accuracy")
+            self.last = max((metric.step for metric in history), default=-1)
         else:
             name = f"{folder.resolve().name}, {method}, seed {seed}"
-            self.run = self.client.create_run(
-                place, tags={"fedala": identity}, run_name=name
-            ).info.run_id
+            tags = {"fedala": identity}
+            created = self.client.create_run(experiment_id, tags=tags, run_name=name)
+            self.run = created.info.run_id
             self.last = -1
             for key, value in {**config, "method": method, "seed": seed}.items():
                 self.client.log_param(self.run, key, value)
@@ -107,7 +108,7 @@ KINDS: dict[str, tuple[type[Any], str]] = {
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuses loggers that there are not, before any work is done."""
+    """Refuse loggers that are unknown or not installed, before any work is done."""
     for name in names:
         if name not in KINDS:
             raise UserError(f"There is no logger {name!r}{suggest(name, KINDS)}.")
@@ -115,9 +116,11 @@ def check(names: Sequence[str]) -> None:
 
 
 class Loggers:
-    """All of them, for a run: `with Loggers(["tensorboard"], folder, config) as loggers: run(…, on_row=loggers.row)`.
+    """The loggers of a run.
 
-    One that fails is told of once and left out from then on: the run goes on.
+    `with Loggers(["tensorboard"], folder, config) as loggers: run(…, on_row=loggers.row)`
+
+    A logger that fails is reported once and not used again; the run continues.
     """
 
     def __init__(
@@ -128,19 +131,16 @@ class Loggers:
         complain: Callable[[str], None] = print,
     ) -> None:
         check(names)
-        self.names, self.folder, self.config, self.complain = (
-            list(dict.fromkeys(names)),
-            folder,
-            config or {},
-            complain,
-        )
+        self.names = list(dict.fromkeys(names))
+        self.folder, self.config, self.complain = folder, config or {}, complain
         self.open: dict[tuple[str, str, int], Logger] = {}
 
     def row(self, method: str, row: HistoryRow) -> None:
+        """Log one run's evaluation of a round."""
         figures = {
             name: float(value)
             for name, value in row.columns().items()
-            if name not in ("seed", "round")
+            if isinstance(value, Real) and name not in ("seed", "round")
         }
         for name in list(self.names):
             key = (name, method, row.seed)
@@ -151,7 +151,7 @@ class Loggers:
             except Exception as error:
                 self.names.remove(name)
                 self.complain(
-                    f"Logging to {name} has failed, and stops ({first_line(error)}); the run goes on."
+                    f"Logging to {name} failed ({first_line(error)}). The run continues without it."
                 )
 
     def __enter__(self) -> "Loggers":
@@ -162,11 +162,11 @@ class Loggers:
             try:
                 logger.close()
             except Exception as error:
-                self.complain(f"Logging to {name} could not be ended well ({first_line(error)}).")
+                self.complain(f"The last log entries may not reach {name} ({first_line(error)}).")
 
 
 def _identity(folder: Path, method: str, seed: int) -> str:
-    """A run's name for others: the same after a resume, another one for a new run in the same folder."""
+    """Return a run's identity: the same after a resume, a new one for a new run in the folder."""
     path = folder / "log-id"
     if not path.exists():
         path.write_text(secrets.token_hex(16), encoding="utf-8")

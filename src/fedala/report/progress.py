@@ -1,4 +1,4 @@
-"""A run as it goes: one bar per method on a terminal, a plain line now and then anywhere else."""
+"""The progress of a run: one bar per method on a terminal, otherwise a plain line now and then."""
 
 import time
 
@@ -10,11 +10,14 @@ from fedala.records import Fault, HistoryRow
 from fedala.runs.plan import Plan
 
 
-class Watch(Progress):
-    """Follows a run: `with Watch(console, plan) as watch: execute(plan, out, on_row=watch.row)`."""
+class ProgressBars(Progress):
+    """Show the progress of a run.
+
+    `with ProgressBars(console, plan) as bars: execute(plan, out, on_row=bars.row)`
+    """
 
     def __init__(self, console: Console, plan: Plan, *, every: float = 10) -> None:
-        """`every`: seconds between two plain lines, where there is no terminal."""
+        """`every`: seconds between two plain lines if there is no terminal."""
         self.plain = not console.is_terminal or console.is_dumb_terminal
         columns = TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[text]}")
         super().__init__(*columns, console=console, disable=self.plain)
@@ -27,52 +30,58 @@ class Watch(Progress):
         self.last_seed = plan.config.seed + plan.config.seeds - 1
         self.every = every
         self.method = ""
-        self.first = 0  # the round of a method with which this process began
-        self.named: set[tuple[int, int]] = set()
-        self.now: dict[int, float] = {}
+        self.first_round = 0  # of the method, in this process
+        self.diverged: set[tuple[int, int]] = set()
+        self.accuracies: dict[int, float] = {}  # by seed
         self.best: dict[int, float] = {}
-        self.began = self.seen = self.printed = time.monotonic()
+        self.start_time = self.row_time = self.print_time = time.monotonic()
 
     def row(self, method: str, row: HistoryRow) -> None:
-        """One run's evaluation of a round. The runs of a method go side by side, so what is shown is their mean."""
+        """Show one run's evaluation of a round. The mean over the runs of a method is shown."""
         if method != self.method:
-            # A method's first row comes at the end of its first round: it began when the method before it ended.
-            self.method, self.began, self.now, self.best = method, self.seen, {}, {}
-            self.first, self.named = row.round, set()
+            # A method's first row comes after its first round: it began at the last row of the
+            # method before it.
+            self.method, self.start_time, self.accuracies, self.best = method, self.row_time, {}, {}
+            self.first_round, self.diverged = row.round, set()
         seed, round, accuracy = row.seed, row.round, row.accuracy
-        self.now[seed] = accuracy
-        self.best[seed] = float(np.fmax(accuracy, self.best.get(seed, accuracy)))
+        self.accuracies[seed] = accuracy
+        self.best[seed] = max(accuracy, self.best.get(seed, accuracy))
         if seed != self.last_seed:
             return
-        self.seen = time.monotonic()
-        text = self._text(round)
+        self.row_time = time.monotonic()
+        text = self._describe(round)
         self.update(self.bars[method], completed=round, text=text)
-        if self.plain and (round == self.rounds or self.seen - self.printed >= self.every):
-            self.printed = self.seen
+        is_due = round == self.rounds or self.row_time - self.print_time >= self.every
+        if self.plain and is_due:
+            self.print_time = self.row_time
             self.say(f"{self.titles[method]}: {text}")
 
     def fault(self, method: str, fault: Fault) -> None:
-        """A client that diverged; each is named once, the table says how often it happened."""
-        if fault.step is not None or (fault.seed, fault.client) not in self.named:
+        """Name a client that diverged, once; the table of results counts how often it did."""
+        if fault.step is not None or (fault.seed, fault.client) not in self.diverged:
             self.say(f"{self.titles[method]}: {fault}")
-        self.named.add((fault.seed, fault.client))
+        self.diverged.add((fault.seed, fault.client))
 
     def say(self, sentence: str) -> None:
+        """Print a sentence above the bars."""
         self.console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
-    def _text(self, round: int) -> str:
-        now, best = (
-            100 * float(np.mean(list(values.values()))) for values in (self.now, self.best)
+    def _describe(self, round: int) -> str:
+        accuracy, best = (
+            100 * float(np.mean(list(values.values()))) for values in (self.accuracies, self.best)
         )
-        # The row of round r comes when r + 1 rounds have been trained, but for the last one.
+        # The row of round r comes after r + 1 rounds of training, except that of the last round.
         trained = min(round + 1, self.rounds)
-        pace = (self.seen - self.began) / max(1, trained - self.first)
-        left = f"  {clock(pace * (self.rounds - trained))} left" if round < self.rounds else ""
-        return f"round {round}/{self.rounds}  accuracy {now:.2f} %  best {best:.2f} %  {pace:.2g} s/round{left}"
+        pace = (self.row_time - self.start_time) / max(1, trained - self.first_round)
+        text = f"round {round}/{self.rounds}  accuracy {accuracy:.2f} %  best {best:.2f} %"
+        text += f"  {pace:.2g} s/round"
+        if round < self.rounds:
+            text += f"  {format_duration(pace * (self.rounds - trained))} left"
+        return text
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03, 2:03."""
+def format_duration(seconds: float) -> str:
+    """Return hours, minutes and seconds, such as 1:02:03 or 2:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""Run folders as they are looked at: finished or not, one's own or somebody else's."""
+"""Read run folders for reports. They may be unfinished, and come from anywhere."""
 
 import math
 import tomllib
@@ -10,67 +10,43 @@ from typing import Any
 import numpy as np
 
 from fedala.errors import UserError, first_line, printable
-from fedala.io.untrusted import read_json
+from fedala.io.untrusted import check_accuracies, read_json
 from fedala.methods import make
 from fedala.records import HistoryRow
+from fedala.report.arrays import Array, Rows, to_array
 from fedala.runs.config import FREE
 from fedala.runs.folder import RunFolder
 from fedala.runs.results import MethodResult
 
-Rows = list[dict[str, Any]]
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-_NEEDED = {
+_REQUIRED_COLUMNS = {
     "history.csv": (
-        "method",
-        "seed",
-        "round",
-        "accuracy",
-        "accuracy_joined",
-        "loss",
-        "sent",
-        "uploaded",
-        "seconds",
+        *("method", "seed", "round", "accuracy", "accuracy_joined", "loss"),
+        *("sent", "uploaded", "seconds"),
     ),
     "clients.csv": ("method", "seed", "round", "client", "samples", "accuracy"),
     "split.csv": ("client", "class", "name", "train", "validation", "test"),
     "resumed.csv": ("time", "changed"),
     "weights.csv": (
-        "method",
-        "seed",
-        "round",
-        "client",
-        "parameter",
-        "mean",
+        *("method", "seed", "round", "client", "parameter", "mean"),
         *(f"bin{k}" for k in range(10)),
     ),
 }
-
-#: What two runs may differ in, and their accuracies can still be compared.
-_APART = {*FREE, "method", "set", "seed", "seeds", "eval_every"}
-
-_WHOLE = {
-    "seed",
-    "round",
-    "client",
-    "samples",
-    "class",
-    "train",
-    "validation",
-    "test",
-    "sent",
-    "uploaded",
-    "diverged",
+_WHOLE_NUMBERS = {
+    *("seed", "round", "client", "samples", "class", "train", "validation", "test"),
+    *("sent", "uploaded", "diverged"),
 }
+
+#: Options in which two runs may differ while their accuracies can still be compared.
+_FREE_TO_DIFFER = {*FREE, "method", "set", "seed", "seeds", "eval_every"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What stands in a run folder."""
+    """The contents of a run folder."""
 
     path: Path
     name: str
-    """The folder's; beside other folders, the part of its path that tells it from them."""
+    """The folder's name; among other folders, the part of its path that sets it apart."""
     config: dict[str, Any]
     config_text: str
     results: dict[str, MethodResult]
@@ -81,99 +57,111 @@ class Run:
     resumed: Rows = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     unverified: list[str] = field(default_factory=list)
-    """Sentences about what no digest vouches for."""
+    """Sentences about files that no digest covers."""
 
     @property
     def rounds(self) -> int:
-        """How many rounds were asked for."""
+        """Return the number of rounds that the run was started with."""
         rounds = self.config.get("rounds")
-        return (
-            rounds if isinstance(rounds, int) else max(self.reached(name) for name in self.results)
-        )
+        if isinstance(rounds, int):
+            return rounds
+        return max(self.last_round(name) for name in self.results)
 
-    def reached(self, method: str) -> int:
+    def last_round(self, method: str) -> int:
+        """Return the last round of a method that was evaluated."""
         return self.results[method].history[-1].round
 
     @property
-    def missing(self) -> list[str]:
-        """Methods that were asked for and have not begun."""
-        asked = str(self.config.get("method", "")).split(",")
-        return [
-            name.strip()
-            for name in asked
-            if name.strip() and name.strip().lower() not in self.results
-        ]
+    def pending_methods(self) -> list[str]:
+        """Return the methods in the config that have not begun."""
+        names = [name.strip() for name in str(self.config.get("method", "")).split(",")]
+        return [name for name in names if name and name.lower() not in self.results]
 
-    def is_like(self, other: "Run") -> bool:
-        """Whether the two differ in their methods, seeds and rounds alone, and their clients hold the same."""
-        here, there = (
-            {k: v for k, v in run.config.items() if k not in _APART} for run in (self, other)
+    def is_comparable_to(self, other: "Run") -> bool:
+        """Tell whether only methods, seeds and rounds differ, and clients hold the same samples."""
+        if self is other:
+            return True
+        own, others = (
+            {key: value for key, value in run.config.items() if key not in _FREE_TO_DIFFER}
+            for run in (self, other)
         )
-        return self is other or (here == there and self.split == other.split)
+        return own == others and self.split == other.split
 
-    def counts(self) -> tuple[Array, list[int], list[str]]:
-        """Clients × classes: samples held; and the clients' numbers and the classes' names."""
+    def count_samples(self) -> tuple[Array, list[int], list[str]]:
+        """Return samples as [client, class], the clients' numbers and the classes' names."""
         names = {row["class"]: row["name"] for row in self.split}
-        held = [
-            {**row, "held": row["train"] + row["validation"] + row["test"]} for row in self.split
+        rows = [
+            {**row, "samples": row["train"] + row["validation"] + row["test"]} for row in self.split
         ]
-        counts, (clients, classes) = _cube(held, ("client", "class"), "held")
+        counts, (clients, classes) = to_array(rows, ("client", "class"), "samples")
         return np.nan_to_num(counts[..., 0]), clients, [names[label] for label in classes]
 
-    def accuracies(self, method: str) -> Array:
-        """Seeds × clients: each client's accuracy at the method's last evaluation; empty before that."""
-        return _cube(
-            [row for row in self.clients if row["method"] == method], ("seed", "client"), "accuracy"
-        )[0][..., 0]
+    def client_accuracies(self, method: str) -> Array:
+        """Return [seed, client]: accuracies at the method's last evaluation; empty before it."""
+        rows = [row for row in self.clients if row["method"] == method]
+        return to_array(rows, ("seed", "client"), "accuracy")[0][..., 0]
 
-    def samples(self) -> Array:
-        """Test samples of each client."""
-        return _cube(self.clients, ("client",), "samples")[0][..., 0]
+    def test_samples(self) -> Array:
+        """Return the number of test samples of each client."""
+        return to_array(self.clients, ("client",), "samples")[0][..., 0]
+
+    def recorded_weights(self, method: str) -> tuple[Array, list[list[Any]]] | None:
+        """Return recorded W as [seed, round, client, parameter, mean and shares of ten bins].
+
+        Its second part has the keys of the first four axes. None if nothing was recorded.
+        """
+        rows = [row for row in self.weights if row["method"] == method]
+        if not rows:
+            return None
+        axes = ("seed", "round", "client", "parameter")
+        return to_array(rows, axes, "mean", *(f"bin{k}" for k in range(10)))
 
 
-def find(paths: Sequence[Path]) -> list[Run]:
-    """The run folders that are named, each once; a folder that holds run folders stands for all that have begun."""
+def find_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the run folders, each once; a folder of run folders stands for all that have begun."""
     folders: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             raise UserError(f"There is no folder {path}.")
-        # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
-        signs = ("config.toml", "history.csv", "digests.json")  # one of them may be gone
-        around = {
-            file.parent
-            for level in (1, 2, 3)
-            for sign in signs
-            for file in path.glob("*/" * level + sign)
-        }
-        below = sorted(folder for folder in around if RunFolder(folder).has_begun())
-        inner = [path] if (path / "config.toml").is_file() else below
+        inner = [path] if (path / "config.toml").is_file() else _find_folders(path)
         if not inner:
             raise UserError(
-                f"{path} is not a run folder, and holds none in which a round has been evaluated."
+                f"{path} is not a run folder, and contains none with an evaluated round."
             )
         folders |= {folder.resolve(): folder for folder in inner}
+    names = name_folders(list(folders))
     return [
-        replace(read(folder), name=name)
-        for folder, name in zip(folders.values(), names(list(folders)), strict=True)
+        replace(read_run(folder), name=name)
+        for folder, name in zip(folders.values(), names, strict=True)
     ]
 
 
-def names(paths: Sequence[Path]) -> list[str]:
-    """Folders by what tells them apart: their paths without what all of them begin with and end in."""
+def _find_folders(path: Path) -> list[Path]:
+    """Find the run folders below a folder that have begun."""
+    found = set()
+    # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
+    for level in (1, 2, 3):
+        for sign in ("config.toml", "history.csv", "digests.json"):  # one of them may be missing
+            found |= {file.parent for file in path.glob("*/" * level + sign)}
+    return sorted(folder for folder in found if RunFolder(folder).has_begun())
+
+
+def name_folders(paths: Sequence[Path]) -> list[str]:
+    """Name folders by their paths without the first and last parts that all of them share."""
     parts = [path.parts for path in paths]
     most = min(map(len, parts)) - 1
-    before = _alike(parts, most)
-    after = _alike([part[::-1] for part in parts], most - before)
+    before = _count_shared(parts, most)
+    after = _count_shared([part[::-1] for part in parts], most - before)
     return [printable("/".join(part[before : len(part) - after]), 200) for part in parts]
 
 
-def _alike(parts: Sequence[Sequence[str]], most: int) -> int:
-    """How many of the first parts are the same everywhere, up to `most`."""
+def _count_shared(parts: Sequence[Sequence[str]], most: int) -> int:
+    """Count the first parts that all have in common, up to `most`."""
     return next((k for k in range(most) if len({part[k] for part in parts}) > 1), most)
 
 
 def distinct_splits(runs: Sequence[Run]) -> list[Run]:
-    """The first run of each split."""
+    """Return the first run of each split."""
     found: list[Run] = []
     for run in runs:
         if run.split and all(run.split != other.split for other in found):
@@ -181,9 +169,37 @@ def distinct_splits(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def read(path: Path) -> Run:
-    """One run folder; what is not there yet is empty."""
+def read_run(path: Path) -> Run:
+    """Read one run folder. Tables that do not exist yet are empty."""
     folder = RunFolder(path)
+    text, config, summary = _read_config_and_summary(folder)
+    history = _read_table(folder, "history.csv")
+    if not history:
+        raise UserError(f"{path} has nothing to report yet: no round has been evaluated.")
+    titles = _read_titles(summary)
+    results: dict[str, MethodResult] = {}
+    for row in history:
+        name = row["method"]
+        if name not in results:
+            results[name] = MethodResult(name, str(titles.get(name) or _default_title(name)))
+        results[name].history.append(HistoryRow.from_columns(row))
+    return Run(
+        path=path,
+        name=path.resolve().name,
+        config=config,
+        config_text=text,
+        results=results,
+        clients=_read_table(folder, "clients.csv"),
+        split=_read_table(folder, "split.csv"),
+        weights=_read_table(folder, "weights.csv"),
+        resumed=_read_table(folder, "resumed.csv"),
+        summary=summary,
+        unverified=folder.list_unverified(),  # after all tables have been read
+    )
+
+
+def _read_config_and_summary(folder: RunFolder) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    path = folder.path
     try:
         text = folder.read_verified("config.toml").decode()
         config = tomllib.loads(text)
@@ -194,164 +210,59 @@ def read(path: Path) -> Run:
         raise UserError(f"The run folder {path} cannot be read: {first_line(error)}.") from None
     if not isinstance(summary, dict):
         raise UserError(f"{path / 'summary.json'} is not a run's summary.")
-    history = _table(folder, "history.csv")
-    if not history:
-        raise UserError(f"{path} has nothing to report yet: no round has been evaluated.")
-    told = summary.get("methods")
-    titles = (
-        {name: about.get("title") for name, about in told.items() if isinstance(about, dict)}
-        if isinstance(told, dict)
-        else {}
-    )
-    results: dict[str, MethodResult] = {}
-    for row in history:
-        name = row["method"]
-        if name not in results:
-            results[name] = MethodResult(name, str(titles.get(name) or _title(name)))
-        results[name].history.append(HistoryRow.from_columns(row))
-    names = ("clients.csv", "split.csv", "weights.csv", "resumed.csv")
-    clients, split, weights, resumed = (_table(folder, name) for name in names)
-    tables = (clients, split, weights, resumed)
-    return Run(
-        path, path.resolve().name, config, text, results, *tables, summary, folder.list_unverified()
-    )
+    return text, config, summary
 
 
-def _table(folder: RunFolder, name: str) -> Rows:
-    path = folder.path
+def _read_titles(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the titles of the methods, as far as a summary from anywhere has them."""
+    methods = summary.get("methods")
+    if not isinstance(methods, dict):
+        return {}
+    return {
+        name: method.get("title") for name, method in methods.items() if isinstance(method, dict)
+    }
+
+
+def _default_title(name: str) -> str:
+    try:
+        return make(name).title
+    except UserError:
+        return name  # a method from outside the package
+
+
+def _read_table(folder: RunFolder, name: str) -> Rows:
+    path = folder.path / name
     try:
         rows = folder.rows(name)
     except UserError:
         raise
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path / name} cannot be read: {first_line(error)}.") from None
+        raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
     for row in rows:
-        if lacking := [column for column in _NEEDED[name] if row.get(column) is None]:
-            raise UserError(
-                f"{path / name} has a line without {lacking[0]}: it is not a table of a run."
-            )
-        for column, value in row.items():
-            if problem := _problem(column, value):
-                raise UserError(
-                    f"{path / name} has a line with {column} = {printable(str(value), 40)}, {problem}."
-                )
+        missing = [column for column in _REQUIRED_COLUMNS[name] if row.get(column) is None]
+        if missing:
+            raise UserError(f"{path} is not the table of a run: a line lacks {missing[0]}.")
+        try:
+            check_accuracies(row)
+            for column, value in row.items():
+                _check_number(column, value)
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}.") from None
     return rows
 
 
-def _problem(column: str, value: Any) -> str:
-    """What is impossible about a value of a run's table, or nothing."""
+def _check_number(column: str, value: Any) -> None:
+    """Raise a ValueError if a run cannot have written such a number."""
     if value is None or isinstance(value, str):
-        return ""
+        return
+    problem = ""
     if isinstance(value, int) and abs(value) >= 2**63:
-        return "which has more than 64 bits"
-    if column in _WHOLE and not isinstance(value, int):
-        return "which is no whole number"
-    if column in _WHOLE and value < 0:
-        return "which is less than 0"
-    if column == "seconds" and not 0 <= value < math.inf:
-        return "which is not a time"
-    if column.startswith("accuracy") and (value < 0 or value > 1):
-        return "which is not from 0 to 1"
-    return ""
-
-
-def _title(name: str) -> str:
-    try:
-        return make(name).title
-    except UserError:
-        return name  # a method of somebody's own
-
-
-def _cube(rows: Rows, axes: Sequence[str], *values: str) -> tuple[Array, list[list[Any]]]:
-    """Rows as an array with the given axes and the values along the last, NaN where there is none; and what stands along each
-    axis."""
-    along: list[list[Any]] = [list(dict.fromkeys(row[axis] for row in rows)) for axis in axes]
-    along = [
-        keys if axis == "parameter" else sorted(keys)
-        for axis, keys in zip(axes, along, strict=True)
-    ]
-    shape = [len(keys) for keys in along]
-    if math.prod(shape) > 5_000_000:
-        raise UserError(
-            f"The run has more clients, rounds and parameters than a report can show: {shape}."
-        )
-    cube = np.full([*shape, len(values)], np.nan)
-    places = [{key: place for place, key in enumerate(keys)} for keys in along]
-    index = tuple(
-        [place[row[axis]] for row in rows] for place, axis in zip(places, axes, strict=True)
-    )
-    told = [[row.get(value) for value in values] for row in rows]
-    cube[index] = np.array(told, dtype=float).reshape(len(rows), len(values))  # None becomes NaN
-    return cube, along
-
-
-def curves(result: MethodResult, column: str) -> tuple[list[int], Array]:
-    """The evaluated rounds, and seeds × rounds of a column of the history (NaN where a seed has not got there)."""
-    rows = [row.columns() for row in result.history]
-    cube, (_, rounds) = _cube(rows, ("seed", "round"), column)
-    return rounds, cube[..., 0]
-
-
-def columns(result: MethodResult) -> list[str]:
-    """What the history says about every round, besides which one it is and what it cost."""
-    aside = {"method", "seed", "round", "sent", "uploaded", "seconds"}
-    if not any(row.diverged for row in result.history):
-        aside.add("diverged")
-    return [name for name in result.history[0].columns() if name not in aside]
-
-
-def elapsed(result: MethodResult) -> Array:
-    """Seconds, over all runs together, until each evaluated round was done. Rounds that were not evaluated are taken to have
-    cost what the next evaluated one did."""
-    rounds, seconds = curves(result, "seconds")
-    return np.asarray(np.nancumsum(seconds[0] * np.diff(rounds, prepend=-1)))
-
-
-def reach(result: MethodResult, target: float) -> tuple[list[int | None], list[float | None]]:
-    """For each seed, the first round whose accuracy is at least `target`, and the seconds until then; None: never."""
-    [(rounds, seconds)] = reaches(result, [target])
-    return rounds, seconds
-
-
-def reaches(
-    result: MethodResult, targets: Sequence[float]
-) -> list[tuple[list[int | None], list[float | None]]]:
-    """The same for several targets."""
-    rounds, values = curves(result, "accuracy")
-    seconds = elapsed(result)
-    # The best so far only grows, so the first place where it gets to a target can be searched for.
-    best = np.fmax.accumulate(np.nan_to_num(values, nan=-np.inf), axis=1)
-    found = []
-    for target in targets:
-        first = [int(np.searchsorted(run, target)) for run in best]
-        there = [place if place < len(rounds) else None for place in first]
-        found.append(
-            (
-                [None if place is None else rounds[place] for place in there],
-                [None if place is None else float(seconds[place]) for place in there],
-            )
-        )
-    return found
-
-
-def mean_std(values: Array, axis: int = 0) -> tuple[Array, Array]:
-    """Mean and population deviation over the runs that there are, NaN where there is none."""
-    there = np.isfinite(values)
-    n = there.sum(axis)
-    kept = np.where(there, values, 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = kept.sum(axis) / n
-        deviation = np.sqrt(
-            (np.where(there, values - np.expand_dims(mean, axis), 0) ** 2).sum(axis) / n
-        )
-    return mean, deviation
-
-
-def spread(run: Run, method: str) -> tuple[Array, list[list[Any]]] | None:
-    """Recorded W as an array [seed, round, client, parameter, mean and shares], with what stands along its first four axes."""
-    rows = [row for row in run.weights if row["method"] == method]
-    if not rows:
-        return None
-    return _cube(
-        rows, ("seed", "round", "client", "parameter"), "mean", *(f"bin{k}" for k in range(10))
-    )
+        problem = "which has more than 64 bits"
+    elif column in _WHOLE_NUMBERS and not isinstance(value, int):
+        problem = "which is not a whole number"
+    elif column in _WHOLE_NUMBERS and value < 0:
+        problem = "which is less than 0"
+    elif column == "seconds" and not 0 <= value < math.inf:
+        problem = "which is not a time"
+    if problem:
+        raise ValueError(f"{column} is {printable(str(value), 40)}, {problem}")

@@ -12,7 +12,7 @@ from rich.table import Table
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
 
-#: The accuracies of a summary, and what to call them.
+#: The accuracies of a summary, and their headings.
 ACCURACIES = {
     "best": "best round",
     "best_joined": "best round,\nparticipants",
@@ -22,7 +22,7 @@ ACCURACIES = {
 
 
 def console() -> Console:
-    """A terminal decides about its width; a table that goes elsewhere is as wide as it needs to be."""
+    """Return a console; if it is not a terminal, tables may be as wide as they need."""
     console = Console()
     if not console.is_terminal:
         console.width = 240
@@ -30,10 +30,12 @@ def console() -> Console:
 
 
 def results(methods: Mapping[str, Any]) -> Table:
-    """The `methods` of a run's summary: accuracies in percent, mean ± standard deviation over the runs."""
-    shown = [
-        key for key in ACCURACIES if any(key in method["accuracy"] for method in methods.values())
-    ]
+    """Show the `methods` of a run's summary.
+
+    Accuracies are in percent, mean ± standard deviation over the runs.
+    """
+    known = {key for method in methods.values() for key in method["accuracy"]}
+    shown = [key for key in ACCURACIES if key in known]
     table = _table("accuracy in %")
     for key in shown:
         table.add_column(ACCURACIES[key], justify="right", no_wrap=True)
@@ -57,26 +59,21 @@ def results(methods: Mapping[str, Any]) -> Table:
 
 
 def percent(figure: Mapping[str, Any] | None) -> str:
-    """Mean ± standard deviation in percent; a single run has no deviation."""
-    if figure is None or figure["mean"] is None:  # in summary.json, null stands for NaN
+    """Return mean ± standard deviation in percent; a single run has no deviation."""
+    if figure is None:
         return "–"
     deviation = f" ± {100 * figure['std']:.2f}" if len(figure["runs"]) > 1 else ""
     return f"{100 * figure['mean']:.2f}{deviation}"
 
 
 def clients(federation: Federation) -> Table:
-    """Every client: how many samples in which part, of how many classes, and which it has most of."""
-    names = federation.dataset.class_names or [
-        str(label) for label in range(federation.dataset.classes)
-    ]
-    parts = {
-        "train": federation.train,
-        "validation": federation.validation,
-        "test": federation.test,
-    }
-    parts = {
-        name: rows for name, rows in parts.items() if name != "validation" or any(map(len, rows))
-    }
+    """Show every client's samples in each part, its number of classes, and its largest classes."""
+    dataset = federation.dataset
+    names = dataset.class_names or [str(label) for label in range(dataset.classes)]
+    parts = {"train": federation.train}
+    if any(map(len, federation.validation)):
+        parts["validation"] = federation.validation
+    parts["test"] = federation.test
     table = _table("client", "samples", *parts, "classes", right=True)
     table.add_column("most of")
     for client, counts in enumerate(federation.counts()):
@@ -92,7 +89,7 @@ def clients(federation: Federation) -> Table:
 
 
 def methods(entries: Iterable[Entry]) -> Table:
-    """The methods by name."""
+    """Show the methods by name."""
     table = _table("method", "", "with ALA", "what it does")
     for entry in entries:
         table.add_row(
@@ -105,16 +102,16 @@ def methods(entries: Iterable[Entry]) -> Table:
 
 
 def hyperparameters(entries: Iterable[Entry]) -> Table:
-    """What `--set` takes."""
+    """Show what `--set` takes."""
     table = _table("hyperparameter", "default", "what it is")
     for entry in entries:
         for name, (default, text) in entry.defaults().items():
-            table.add_row(f"{entry.name}.{name}", _plain(default), escape(text))
+            table.add_row(f"{entry.name}.{name}", _format_default(default), escape(text))
     return table
 
 
 def datasets(rows: Iterable[KnownDataset]) -> Table:
-    """The datasets known by name, with the settings that a run takes for them."""
+    """Show the datasets known by name, with the default settings of a run on them."""
     table = _table("dataset", "what it is")
     for name in ("classes", "samples", "shape"):
         table.add_column(name, justify="right")
@@ -131,7 +128,21 @@ def datasets(rows: Iterable[KnownDataset]) -> Table:
     return table
 
 
-def _plain(value: object) -> str:
+def bench(figures: Iterable[Any]) -> Table:
+    """Show the seconds per round, and how much faster that is than the plain loop."""
+    table = _table("case", "device", "precision")
+    first, initial = "until the first\nround is done", "round of the\ninitial stage"
+    for column in (first, initial, "steady round", "plain loop", "faster"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in figures:
+        plain = "" if one.plain is None else f"{one.plain:.3g} s"
+        faster = "" if one.speedup is None else f"{one.speedup:.1f} ×"
+        seconds = (f"{value:.3g} s" for value in (one.start, one.initial, one.steady))
+        table.add_row(escape(one.case), escape(one.device), one.precision, *seconds, plain, faster)
+    return table
+
+
+def _format_default(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)
 
 

@@ -1,11 +1,11 @@
 "use strict";
-// Draws the charts from the data in the page: SVG by hand, nothing loaded. Text gets in as text, never as markup.
+// Draw the charts as SVG from the data in the page. All text is set as text, never as markup.
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const find = (id) => document.getElementById(id);
   const data = JSON.parse(find("data")?.textContent ?? "{}");
   const series = data.series ?? [];
-  const off = new Set(); // places of the methods that are switched off
+  const off = new Set(); // indices of the methods that are switched off
 
   const node = (name, attributes = {}, ...children) => {
     const made = document.createElement(name);
@@ -20,7 +20,8 @@
     parent.append(made);
     return made;
   };
-  const colour = (place) => `s${place % 8} g${Math.floor(place / 8) % 3}`; // after eight methods colours come again, with other keys and dashes
+  // Eight colours; the next eight methods have the same colours with other keys and dashes.
+  const colour = (place) => `s${place % 8} g${Math.floor(place / 8) % 3}`;
   const dash = (place) => ["", " d1", " d2"][Math.floor(place / 8) % 3];
   const isNumber = (value) => value !== null && value !== undefined;
   const plain = (value, digits = 4) => (isNumber(value) ? String(Number(value.toPrecision(digits))) : "–");
@@ -41,7 +42,7 @@
     for (let k = Math.ceil(low / step - 1e-9); k * step <= high + 1e-9 * step; k++) found.push(Number((k * step).toPrecision(12)));
     return found;
   };
-  /** Ticks with their text in percent, with as many digits as tell the truth about where they are. */
+  /** Ticks with their text in percent, with as many digits as their values need. */
   const percentTicks = (low, high, sign = "") => {
     const found = ticks(low, high, 5);
     const digits = [0, 1, 2, 3].find((n) => found.every((value) => Math.abs(100 * value - Number((100 * value).toFixed(n))) < 1e-7)) ?? 4;
@@ -53,16 +54,15 @@
     return low > high ? [0, 1] : low === high ? [low - (Math.abs(low) || 1) / 20, high + (Math.abs(high) || 1) / 20] : [low, high];
   };
 
-  // --- what a chart stands in ---------------------------------------------------------------------------------------
-
   const choice = (element, name, other) => {
     const own = element.closest("figure").querySelector(`[data-control="${name}"]`);
     return own?.value ?? other;
   };
 
-  /** Axes and grid; gives the functions that place a value. Ticks may be given as [value, text]. */
+  /** Draw axes and grid; return the functions from values to positions. Ticks: [value, text]. */
   const frame = (element, { x, y, xTicks, yTicks, xLabel, yLabel, height = 320, left = 52, least = 0, grid = true }) => {
-    const width = Math.max(element.clientWidth, least, 240); // a page that is not laid out yet has no width at all
+    // Before the page is laid out, its width is 0.
+    const width = Math.max(element.clientWidth, least, 240);
     const box = { left, right: width - 22, top: yLabel ? 24 : 10, bottom: height - 38 };
     const root = draw(element, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
     const X = (value) => box.left + ((value - x[0]) / (x[1] - x[0] || 1)) * (box.right - box.left);
@@ -97,7 +97,7 @@
     element.cursor?.remove();
   };
 
-  /** Values under the pointer, and under the arrow keys; `marks` have a place {i, j}, a position {x, y} and text. */
+  /** Show values at the pointer and the arrow keys; marks have indices {i, j}, {x, y}, text. */
   const explore = (element, marks) => {
     element.marks = marks;
     element.mark = null;
@@ -141,8 +141,6 @@
     });
   };
 
-  // --- the charts ---------------------------------------------------------------------------------------------------
-
   const path = (points) => {
     let text = "", pen = "M";
     for (const [px, py] of points) {
@@ -164,9 +162,9 @@
       const own = series[place];
       const all = own.values[column];
       const seed = own.seeds.indexOf(Number(runs));
-      const kept = runs === "band" || runs === "each" ? all : seed < 0 ? [] : [all[seed]];
-      return { place, label: own.label, xs: own[over], kept, points: own.rounds.map((_, i) => meanStd(kept, i)), rounds: own.rounds };
-    }).filter((line) => line.kept.length);
+      const chosen = runs === "band" || runs === "each" ? all : seed < 0 ? [] : [all[seed]];
+      return { place, label: own.label, xs: own[over], chosen, points: own.rounds.map((_, i) => meanStd(chosen, i)), rounds: own.rounds };
+    }).filter((line) => line.chosen.length);
     const xHigh = Math.max(1e-9, ...lines.map((line) => line.xs.at(-1)));
     const xLow = over === "rounds" && lines.length ? Math.min(...lines.map((line) => line.xs[0])) : 0;
     const from = late ? xLow + (xHigh - xLow) / 2 : -Infinity;
@@ -174,7 +172,7 @@
     for (const line of lines) line.points.forEach(([mean, std], i) => {
       if (line.xs[i] < from || mean === null) return;
       seen.push(mean - (runs === "band" ? std : 0), mean + (runs === "band" ? std : 0));
-      if (runs === "each") seen.push(...line.kept.map((run) => run[i]));
+      if (runs === "each") seen.push(...line.chosen.map((run) => run[i]));
     });
     let [low, high] = extent(seen);
     const margin = (high - low) * 0.04;
@@ -195,12 +193,12 @@
     for (const line of lines) {
       const group = draw(area, "g", { class: colour(line.place), "data-series": line.place });
       const at = (value, i) => [X(line.xs[i]), value === null ? null : Y(value)];
-      if (runs === "band" && line.kept.length > 1) {
+      if (runs === "band" && line.chosen.length > 1) {
         const there = line.points.map((point, i) => [...point, i]).filter(([mean]) => mean !== null);
         const upper = there.map(([mean, std, i]) => at(mean + std, i)), lower = there.map(([mean, std, i]) => at(mean - std, i)).reverse();
         draw(group, "path", { class: "band", d: `${path([...upper, ...lower])}Z` });
       }
-      if (runs === "each") for (const run of line.kept) draw(group, "path", { class: "run", d: path(run.map((value, i) => at(value ?? null, i))) });
+      if (runs === "each") for (const run of line.chosen) draw(group, "path", { class: "run", d: path(run.map((value, i) => at(value ?? null, i))) });
       else draw(group, "path", { class: `mean${dash(line.place)}`, d: path(line.points.map(([mean], i) => at(mean, i))) });
       if (line.points.length === 1) draw(group, "circle", { class: "dot", cx: at(line.points[0][0], 0)[0], cy: at(line.points[0][0], 0)[1], r: 4 });
     }
@@ -214,7 +212,7 @@
       return {
         i, j: 0, x: X(value), inside: value >= x[0],
         title: over === "rounds" ? `Round ${value}` : `After ${plain(value, 3)} s`,
-        rows: near.map(([line, , mean, std]) => [line.label, format(mean) + (line.kept.length > 1 ? ` ± ${isShare ? (100 * std).toFixed(2) : plain(std, 2)}` : "")]),
+        rows: near.map(([line, , mean, std]) => [line.label, format(mean) + (line.chosen.length > 1 ? ` ± ${isShare ? (100 * std).toFixed(2) : plain(std, 2)}` : "")]),
         dots: near.map(([line, place, mean]) => [line.place, X(line.xs[place]), Y(mean)]).filter(([, , py]) => py >= box.top - 3 && py <= box.bottom + 3),
       };
     }).filter((mark) => mark.inside));
@@ -287,7 +285,7 @@
     explore(element, marks);
   };
 
-  /** A heat map of `values[row][column]`; the scale goes from `low` to `high`. */
+  /** Draw a heat map of `values[row][column]` with a scale from `low` to `high`. */
   const heat = (element, { values, rows, columns, low, high, rowLabel, columnLabel, format, what, title }) => {
     const narrow = element.clientWidth < 520;
     const size = Math.max(rows.length > 60 ? 6 : 12, Math.min(26, 420 / rows.length));
@@ -334,7 +332,7 @@
     const { found, parameter, average } = chosenWeights();
     const bins = [...Array(10).keys()].reverse();
     const values = bins.map((k) => found.rounds.map((_, r) => average((s) => found.shares[s][r][parameter][k])));
-    // Most elements stay where they started: a square root lets the others be seen.
+    // Most elements stay at 1: a square root makes the others visible.
     heat(element, {
       values: values.map((row) => row.map((value) => (isNumber(value) ? Math.sqrt(value) : null))), rows: bins.map((k) => `${(k / 10).toFixed(1)}–${((k + 1) / 10).toFixed(1)}`),
       columns: found.rounds, low: 0, high: 1, rowLabel: "W", columnLabel: "round", format: (value) => percent(value * value),
@@ -362,8 +360,6 @@
     }
   };
 
-  // --- what can be chosen -------------------------------------------------------------------------------------------
-
   const methods = find("methods");
   series.forEach((one, place) => {
     const chip = node("button", { type: "button", class: colour(place), "aria-pressed": "true" }, node("i", { class: "key", "aria-hidden": "true" }), one.label);
@@ -387,7 +383,7 @@
   const hideSingles = () => {
     for (const control of document.querySelectorAll("#w-controls select")) control.closest("label").hidden = control.options.length < 2;
   };
-  /** What there is to choose about the W of the chosen method: its own parameters, runs and rounds. */
+  /** Fill the controls of W with the parameters, runs and rounds of the chosen method. */
   const offerWeights = () => {
     const found = data.weights[Number(find("w-method").value)];
     const fill = (id, texts) => find(id).replaceChildren(...texts.map(([value, text]) => node("option", { value }, text)));

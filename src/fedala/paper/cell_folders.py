@@ -1,0 +1,182 @@
+"""The folder of a cell: cell.json, and a run folder for each group of seeds (seeds-0-4)."""
+
+import json
+import re
+import typing
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fedala.errors import UserError
+from fedala.io import files
+from fedala.io.untrusted import check_accuracies, read_json, require_file
+from fedala.options import convert
+from fedala.paper.experiments import Cell, settings, tables
+from fedala.records import HistoryRow
+from fedala.runs.config import FREE, Config
+from fedala.runs.folder import RunFolder
+
+#: What cell.json says about the data and the machine.
+CELL_FACTS = {"samples": int, "data": str, "device": str, "version": str}
+_LARGEST_CELL_FILE = 2**16
+_SEEDS = re.compile(r"seeds-(\d{1,9})-(\d{1,9})", re.ASCII)
+
+
+@cache
+def paper_cells() -> dict[tuple[str, str, str, bool], Cell]:
+    """Return every cell of the paper's tables, with and without shuffling, by its key."""
+    cells = {}
+    for table in tables().values():
+        for column, method in table.entries():
+            for shuffle in (False, True):
+                cell = column.cell(method, shuffle=shuffle)
+                cells[cell.key] = cell
+    return cells
+
+
+def write_cell_file(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write cell.json: the facts about data and machine, and their checksum."""
+    files.write_file(path, json.dumps({**facts, "checksum": _checksum(facts)}, indent=2).encode())
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    return files.sha256(json.dumps({name: facts[name] for name in CELL_FACTS}).encode())
+
+
+def read_cell_file(path: Path, notes: list[str] | None = None) -> dict[str, Any]:
+    """Read cell.json. `notes` gets a sentence if it is unverified."""
+    try:
+        facts = read_json(path, _LARGEST_CELL_FILE)
+        if not isinstance(facts, dict):
+            raise TypeError("it is not a JSON object")
+        if "checksum" not in facts and notes is not None:
+            notes.append(f"{path} has no checksum, so it is unverified.")
+        if facts.get("checksum", _checksum(facts)) != _checksum(facts):
+            raise ValueError("its checksum is wrong")
+        return {name: convert(facts[name], kind, name) for name, kind in CELL_FACTS.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged or missing: {error}.") from None
+
+
+def is_run_folder(path: Path) -> bool:
+    """Tell whether a folder's name is that of a group of seeds of a cell of the paper."""
+    return path.parent.parent.name in settings() and bool(_SEEDS.fullmatch(path.name))
+
+
+def list_run_folders(cell_folder: Path) -> list[Path]:
+    """Return the run folders of a cell."""
+    folders = (path.parent for path in cell_folder.glob("seeds-*/config.toml"))
+    return sorted(folder for folder in folders if _SEEDS.fullmatch(folder.name))
+
+
+def seeds_of(folder: Path) -> range:
+    """Return the seeds that a run folder is named after."""
+    first, last = folder.name.split("-")[1:]
+    return range(int(first), int(last) + 1)
+
+
+def read_cell_config(folder: Path) -> Config:
+    """Read the config of a cell's run folder.
+
+    It must state every value, as a run writes it: a default instead of a missing value would be
+    another experiment. It must also be the config of the cell whose folder it lies in.
+    """
+    try:
+        RunFolder(folder).read_verified("config.toml")
+        values = Config.read(folder / "config.toml")
+        config = Config.from_values(values)
+    except UserError as error:
+        raise UserError(f"{folder} is not the run of a cell: {error}") from None
+    missing = [name for name in _required_options() if name not in values]
+    # A digest would show that a run wrote the file.
+    if missing and RunFolder(folder).record is None:
+        raise UserError(
+            f"{folder} is not the run of a cell: its config.toml does not state "
+            f"{', '.join(missing)}. A run writes every value; restore the file, or remove the "
+            "folder and run the cell again."
+        )
+    cell, seeds = _find_cell(folder, config.rounds), seeds_of(folder)
+    own = {name: getattr(config, name) for name in (*FREE, "eval_every")}
+    expected = cell.config(**own, seed=seeds.start, seeds=len(seeds))
+    differences = [f"{name} ({change})" for name, change in expected.differences(config).items()]
+    if differences:
+        raise UserError(
+            f"{folder} is not the run of {cell}: its config.toml differs in "
+            f"{', '.join(differences)}."
+        )
+    return config
+
+
+@cache
+def _required_options() -> list[str]:
+    """Return the options that have a value in every run's config."""
+    resolved = ("model", "clients", "rounds", "lr")
+    required = []
+    for name, kind in typing.get_type_hints(Config).items():
+        if name in resolved or type(None) not in typing.get_args(kind):
+            required.append(name)
+    return required
+
+
+def _find_cell(folder: Path, rounds: int | None) -> Cell:
+    """Find the paper's cell by the folder's name, which may contain the number of rounds."""
+    setting, name = folder.parent.parent.name, folder.parent.name
+    for cell in paper_cells().values():
+        if cell.setting.name == setting and cell.with_rounds(rounds).name == name:
+            return cell.with_rounds(rounds)
+    raise UserError(
+        f"{folder} is not the run of a cell: the paper has no cell {setting}/{name} with "
+        f"{rounds} rounds."
+    )
+
+
+def read_histories(folder: Path) -> dict[int, list[HistoryRow]]:
+    """Return the rows of a run folder of one method by seed; none if there is no history yet."""
+    return _group_by_seed(RunFolder(folder).history())
+
+
+def _group_by_seed(history: Mapping[str, list[HistoryRow]]) -> dict[int, list[HistoryRow]]:
+    rows: dict[int, list[HistoryRow]] = {}
+    for own in history.values():
+        for row in own:
+            rows.setdefault(row.seed, []).append(row)
+    return rows
+
+
+def read_checked_histories(
+    folder: Path, config: Config, notes: list[str]
+) -> dict[int, list[HistoryRow]]:
+    """Return the rows by seed; refuse rows that do not belong to the config or are impossible."""
+    run = RunFolder(folder)
+    history = run.history()
+    histories = _group_by_seed(history)
+    if histories:
+        notes += run.list_unverified()
+    problem = ""
+    for method in history:
+        if method != config.method:
+            problem = f"its history.csv is of {method}, and its config.toml of {config.method}"
+    if not histories and require_file(folder / "summary.json").exists():
+        problem = "it has a summary.json but no history.csv"
+    for seed, rows in histories.items():
+        if seed not in seeds_of(folder):
+            problem = f"its history.csv has a seed {seed}"
+        for row in rows:
+            problem = problem or _find_problem(row)
+        if any(before.round >= after.round for before, after in pairwise(rows)):
+            problem = problem or "the rounds in its history.csv are not in order"
+    if problem:
+        raise UserError(f"{folder} is not the run of a cell: {problem}.")
+    return histories
+
+
+def _find_problem(row: HistoryRow) -> str:
+    """Return what is wrong with a row of the history, or nothing."""
+    accuracies = {"accuracy": row.accuracy, "accuracy_joined": row.accuracy_joined}
+    try:
+        check_accuracies(accuracies, allow_nan=False)
+    except ValueError as error:
+        return f"in round {row.round} of its history.csv, {error}"
+    return ""

@@ -1,0 +1,175 @@
+"""The progress of cells: a live table on a terminal, otherwise a plain line now and then."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from fedala.paper.observer import Outcome
+from fedala.paper.running import BUSY
+from fedala.records import HistoryRow
+from fedala.report.progress import format_duration
+
+_WAITING, _RUNNING = "waiting", "running"
+_MOST_ENDED, _MOST_WAITING = 12, 3  # cells in the live table
+_SECONDS_BETWEEN_LINES = 10
+
+
+@dataclass
+class CellState:
+    """What is known about a cell."""
+
+    status: str = _WAITING
+    """Waiting, running, or its outcome."""
+    reason: str = ""
+    round: int = -1
+    first_round: int = 0
+    start_time: float = 0.0
+    accuracies: dict[int, float] = field(default_factory=dict)
+    """The last ones, by seed."""
+    best: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def seconds_per_round(self) -> float:
+        """Return the mean of the rounds of this process; 0 if that is unknown."""
+        trained = self.round - self.first_round
+        if self.status != _RUNNING or trained <= 0:
+            return 0.0
+        return (time.monotonic() - self.start_time) / trained
+
+
+def _mean_percent(values: dict[int, float]) -> str:
+    return f"{100 * float(np.mean(list(values.values()))):.2f}" if values else ""
+
+
+class CellProgress:
+    """Shows cells as they run.
+
+    `with CellProgress(console, {"cifar100-dir/fedala": 55.92}, rounds, deadline) as progress:`
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        printed: Mapping[str, float | None],
+        rounds: int,
+        deadline: float | None = None,
+    ) -> None:
+        """`printed`: the paper's accuracy of each cell."""
+        self.console, self.printed, self.rounds, self.deadline = console, printed, rounds, deadline
+        self.cells = {cell: CellState() for cell in printed}
+        self.plain = not console.is_terminal or console.is_dumb_terminal
+        self.live = Live(
+            console=console, get_renderable=self.table, refresh_per_second=2, transient=True
+        )
+        self.print_time = time.monotonic()
+
+    def __enter__(self) -> "CellProgress":
+        if not self.plain:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if not self.plain:
+            self.live.stop()
+
+    def row(self, cell: str, row: HistoryRow) -> None:
+        """Note one seed's evaluation of a round."""
+        state, seed = self.cells[cell], row.seed
+        accuracy = row.accuracy_joined  # with ρ < 1, the paper counts the participants only
+        if state.status != _RUNNING:
+            state.status = _RUNNING
+            state.start_time = time.monotonic() - row.seconds
+            state.first_round = row.round - 1
+        state.round = row.round
+        state.accuracies[seed] = accuracy
+        state.best[seed] = max(accuracy, state.best.get(seed, 0.0))
+        if self.plain and time.monotonic() - self.print_time >= _SECONDS_BETWEEN_LINES:
+            self.print_time = time.monotonic()
+            self._say(f"{cell}: {self._describe(state)}")
+
+    def end(self, cell: str, outcome: Outcome, reason: str = "") -> None:
+        """Note how a cell ended."""
+        state = self.cells[cell]
+        has_begun = state.status != _WAITING
+        # Every process reports every cell: what another process does or has done is not news.
+        if outcome == Outcome.FINISHED_BEFORE and has_begun:
+            return
+        if outcome in (Outcome.SKIPPED, Outcome.NOT_STARTED) and (has_begun or reason == BUSY):
+            return
+        state.status, state.reason = outcome, reason
+        if self.plain:
+            text = f"{cell}: {outcome}" + (f" ({reason})" if reason else "")
+            self._say(f"{text} {self._describe(state)}" if state.round >= 0 else text)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _describe(self, state: CellState) -> str:
+        accuracy, best = _mean_percent(state.accuracies), _mean_percent(state.best)
+        text = f"round {state.round}/{self.rounds}  accuracy {accuracy} %  best {best} %"
+        pace = state.seconds_per_round
+        return f"{text}  {pace:.2g} s/round" if pace else text
+
+    def table(self) -> Table:
+        """Return a table of the cells that are running, that ended last, and that come next."""
+        table = Table("cell", "", box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("round", "accuracy", "best", "paper", "s/round", "left"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        by_status: dict[str, list[str]] = {_RUNNING: [], _WAITING: [], Outcome.FINISHED_BEFORE: []}
+        ended: list[str] = []
+        for cell, state in self.cells.items():
+            by_status.get(state.status, ended).append(cell)
+        running, waiting = by_status[_RUNNING], by_status[_WAITING]
+        for cell in (*ended[-_MOST_ENDED:], *running, *waiting[:_MOST_WAITING]):
+            self._add_row(table, cell)
+        count = len(self.cells) - len(running) - len(waiting)
+        table.caption = f"{count} of {len(self.cells)} cells ended"
+        if self.deadline is not None:
+            seconds = max(0, self.deadline - time.monotonic())
+            table.caption += f", {format_duration(seconds)} left"
+        return table
+
+    def _add_row(self, table: Table, cell: str) -> None:
+        state, paper = self.cells[cell], self.printed[cell]
+        pace = state.seconds_per_round
+        table.add_row(
+            escape(cell),
+            escape(state.status),
+            f"{state.round}/{self.rounds}" if state.round >= 0 else "",
+            _mean_percent(state.accuracies),
+            _mean_percent(state.best),
+            "" if paper is None else f"{paper:.2f}",
+            f"{pace:.2g}" if pace else "",
+            format_duration(pace * (self.rounds - state.round)) if pace else "",
+        )
+
+    def summary(self) -> list[str]:
+        """Return sentences about how the cells ended."""
+        counts = []
+        for outcome, words in ((Outcome.DONE, "run"), (Outcome.FINISHED_BEFORE, "finished before")):
+            if cells := self._list_cells(outcome):
+                counts.append(f"{len(cells)} {words}")
+        sentences = [f"Cells: {', '.join(counts) or 'none finished'} (of {len(self.cells)})."]
+        for cell in self._list_cells(Outcome.STOPPED):
+            rounds = f"{self.cells[cell].round} of {self.rounds} rounds"
+            sentences.append(f"Out of time: {cell} has {rounds}; the same command continues it.")
+        if cells := self._list_cells(Outcome.NOT_STARTED, _WAITING):
+            sentences.append(f"Out of time, not started: {', '.join(cells)}.")
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for cell in self._list_cells(Outcome.SKIPPED, Outcome.FAILED):
+            state = self.cells[cell]
+            reasons.setdefault((state.status, state.reason), []).append(cell)
+        for (status, reason), cells in reasons.items():
+            sentences.append(f"{status.capitalize()}: {', '.join(cells)}: {reason}")
+        return sentences
+
+    def _list_cells(self, *statuses: str) -> list[str]:
+        return [cell for cell, state in self.cells.items() if state.status in statuses]

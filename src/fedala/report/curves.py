@@ -1,0 +1,77 @@
+"""What the history of a method says, round by round."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedala.report.arrays import Array, to_array
+from fedala.runs.results import MethodResult
+
+#: Columns of the history, as charts name them.
+TITLES = {
+    "accuracy": "test accuracy",
+    "accuracy_joined": "test accuracy of the participants",
+    "accuracy_validation": "validation accuracy",
+    "loss": "test loss",
+    "train_loss": "training loss",
+    "ala_weight": "mean of W",
+    "ala_epochs": "epochs of weight learning",
+    "ala_capped": "share of initial stages cut off",
+    "diverged": "clients that diverged",
+}
+
+
+def collect_curves(result: MethodResult, column: str) -> tuple[list[int], Array]:
+    """Return the evaluated rounds, and a column of the history as [seed, round].
+
+    It is NaN if a seed has not reached the round.
+    """
+    rows = [row.columns() for row in result.history]
+    array, (_, rounds) = to_array(rows, ("seed", "round"), column)
+    return rounds, array[..., 0]
+
+
+def list_seeds(result: MethodResult) -> list[int]:
+    """Return the seeds of the history, in order."""
+    return sorted({row.seed for row in result.history})
+
+
+def list_columns(result: MethodResult) -> list[str]:
+    """Return the columns of the history that change with the method, without those on its cost."""
+    hidden = {"method", "seed", "round", "sent", "uploaded", "seconds"}
+    if not any(row.diverged for row in result.history):
+        hidden.add("diverged")
+    return [name for name in result.history[0].columns() if name not in hidden]
+
+
+def sum_seconds(result: MethodResult) -> Array:
+    """Return the seconds of all runs together until the end of each evaluated round.
+
+    A round that was not evaluated counts as long as the next evaluated one.
+    """
+    rounds, seconds = collect_curves(result, "seconds")
+    return np.asarray(np.nancumsum(seconds[0] * np.diff(rounds, prepend=-1)))
+
+
+def find_target_rounds(
+    result: MethodResult, targets: Sequence[float]
+) -> list[tuple[list[int | None], list[float | None]]]:
+    """Find when each seed first has at least the target accuracy, for each of the targets.
+
+    Return the round of each seed and the seconds until then; None if it never gets there.
+    """
+    rounds, values = collect_curves(result, "accuracy")
+    seconds = sum_seconds(result)
+    # The best so far only grows, so a binary search finds the first round that reaches a target.
+    best = np.fmax.accumulate(np.nan_to_num(values, nan=-np.inf), axis=1)
+    found: list[tuple[list[int | None], list[float | None]]] = []
+    for target in targets:
+        first = [int(np.searchsorted(run, target)) for run in best]
+        indices = [index if index < len(rounds) else None for index in first]
+        found.append(
+            (
+                [None if index is None else rounds[index] for index in indices],
+                [None if index is None else float(seconds[index]) for index in indices],
+            )
+        )
+    return found

@@ -1,0 +1,71 @@
+"""The HTML page of one or several run folders: results, curves, clients, weights and set-up."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedala.errors import UserError
+from fedala.io.files import write_file
+from fedala.report import html
+from fedala.report.page import clients, head, results, weights
+from fedala.report.page.chart_data import collect_chart_data
+from fedala.report.page.curves import view_curves
+from fedala.report.page.setup import view_setup
+from fedala.report.page.views import Section
+from fedala.report.runs import Run, find_runs
+from fedala.report.series import list_series
+
+__all__ = ["render_page", "write"]
+
+
+def write(
+    paths: Sequence[Path],
+    out: Path | None = None,
+    *,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Path:
+    """Write the page of these folders; without `out`, as report.html into the only one.
+
+    `say` gets a sentence about everything that is unverified.
+    """
+    if out is None and len(paths) != 1:
+        raise UserError("Several folders make one page: name its file, such as --out report.html.")
+    runs = find_runs(paths)
+    for run in runs:
+        for sentence in run.unverified:
+            say(sentence)
+    target = out or paths[0] / "report.html"
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise UserError(f"The page {target} cannot be written: there is no folder {parent}.")
+    text = render_page(runs)
+    try:
+        write_file(target, text.encode())
+    except OSError as error:
+        raise UserError(f"The page cannot be written to {target} ({error.strerror}).") from None
+    return target
+
+
+def render_page(runs: Sequence[Run]) -> str:
+    """Return the page as text."""
+    series = list_series(runs)
+    sections = [
+        Section("results", "Results", results.view_results(series)),
+        Section("curves", "Learning curves", view_curves(series)),
+        Section("clients", "Clients", clients.view_clients(series)),
+        Section("split", "Split", clients.view_split(runs)),
+        Section("weights", "Weights W", weights.view_weights(series)),
+        Section("cost", "Cost", results.view_cost(series)),
+        Section("setup", "Set-up", view_setup(runs)),
+    ]
+    return html.render(
+        "fedala.report",
+        "run_report.html.j2",
+        style="page.css",
+        script="page.js",
+        data=collect_chart_data(runs, series),
+        title=head.make_title(runs),
+        facts=head.list_facts(runs),
+        warnings=head.list_warnings(runs),
+        best=head.view_best(runs, series),
+        sections=[section for section in sections if section.view is not None],
+    )

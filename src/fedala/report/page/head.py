@@ -1,0 +1,106 @@
+"""The head of the page: its title, the facts about the runs, warnings, and the best accuracy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fedala.report.page.results import ACCURACIES, task_of
+from fedala.report.page.views import Cell, label_cell, percent_cell
+from fedala.report.runs import Run
+from fedala.report.series import Series
+
+
+@dataclass(frozen=True)
+class Best:
+    """The method with the highest accuracy."""
+
+    method: Cell
+    accuracies: list[tuple[str, Cell]]
+    """By what they are."""
+
+
+def make_title(runs: Sequence[Run]) -> str:
+    """Return the methods and the data, such as `FedALA and FedAvg on digits`."""
+    titles: dict[str, None] = {}
+    for run in runs:
+        titles |= dict.fromkeys(result.title for result in run.results.values())
+    shown = list(titles) if len(titles) <= 4 else [f"{len(titles)} methods"]
+    methods = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    datasets = [Path(str(run.config.get("dataset", "unknown data"))).name for run in runs]
+    return f"{methods} on {', '.join(dict.fromkeys(datasets))}"
+
+
+def view_best(runs: Sequence[Run], series: Sequence[Series]) -> Best | None:
+    """Return the highest accuracies; None if they are not finite, or of different tasks."""
+    best = max(series, key=lambda one: float(np.nan_to_num(one.result.best.mean(), nan=-1)))
+    if not np.isfinite(best.result.best).all() or len(set(map(task_of, runs))) > 1:
+        return None
+    figures = best.summary["accuracy"]
+    accuracies = [
+        (title, percent_cell(figures[key]))
+        for key, (title, _) in ACCURACIES.items()
+        if key in figures
+    ]
+    return Best(label_cell(best), accuracies)
+
+
+def list_facts(runs: Sequence[Run]) -> list[str]:
+    """Return a line about the set-up of the runs, or one for each set-up."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(_describe(run), []).append(run.name)
+    if len(names) == 1:
+        return list(names)
+    return [f"{', '.join(own)}: {fact}" for fact, own in names.items()]
+
+
+def _describe(run: Run) -> str:
+    config = run.config
+    ratio = config.get("join_ratio", 1)
+    evaluated = "all clients"
+    if config.get("eval_clients") == "joined":
+        evaluated = "only the participants of a round"
+    parts = [
+        f"{config.get('clients', '?')} clients",
+        str(config.get("partition", "")),
+        str(config.get("model", "")),
+        _count(run.rounds, "round"),
+        _count(config.get("seeds", 1), "run") + " of each method",
+        f"ρ = {ratio:g}, {evaluated} evaluated" if isinstance(ratio, float) and ratio < 1 else "",
+        "" if config.get("shuffle", True) else "fixed order of the samples",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def _count(number: object, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def list_warnings(runs: Sequence[Run]) -> list[str]:
+    """Return what to know before trusting the figures."""
+    return [warning for run in runs for warning in _warn(run)]
+
+
+def _warn(run: Run) -> list[str]:
+    warnings = []
+    unfinished = [
+        f"{result.title} {run.last_round(name)}"
+        for name, result in run.results.items()
+        if run.last_round(name) < run.rounds
+    ]
+    if unfinished:
+        warnings.append(
+            f"{run.name} is unfinished: {', '.join(unfinished)} of {run.rounds} rounds."
+        )
+    if note := run.summary.get("data"):
+        warnings.append(f"The data of {run.name}: {note}.")
+    for result in run.results.values():
+        if diverged := sum(row.diverged for row in result.history):
+            count = _count(diverged, "client round")
+            warnings.append(f"{result.title} in {run.name}: {count} diverged and did not count.")
+    if run.pending_methods:
+        warnings.append(f"{run.name} has not begun with {', '.join(run.pending_methods)}.")
+    # The page may be published: it names the run, not its path.
+    return warnings + [sentence.replace(str(run.path), run.name) for sentence in run.unverified]

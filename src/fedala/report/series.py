@@ -1,0 +1,60 @@
+"""Every method of every run folder, as charts and tables show it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fedala.report.arrays import Array, mean_std
+from fedala.report.runs import Run
+from fedala.runs.results import MethodResult
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method of one run folder: a line in every chart."""
+
+    run: Run
+    result: MethodResult
+    label: str
+    index: int
+    group: int
+    """The same for methods whose accuracies can be compared client by client."""
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return self.result.summary()
+
+    @cached_property
+    def client_accuracies(self) -> Array:
+        """Every client's accuracy, mean of the runs; empty before the method's last evaluation."""
+        return mean_std(self.run.client_accuracies(self.result.method))[0]
+
+    @cached_property
+    def weights(self) -> tuple[Array, list[list[Any]]] | None:
+        return self.run.recorded_weights(self.result.method)
+
+
+def list_series(runs: Sequence[Run]) -> list[Series]:
+    """List every method of every folder, under labels that are unique."""
+    found: list[tuple[Run, MethodResult, int]] = []
+    for run in runs:
+        group = next(i for i, other in enumerate(runs) if run.is_comparable_to(other))
+        found += [(run, result, group) for result in run.results.values()]
+    titles = [result.title for _, result, _ in found]
+    has_one_group = len({group for _, _, group in found}) == 1
+    series = []
+    for index, (run, result, group) in enumerate(found):
+        is_clear = has_one_group and titles.count(result.title) == 1
+        label = result.title if is_clear else f"{result.title} · {run.name}"
+        series.append(Series(run, result, label, index, group))
+    return series
+
+
+def find_baseline(one: Series, method: str, series: Sequence[Series]) -> Series | None:
+    """Find FedAvg or Local to compare with: in the same folder, or else in a comparable one."""
+    found = [
+        other for other in series if other.result.method == method and other.group == one.group
+    ]
+    own = [other for other in found if other.run is one.run]
+    return next(iter([*own, *found]), None)

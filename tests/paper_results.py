@@ -1,0 +1,52 @@
+"""Results of the paper's cells for tests, and the commands that read them."""
+
+import csv
+
+from typer.testing import CliRunner
+
+from fedala.cli import app as cli
+from fedala.paper.results import COLUMNS, SeedResult
+
+
+def make_result(**values):
+    """Return a finished seed of FedALA; `values` replace its own."""
+    own = {
+        "setting": "cifar100-dir",
+        "method": "fedala",
+        "set": "",
+        "shuffle": False,
+        "seed": 0,
+        "rounds": 2000,
+        "planned": 2000,
+        "eval_every": 1,
+        "best": 0.56,
+        "best_round": 150,
+        "best_joined": 0.56,
+        "final": 0.5,
+        "seconds_per_round": 0.25,
+        "together": 5,
+        "diverged": 0,
+        "sent": 100,
+        "uploaded": 100,
+        "samples": 60000,
+        "data": "",
+        "device": "GPU",
+        "version": "x",
+    }
+    return SeedResult(**{**own, **values})
+
+
+def write_table(path, *results):
+    """Write a csv of results, or of dicts with impossible values; return its path."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for result in results:
+            values = result if isinstance(result, dict) else vars(result)
+            writer.writerow([values[name] for name in COLUMNS])
+    return path
+
+
+def call(*arguments):
+    """Run `fedala paper`."""
+    return CliRunner().invoke(cli.app, ["paper", *map(str, arguments)], prog_name="fedala")
