@@ -1,19 +1,22 @@
-"""Small federations that show what matters: clients of very different sizes, in a few milliseconds."""
+"""Small federations for tests: clients of very different sizes, in a few milliseconds."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import Params
 from fedala.methods import make
+from fedala.records import HistoryRow
 from fedala.simulation import Simulation
 
 
 class Net(nn.Module):
-    """Convolution, batch normalisation, two linear layers: every kind of layer and buffer that travels."""
+    """A model with every kind of layer and buffer that travels."""
 
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
@@ -34,7 +37,10 @@ def ragged_task(
     dtype: torch.dtype = torch.float64,
     **settings: object,
 ) -> Task:
-    """Clients with `sizes` training samples (and a third as many test samples) of learnable 6×6 images of three classes."""
+    """Make clients of `sizes` training samples each, and a third as many test samples.
+
+    The samples are learnable 6×6 images of three classes.
+    """
     random = np.random.default_rng(0)
     tests = [max(1, size // 3) for size in sizes]
     total = sum(sizes) + sum(tests)
@@ -44,8 +50,8 @@ def ragged_task(
     parts = [np.arange(a, b) for a, b in pairwise(cuts)]
     precision = "float64" if dtype == torch.float64 else "float32"
     options = {"batch_size": 4, "lr": 0.1, "precision": precision, **settings}
-    skeleton = model or Net()
-    return Task(skeleton, x.to(dtype), y, parts[: len(sizes)], parts[len(sizes) :], **options)  # type: ignore[arg-type]
+    train, test = parts[: len(sizes)], parts[len(sizes) :]
+    return Task(model or Net(), x.to(dtype), y, train, test, **options)  # type: ignore[arg-type]
 
 
 def start_of(task: Task, make_model: type[nn.Module] = Net):
@@ -70,7 +76,8 @@ def evaluate(
 ):
     """Run all rounds of a method: the simulation, its evaluations, its models by (seed, client)."""
     settings = QUICK.get(method) if settings is None else settings
-    simulation = Simulation(make(method, settings), task, start_of(task), **options)  # type: ignore[arg-type]
+    chosen, start = make(method, settings), start_of(task)
+    simulation = Simulation(chosen, task, start, **options)  # type: ignore[arg-type]
     models = {}
     evaluations = list(
         simulation.run(
@@ -81,9 +88,18 @@ def evaluate(
 
 
 def simulate(method: str, task: Task, **options: object):
-    """Do the same, with the rows of the history in place of the evaluations."""
+    """Do the same, with the rows of the history instead of the evaluations."""
     simulation, evaluations, models = evaluate(method, task, **options)  # type: ignore[arg-type]
     return simulation, [evaluation.row for evaluation in evaluations], models
+
+
+def same_rows(a: Sequence[HistoryRow], b: Sequence[HistoryRow], tolerance: float) -> None:
+    """Compare two histories in everything but the seconds."""
+    assert [(row.seed, row.round) for row in a] == [(row.seed, row.round) for row in b]
+    for one, other in zip(a, b, strict=True):
+        cells, expected = one.columns(), other.columns()
+        for key in cells.keys() - {"seconds"}:
+            assert cells[key] == pytest.approx(expected[key], abs=tolerance, nan_ok=True), key
 
 
 def assert_close(a: Params, b: Params, tolerance: float) -> None:

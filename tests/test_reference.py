@@ -92,9 +92,9 @@ def images(
     x = random.integers(0, 120, size=(len(y), *shape)) + 40 * y[:, None, None, None] * (
         np.indices(shape).sum(0) % 3 == 1
     )
-    places = [random.permutation(np.flatnonzero(owner == client)) for client in range(len(SIZES))]
-    train = [place[:size] for place, size in zip(places, SIZES, strict=True)]
-    test = [place[size:] for place, size in zip(places, SIZES, strict=True)]
+    shuffled = [random.permutation(np.flatnonzero(owner == client)) for client in range(len(SIZES))]
+    train = [rows[:size] for rows, size in zip(shuffled, SIZES, strict=True)]
+    test = [rows[size:] for rows, size in zip(shuffled, SIZES, strict=True)]
     return torch.from_numpy(x).to(torch.uint8), torch.from_numpy(y), train, test
 
 
@@ -169,7 +169,7 @@ class PlainLoop:
         states = {i: dict(model.state_dict()) for i, model in personal.items()}
         return Outcome(dict(self.server.state_dict()), states, history, ala_epochs, absent)
 
-    def participants(self, round: int) -> list[int]:
+    def draw_participants(self, round: int) -> list[int]:
         if self.case.join_ratio == 1:
             return list(range(len(SIZES)))
         size = max(1, round_half_up(self.case.join_ratio * len(SIZES)))
@@ -278,11 +278,11 @@ def simulate(*cases: Case, lanes: int | None) -> list[Outcome]:
         join_ratio=case.join_ratio,
         lanes=lanes,
     )
-    rows = list(simulation.run(keep))
+    rows = [evaluation.row for evaluation in simulation.run(keep)]
     outcomes = []
     for seed in by_seed:
-        own = [row for row in rows if row["seed"] == seed]
-        history = [(row["accuracy"], row["accuracy_joined"], row["loss"]) for row in own]
+        own = [row for row in rows if row.seed == seed]
+        history = [(row.accuracy, row.accuracy_joined, row.loss) for row in own]
         personal = {
             client: model
             for (s, client), model in models.items()

@@ -33,9 +33,9 @@ def stacked(task, dtype_seeds):
     return join([start(seed) for seed in dtype_seeds])
 
 
-def alone(task, cohort, lane, **kept):
+def alone(task, cohort, lane, **options):
     return Cohort(
-        task, [cohort.clients[lane]], [cohort.seeds[lane]], cohort.round, cohort.rounds, **kept
+        task, [cohort.clients[lane]], [cohort.seeds[lane]], cohort.round, cohort.rounds, **options
     )
 
 
@@ -71,7 +71,8 @@ def test_sgd_leaves_its_start_alone_and_does_train(task, cohort):
     for lane, size in enumerate(SIZES):
         moved = (after["out.weight"][lane] - before["out.weight"][lane]).abs().max().item()
         assert (moved > 0) == (size > 0)
-        # One running-statistics update per step: full batches only, but a small client trains on all it has.
+        # One update of running statistics per step: full batches only, but a small client trains
+        # on all that it has.
         assert after["norm.num_batches_tracked"][lane] == (
             size // 4 if size >= 4 else int(size > 0)
         )
@@ -86,7 +87,7 @@ def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
     settings_ = Settings(layers=2, max_epochs=30, threshold=0.003)
     state = init_state(local, governed)
     state["trained"][::3] = True  # some lanes are past their initial stage
-    cohort.received, cohort.source = received, [0] * len(SIZES)
+    cohort.received, cohort.source = Message(received), [0] * len(SIZES)
     together, state_after, outcome = initialize(
         cohort, settings_, state, local, received, governed=governed
     )
@@ -96,7 +97,7 @@ def test_ala_in_lanes_is_each_clients_own_ala(task, cohort):
     )
     for lane in range(len(SIZES)):
         own = slice(lane, lane + 1)
-        single = alone(task, cohort, lane, received=take(received, own), source=[0])
+        single = alone(task, cohort, lane, received=Message(take(received, own)), source=[0])
         one, one_state, outcome = initialize(
             single,
             settings_,
@@ -121,7 +122,7 @@ def test_evaluation_in_lanes_is_each_clients_own(task, cohort, shared):
         params = {
             name: value[:1].expand(len(SIZES), *value.shape[1:]) for name, value in params.items()
         }
-        cohort.received, cohort.source = params, [0] * len(SIZES)
+        cohort.received, cohort.source = Message(params), [0] * len(SIZES)
     score = cohort.evaluate(params)
     for lane, client in enumerate(cohort.clients):
         own = alone(task, cohort, lane).evaluate(take(params, slice(lane, lane + 1)))
@@ -137,7 +138,7 @@ def test_evaluation_in_lanes_is_each_clients_own(task, cohort, shared):
 
 
 def test_a_shared_body_is_evaluated_once_and_right(task, cohort):
-    """Received lower layers and own upper ones, as FedALA evaluates; the model is one that can be cut."""
+    """FedALA evaluates received lower layers under own upper ones. This model can be cut."""
     from fedala.models import cnn
 
     cut_task = ragged_task([9, 5, 2], model=cnn((1, 16, 16), 3), dtype=task.dtype)
@@ -148,9 +149,9 @@ def test_a_shared_body_is_evaluated_once_and_right(task, cohort):
     received = {n: v.expand(3, *v.shape[1:]) for n, v in start(1).items()}
     own = join([start(seed) for seed in (2, 3, 4)])
     params = {n: own[n] if n.startswith("fc2") else received[n] for n in received}
-    shared = Cohort(cut_task, [0, 1, 2], [0, 0, 0], received=received, source=[0, 0, 0]).evaluate(
-        params
-    )
+    shared = Cohort(
+        cut_task, [0, 1, 2], [0, 0, 0], received=Message(received), source=[0, 0, 0]
+    ).evaluate(params)
     plain = Cohort(cut_task, [0, 1, 2], [0, 0, 0]).evaluate(
         {n: v.clone() for n, v in params.items()}
     )
@@ -188,8 +189,8 @@ def test_steps_visit_every_sample_once_and_drop_only_what_they_may(lengths, size
         for lane in range(lanes.start, lanes.stop):
             seen[lane] += range(columns.start, columns.stop)
     for lane, length in enumerate(lengths):
-        kept = length if not drop_last or length < size else length - length % size
-        assert seen[lane] == list(range(kept))
+        end = length if not drop_last or length < size else length - length % size
+        assert seen[lane] == list(range(end))
 
 
 def test_average_is_weighted_and_leaves_counters_whole():
@@ -210,7 +211,7 @@ def test_unsorted_lanes_are_refused(task):
 def test_features_that_do_not_fit_are_computed_again_with_the_same_result(
     layers, model, monkeypatch
 ):
-    """With no memory for features ALA learns on the samples themselves; it is the same function of them."""
+    """Without memory for features, ALA learns on the samples, and the result is the same."""
     from fedala.models.cnn import cnn
 
     build = (lambda: cnn((1, 28, 28), 3)) if model == "cnn" else Net
@@ -228,14 +229,14 @@ def test_features_that_do_not_fit_are_computed_again_with_the_same_result(
         simulation = Simulation(
             make("fedala", {"ala.layers": layers}), task, start_of(task, build), rounds=2
         )
-        found.append([row.loss for row in simulation.run()])
+        found.append([evaluation.row.loss for evaluation in simulation.run()])
         if model == "cnn" or layers == 1:
             assert any(cuts) == (memory is None)
         cuts.clear()
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
-# --- models that notice layouts or vmap --------------------------------------------------------------------------------
+# --- models that notice layouts or vmap -----------------------------------------------------------
 
 
 class TutorialNet(nn.Module):
@@ -258,7 +259,7 @@ class TutorialNet(nn.Module):
 
 
 class Fussy(nn.Module):
-    """A convolution whose activations go through something that may depend on how they stand in memory."""
+    """A convolution before a function that may depend on the memory layout of its input."""
 
     def __init__(self, through, convolution=lambda: nn.Conv2d(1, 4, 3)):
         super().__init__()
@@ -293,7 +294,7 @@ def three_dimensional():
 
 
 class FourDimensional(nn.Module):
-    """A parameter of four dimensions that is not a convolution's weight, as positional biases are."""
+    """A parameter of four dimensions that is not a convolution's weight, but a bias."""
 
     def __init__(self):
         super().__init__()
@@ -303,7 +304,7 @@ class FourDimensional(nn.Module):
         return self.fc((x + self.bias).flatten(1)) + self.bias.view(-1)[:3]
 
 
-#: How a model is built; whether it accepts weights laid out channels last; whether it runs under vmap.
+#: How a model is built, whether it accepts weights channels last, whether it runs under vmap.
 NOTICING = {
     "plain": (lambda: Fussy(lambda model, h: h.tanh()), True, True),
     "tutorial": (TutorialNet, False, True),
@@ -359,8 +360,7 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
             rounds=2,
             lanes=lanes,
         )
-        rows = list(simulation.run())
-        found.append([row.loss for row in rows])
+        found.append([evaluation.row.loss for evaluation in simulation.run()])
         state = simulation.servers[0]["global"]
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] == pytest.approx(found[2], rel=1e-9)
@@ -379,7 +379,7 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
 
 
 def test_fedala_run_takes_such_models_in_any_number_of_lanes():
-    """Through `run` the skeleton has no numbers; the model ends in batch normalisation, besides."""
+    """In `run`, the skeleton has no numbers. This model ends in batch normalisation."""
 
     def build():
         return nn.Sequential(TutorialNet(), nn.BatchNorm1d(3))
@@ -392,16 +392,23 @@ def test_fedala_run_takes_such_models_in_any_number_of_lanes():
     losses = []
     for lanes in ("auto", "1", "3", "all"):
         result = run(
-            dataset=Data("own", x, y, 3), model=build, method="fedala", rounds=2, clients=4, partition="iid",
-            lanes=lanes, device="cpu", set={"fedala.max_epochs": 2},
-        )  # fmt: skip
+            dataset=Data("own", x, y, 3),
+            model=build,
+            method="fedala",
+            rounds=2,
+            clients=4,
+            partition="iid",
+            lanes=lanes,
+            device="cpu",
+            set={"fedala.max_epochs": 2},
+        )
         losses.append([row.loss for row in result.history])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_the_trial_depends_on_nothing_that_a_run_changes():
-    """A resumed run meets other states first, perhaps ones that diverged: it decides all the same."""
+    """A resumed run may try the model with other states, and must decide as the first run did."""
     task, _ = noticing_task("plain")
     for value in (float("nan"), 1e30):
         other, _ = noticing_task("plain")
@@ -410,12 +417,12 @@ def test_the_trial_depends_on_nothing_that_a_run_changes():
                 parameter.fill_(value)
         assert other.uses_channels_last == task.uses_channels_last
         assert other.uses_vmap == task.uses_vmap
-    assert task.twin().uses_channels_last
+    assert task.copy_for_thread().uses_channels_last
 
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_common_models_keep_the_fast_layout(foreign):
-    """Also through the trial, on the meta device as in a run; a ResNet's last maps here are of one pixel."""
+    """A trial on the meta device, as in a run. A ResNet's last maps here are of one pixel."""
     from fedala.models import cnn, resnet18
 
     for model, shape in ((cnn((1, 16, 16), 3), (16, 16)), (resnet18((1, 16, 16), 3), (16, 16))):
@@ -423,7 +430,7 @@ def test_common_models_keep_the_fast_layout(foreign):
         task.x = F.interpolate(task.x, shape)
         task.model = (nn.Sequential(model) if foreign else model).to("meta")
         assert task.uses_channels_last
-        weight = task.laid_out(torch.randn(1, 8, 4, 3, 3))
+        weight = task.lay_out(torch.randn(1, 8, 4, 3, 3))
         assert weight.squeeze(0).is_contiguous(memory_format=torch.channels_last)
 
 
@@ -500,13 +507,13 @@ def test_a_lazy_model_is_refused():
         model_state(nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
 
 
-# --- numbers that are not finite -----------------------------------------------------------------------------------------
+# --- numbers that are not finite ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("what", ["data", "local", "received"])
 def test_a_lane_that_is_not_finite_keeps_its_weights_and_disturbs_no_other(what, trained):
-    """Lane 1 of three gets a NaN. The others do, to the bit, what they do beside a sound lane 1."""
+    """Lane 1 of three gets a NaN. The others are, to the bit, as with a finite lane 1."""
 
     def learn(poisoned):
         task = ragged_task([12, 8, 5])

@@ -39,7 +39,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Branches(nn.Module):
-    """A parameter outside any layer, nested modules, a normalisation without parameters, a head after them."""
+    """A parameter outside any layer, nested modules, a normalisation without parameters, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Tied(nn.Module):
         return self.decoder(self.embedding(x).mean(1))
 
 
-# --- which parameters form a layer -----------------------------------------------------------------------------------
+# --- which parameters form a layer ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -144,7 +144,7 @@ def test_layers_that_are_not_there_are_refused(layers, sentence):
         upper(cnn((1, 16, 16), 5), layers)
 
 
-# --- the cut ---------------------------------------------------------------------------------------------------------
+# --- the cut --------------------------------------------------------------------------------------
 
 CUTS = [(name, p) for name, (_, _, layers) in OURS.items() for p in range(len(layers) + 1)]
 
@@ -162,7 +162,7 @@ def test_the_two_halves_are_the_whole(name, p):
 
 @pytest.mark.parametrize(("name", "p"), CUTS, ids=[f"{name}-{p}" for name, p in CUTS])
 def test_each_half_looks_at_its_own_layers_alone(name, p):
-    """The lower half of one model and the upper half of another are the model put together of both."""
+    """The lower half of one model and the upper half of another are the joined model."""
     build, sample, _ = OURS[name]
     torch.manual_seed(0)
     below, above, mixed, x = (
@@ -195,7 +195,7 @@ class Reduces(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Something happens to the features before the last layer, and it may be given them by keyword."""
+    """The features change before the last layer, which may get them by keyword."""
 
     def __init__(self, shape: Callable[[Tensor], Tensor], keyword: bool = False) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ FOREIGN: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 @pytest.mark.parametrize("p", [0, 1, 2])
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_module_in_two_halves_is_the_whole(name, p):
-    """With another model's weights than the skeleton's, sample by sample from a table, as ALA uses it."""
+    """As ALA uses it: weights that are not the skeleton's, and samples from a table."""
     build, x = FOREIGN[name]
     torch.manual_seed(0)
     model, skeleton = build().eval(), build().eval()
@@ -288,7 +288,7 @@ def test_what_is_cut_and_what_is_not(name):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-# --- last layers of every kind -----------------------------------------------------------------------------------------
+# --- last layers of every kind --------------------------------------------------------------------
 
 
 class Listed(nn.Module):
@@ -335,7 +335,8 @@ def after(*last: nn.Module) -> nn.Module:
 
 
 IMAGES = torch.linspace(-1, 1, 96).reshape(6, 1, 4, 4)
-#: How the model is built, its inputs, how many parameters its last layer has, and whether it can be cut off.
+#: How the model is built, its inputs, how many parameters its last layer has, and whether it can
+#: be cut off.
 LAST: dict[str, tuple[Callable[[], nn.Module], Tensor, int, bool]] = {
     "batch norm": (lambda: after(nn.BatchNorm1d(6)), POINTS, 2, True),
     "layer norm": (lambda: after(nn.LayerNorm(6)), POINTS, 2, True),

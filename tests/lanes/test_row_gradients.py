@@ -79,7 +79,7 @@ def test_the_gradient_names_the_rows_of_the_batch_and_spares_the_padding(by_rows
     assert found.indices.shape == (2, 2 * 6 + 2)
     assert (found.values[found.indices == 0] == 0).all()
     before = params["table.weight"].clone()
-    descend(params, gradients, 0.1)
+    descend(params, gradients, torch.full((2,), 0.1))
     used = torch.zeros(2, 30, dtype=torch.bool).scatter(1, found.indices, True)
     assert torch.equal(params["table.weight"][~used], before[~used])
     assert (params["table.weight"][used] != before[used]).any()
@@ -91,7 +91,7 @@ def test_a_proximal_term_pulls_the_whole_table(by_rows):
     anchor = {name: value + 1 for name, value in params.items()}
     rows = torch.tensor([[0, 1]])
     _, gradients = task.gradients(params, task.inputs(rows), task.targets(rows))
-    dense = gradients["table.weight"].dense()
+    dense = gradients["table.weight"].densify()
     pull(params, gradients, anchor, 2.0)
     assert torch.allclose(gradients["table.weight"], dense - 2.0)
 

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task
 from fedala.methods import make
@@ -23,7 +24,7 @@ SETTINGS = {"apple.eta": 0.02, "apple.mu": 0.3, "apple.scheduled": 1.0}
 
 
 def by_autograd(task, start, rounds, eta, mu):
-    """The clients' personal models and p after `rounds` rounds, every gradient taken by autograd."""
+    """Return the personal models and p of all clients after `rounds` rounds, by autograd."""
     net = Net().double()
     learning = [name for name, _ in net.named_parameters()]
     clients = range(len(SIZES))
@@ -79,11 +80,14 @@ def test_three_rounds_are_those_of_autograd():
         assert torch.allclose(simulation.clients[0, client]["p"][0], p[client], atol=1e-10, rtol=0)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def line_cohort(**settings):
-    """Client 0 of two, one sample: y = w·x with x = 1, y = 0 and squared error, so the loss is w² and its slope 2w."""
+    """Return client 0 of two, with one sample: y = w·x with x = 1, y = 0 and squared error.
+
+    So the loss is w², and its slope 2w.
+    """
 
     def loss(output, y):
         return F.mse_loss(output.squeeze(-1), y)
@@ -91,12 +95,12 @@ def line_cohort(**settings):
     x, y = torch.ones(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     model = nn.Linear(1, 1, bias=False)
     task = Task(model, x, y, [np.array([0]), np.array([1])], loss=loss, precision="float64", lr=0.1)
-    received = {
-        "weight": torch.tensor([1.0, 3.0]).double().view(1, 2, 1, 1),
-        "p_0": torch.tensor([[0.5, 0.5]]).double(),
-    }
+    received = Message(
+        {"weight": torch.tensor([1.0, 3.0]).double().view(1, 2, 1, 1)},
+        {"p_0": torch.tensor([[0.5, 0.5]]).double()},
+    )
     state = {
-        "core": {"weight": received["weight"][:, 0]},
+        "core": {"weight": received.model["weight"][:, 0]},
         "p": torch.tensor([[0.25, 0.75]]).double(),
     }
     return Cohort(task, [0], [0], **settings), received, state
@@ -105,15 +109,15 @@ def line_cohort(**settings):
 def test_a_step_by_hand():
     """Cores 1 and 3, p = (¼, ¾): w = 2.5, ∂L/∂w = 5, ∂L/∂core = 5/4, ∂L/∂p = (5, 15).
 
-    Without the pull, core ← 1 − 2·0.1·5/4 = 0.75 and p ← (¼ − 0.05, ¾ − 0.15). With λ = 1 and μ = 4, p_i is pulled by
-    4·(∓¼) besides, and ends at (0.21, 0.59).
+    Without the pull, core ← 1 − 2·0.1·5/4 = 0.75 and p ← (¼ − 0.05, ¾ − 0.15). With λ = 1 and
+    μ = 4, the pull on p_i adds 4·(∓¼), and it ends at (0.21, 0.59).
     """
     cohort, received, state = line_cohort(round=9, rounds=10)
     apple = make("apple")
     initialized, state = apple.initialize(cohort, received, state)
     assert initialized["weight"].item() == 2.5
     upload, after = apple.train(cohort, initialized, received, state)
-    assert upload["weight"].item() == pytest.approx(0.75)
+    assert upload.model["weight"].item() == pytest.approx(0.75)
     assert after["p"][0].tolist() == pytest.approx([0.2, 0.6])
 
     cohort, received, state = line_cohort(round=1, rounds=10)
@@ -124,7 +128,7 @@ def test_a_step_by_hand():
     upload, _ = make("apple", {"apple.scale_core": False}).train(
         cohort, initialized, received, state
     )
-    assert upload["weight"].item() == pytest.approx(1 - 0.1 * 5 / 4)
+    assert upload.model["weight"].item() == pytest.approx(1 - 0.1 * 5 / 4)
 
 
 def test_the_pull_fades_over_the_first_l_of_the_rounds():
@@ -138,7 +142,7 @@ def test_the_pull_fades_over_the_first_l_of_the_rounds():
     assert not make("fedala").schedule_depends_on_rounds
 
 
-# --- what sets it apart ----------------------------------------------------------------------------------------------
+# --- what sets it apart ---------------------------------------------------------------------------
 
 
 def test_cores_are_uploaded_and_not_personal_models():

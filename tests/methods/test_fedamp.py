@@ -12,7 +12,8 @@ from torch.nn.utils import parameters_to_vector
 
 from fedala import run
 from fedala.errors import UserError
-from fedala.methods import make
+from fedala.lanes.messages import Message, Piece, Uploads
+from fedala.methods import ServerRound, make
 from fedala.methods.fedamp import FedAMP, squared_distances
 
 SIZES = [5, 13, 3, 0, 8]
@@ -36,7 +37,7 @@ def plain_clouds(uploads, task, *, alpha, sigma):
 
 
 def plain(task, rounds, *, alpha, lam, sigma, ala=False):
-    """METHODS.md, word by word: what the server sends each client, every client's model, the loss of each evaluation."""
+    """Return what the server sends, every client's model, and the loss of each evaluation."""
     clients = range(len(task.parts["train"]))
     start = module(task, start_of(task)(0))
     clouds, local = [start for _ in clients], [start for _ in clients]
@@ -66,6 +67,22 @@ SHARED = {"alpha": 4.0, "lam": 3.0, "sigma": 0.5}
 OWN = {"alpha": 0.5, "lam": 0.2, "sigma": 2.0}
 
 
+def send_to_all(simulation):
+    """Return the models that the server would send to all clients in the next round."""
+    everybody = list(range(len(SIZES)))
+    server_round = ServerRound(0, simulation.round + 1, simulation.rounds, everybody, SIZES)
+    return simulation.method.send(simulation.servers[0], server_round).model
+
+
+def upload(models, weights):
+    """Return the models of two clients as uploads."""
+    return Uploads([0, 1], torch.tensor(weights), [Piece(Message(models), [0, 1], [0, 1])])
+
+
+#: A round of two clients with one sample each.
+TWO = ServerRound(0, 1, 1, [0, 1], [1, 1])
+
+
 @pytest.mark.parametrize("values", [SHARED, OWN])
 @pytest.mark.parametrize("ala", [False, True])
 def test_it_is_the_plain_loop(values, ala):
@@ -77,7 +94,7 @@ def test_it_is_the_plain_loop(values, ala):
         "fedamp+ala" if ala else "fedamp", task, settings=settings, rounds=3
     )
     clouds, personal, history = plain(task, 3, ala=ala, **values)
-    sent = simulation.method.send(simulation.servers[0], list(range(len(SIZES))))
+    sent = send_to_all(simulation)
     for client in range(len(SIZES)):
         assert_close(
             {name: value[client : client + 1] for name, value in sent.items()},
@@ -95,13 +112,16 @@ def shares(distances, weights=None, **settings):
 
 
 def test_two_clients_by_hand():
-    """w_1 = (0, 0), w_2 = (1, 2), σ = 5, α = 2: ξ = 2·exp(−5/5)/5 = 0.4/e, u_1 = (1 − ξ)·w_1 + ξ·w_2 = ξ·(1, 2)."""
+    """w_1 = (0, 0), w_2 = (1, 2), σ = 5, α = 2.
+
+    So ξ = 2·exp(−5/5)/5 = 0.4/e and u_1 = (1 − ξ)·w_1 + ξ·w_2 = ξ·(1, 2).
+    """
     method = FedAMP(alpha=2.0, sigma=5.0)
     start = {"w": torch.zeros(1, 2).double()}
-    server = method.init_server(SimpleNamespace(trainable=("w",)), start, [1, 1])
-    assert_close(method.send(server, [0, 1]), start, 0)
+    server = method.init_server(SimpleNamespace(trainable=("w",)), start, TWO)
+    assert_close(method.send(server, TWO).model, start, 0)
     models = {"w": torch.tensor([[0.0, 0.0], [1.0, 2.0]]).double()}
-    sent = method.send(method.aggregate(server, models, torch.tensor([3.0, 7.0]), [0, 1]), [0, 1])
+    sent = method.send(method.aggregate(server, upload(models, [3.0, 7.0]), TWO), TWO).model
     xi = 0.4 / math.e
     expected = torch.tensor([[xi, 2 * xi], [1 - xi, 2 - 2 * xi]], dtype=torch.float64)
     assert_close(sent, {"w": expected}, 1e-12)
@@ -109,17 +129,13 @@ def test_two_clients_by_hand():
 
 def test_the_first_round_sends_the_initial_model_as_it_is():
     simulation, _, _ = simulate("fedamp", ragged_task(SIZES), rounds=0)
-    assert_close(
-        simulation.method.send(simulation.servers[0], list(range(len(SIZES)))),
-        simulation.initial[0],
-        0,
-    )
+    assert_close(send_to_all(simulation), simulation.initial[0], 0)
 
 
 def test_clients_far_apart_stay_alone():
     task = ragged_task(SIZES, lr=0.5)
     simulation, _, _ = simulate("fedamp", task, settings={"fedamp.sigma": 1e-4}, rounds=1)
-    sent = simulation.method.send(simulation.servers[0], list(range(len(SIZES))))
+    sent = send_to_all(simulation)
     for client in range(len(SIZES)):
         own = simulation.clients[0, client]["local"]
         assert_close({name: value[client : client + 1] for name, value in sent.items()}, own, 1e-12)
@@ -127,7 +143,7 @@ def test_clients_far_apart_stay_alone():
 
 def test_identical_clients_share_equally():
     same = [[0.0] * 4] * 4
-    mixed = shares(same)  # α/σ is far above 1: list_methods goes to the others
+    mixed = shares(same)  # α/σ is far above 1: all weight goes to the others
     assert torch.allclose(mixed, (1 - torch.eye(4).double()) / 3)
     mixed = shares(same, alpha=0.025, sigma=0.1)  # ξ = 1/4: to all alike
     assert torch.allclose(mixed, torch.full((4, 4), 0.25).double())
@@ -172,13 +188,9 @@ def test_running_statistics_travel_but_make_no_distance():
         "mean": torch.tensor([[0.0], [100.0]]),
         "count": torch.tensor([3, 4]),
     }
-    server = method.aggregate(
-        method.init_server(SimpleNamespace(trainable=("w",)), start, [1, 1]),
-        models,
-        torch.ones(2),
-        [0, 1],
-    )
-    sent = method.send(server, [0, 1])
+    server = method.init_server(SimpleNamespace(trainable=("w",)), start, TWO)
+    server = method.aggregate(server, upload(models, [1.0, 1.0]), TWO)
+    sent = method.send(server, TWO).model
     assert sent["mean"].flatten().tolist() == [50.0, 50.0]
     assert sent["count"].tolist() == [3, 4]
 

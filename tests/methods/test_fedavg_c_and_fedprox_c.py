@@ -7,13 +7,17 @@ from small import assert_close, ragged_task, simulate
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.methods import make
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
 
 
 def reference(task, start, mu, epochs, rounds):
-    """Every client: a copy of g, `epochs` epochs of fine-tuning (evaluated here), one epoch of training, averaged."""
+    """Return the global and the fine-tuned (evaluated) models after `rounds` rounds.
+
+    Every client fine-tunes a copy of g for `epochs` epochs, then trains it for one.
+    """
     server = plain.module(task, start)
     plain_loss = plain.cross_entropy(task)
     for round in range(1, rounds + 2):
@@ -48,7 +52,9 @@ def test_against_a_plain_loop(name, mu, shuffle):
 
 
 def test_tuning_by_hand():
-    """y = w·x + b, squared error, one batch {(1, 2), (3, 6)}, lr 0.1, from w = b = 0, one epoch of tuning, one of training.
+    """y = w·x + b, squared error, one batch {(1, 2), (3, 6)}, lr 0.1, from w = b = 0.
+
+    One epoch of tuning, one of training.
 
     ∂w = mean 2(wx + b − y)x, ∂b = mean 2(wx + b − y).
     At 0: residuals −2, −6; ∂w = −2 − 18 = −20, ∂b = −8; tuned w = 2, b = 0.8.
@@ -59,21 +65,22 @@ def test_tuning_by_hand():
     task.x, task.y = torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[2.0], [6.0]]).double()
     zero = {"weight": torch.zeros(1, 1, 1).double(), "bias": torch.zeros(1, 1).double()}
     method, cohort = make("fedavg-c", {"fedavg-c.epochs": 1}), Cohort(task, [0], [0])
-    tuned, state = method.initialize(cohort, zero, method.init_client(task, zero))
+    tuned, state = method.initialize(cohort, Message(zero), method.init_client(task, zero))
     assert (tuned["weight"].item(), tuned["bias"].item()) == (
         pytest.approx(2.0),
         pytest.approx(0.8),
     )
-    upload, state = method.train(cohort, tuned, zero, state)
-    assert (upload["weight"].item(), upload["bias"].item()) == (
+    upload, state = method.train(cohort, tuned, Message(zero), state)
+    assert (upload.model["weight"].item(), upload.model["bias"].item()) == (
         pytest.approx(1.68),
         pytest.approx(0.64),
     )
-    # FedProx-C with μ = 1: at the anchor no pull; from tuned the pull adds w − 0 = 2 and b − 0 = 0.8 to the gradient.
+    # FedProx-C with μ = 1: at the anchor there is no pull. At the tuned model, the pull adds
+    # w − 0 = 2 and b − 0 = 0.8 to the gradient.
     method = make("fedprox-c", {"fedprox-c.epochs": 1, "fedprox-c.mu": 1})
-    tuned, state = method.initialize(cohort, zero, method.init_client(task, zero))
-    upload, _ = method.train(cohort, tuned, zero, state)
-    assert (upload["weight"].item(), upload["bias"].item()) == (
+    tuned, state = method.initialize(cohort, Message(zero), method.init_client(task, zero))
+    upload, _ = method.train(cohort, tuned, Message(zero), state)
+    assert (upload.model["weight"].item(), upload.model["bias"].item()) == (
         pytest.approx(1.48),
         pytest.approx(0.56),
     )
@@ -81,7 +88,7 @@ def test_tuning_by_hand():
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
 def test_without_tuning_it_is_fedavg(join_ratio):
-    """The global model to the bit; and at ρ = 1, where everybody starts at it, what is evaluated as well."""
+    """The global model is equal to the bit. At ρ = 1, so is the evaluated model."""
     options = {"rounds": 3, "join_ratio": join_ratio}
     fedavg, rows, models = simulate("fedavg", ragged_task(SIZES), **options)
     _, own_rows, own = simulate(
@@ -111,7 +118,7 @@ def test_without_its_term_fedprox_c_is_fedavg_c_and_with_it_is_not():
 
 
 def test_tuning_and_training_see_their_batches_in_different_orders():
-    """A tuning epoch has a shuffle of its own: otherwise the round's own epoch would repeat the first one of tuning."""
+    """Otherwise the round's epoch of training would repeat the first epoch of tuning."""
     task = ragged_task([22])
     cohort = Cohort(task, [0], [0])
     orders = [
@@ -147,7 +154,7 @@ def test_outside_the_round_a_client_has_what_its_training_left_it():
 def test_defaults_and_refusals(name):
     assert make(name).epochs == 14
     with pytest.raises(
-        UserError, match=rf"{name}\+ala is refused: fine-tuning stands where ALA would stand"
+        UserError, match=rf"{name}\+ala is refused: fine-tuning is the local initialisation already"
     ):
         make(f"{name}+ala")
     with pytest.raises(UserError, match=rf"{name}.epochs must be at least 0"):

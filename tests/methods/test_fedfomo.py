@@ -10,9 +10,10 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task, model_state
-from fedala.methods import make
+from fedala.methods import ServerRound, make
 from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13]
@@ -31,18 +32,18 @@ def split(task, client, seed=0):
 
 
 def by_plain_modules(task, start, rounds):
-    """The clients' initialised models after `rounds` rounds, one client and one model after the other."""
+    """Return the initialised models of all clients after `rounds` rounds, one after the other."""
     local = [module(start) for _ in SIZES]
     previous = [module(start) for _ in SIZES]
     uploaded, weighed = [], []
     for round in range(1, rounds + 2):
         initialized = []
         for client in range(len(SIZES)):
-            held, _ = split(task, client)
+            held_out, _ = split(task, client)
 
-            def loss_of(net, held=held):
+            def loss_of(net, held_out=held_out):
                 with torch.no_grad():
-                    return F.cross_entropy(net.eval()(task.x[held]), task.y[held]).item()
+                    return F.cross_entropy(net.eval()(task.x[held_out]), task.y[held_out]).item()
 
             prev = previous[client]
             weights = []
@@ -97,7 +98,7 @@ def test_three_rounds_are_those_of_plain_modules():
         assert_close(models[0, client], model_state(expected[client]), 1e-9)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def line_task(samples=5):
@@ -124,7 +125,7 @@ def single(weight):
 
 
 def test_weights_by_hand():
-    """previous = 2 has loss 4; 1 gains 3 over a distance of 1, 0 gains 4 over 2, 3 loses, 2 is where we are.
+    """previous = 2 has loss 4. 1 gains 3 over a distance of 1, 0 gains 4 over 2, 3 loses.
 
     So the weights are 3/5, 2/5, 0, 0, and the new model is 2 + 3/5·(1 − 2) + 2/5·(0 − 2) = 0.6.
     """
@@ -132,7 +133,7 @@ def test_weights_by_hand():
     received, state = line(1.0, 0.0, 3.0, 2.0), {"local": single(7.0), "previous": single(2.0)}
     weights = fomo.weights(cohort, received, state["previous"])
     assert weights.tolist() == [pytest.approx([0.6, 0.4, 0, 0])]
-    initialized, _ = fomo.initialize(cohort, received, state)
+    initialized, _ = fomo.initialize(cohort, Message(received), state)
     assert initialized["weight"].item() == pytest.approx(0.6)
 
 
@@ -154,41 +155,45 @@ def test_near_pairs_have_their_true_distance():
 @pytest.mark.parametrize("received", [line(3.0, 4.0), line(2.0), line(float("nan"), 5.0), {}])
 def test_where_nothing_helps_the_client_keeps_its_own_last_trained_model(received):
     state = {"local": single(7.0), "previous": single(2.0)}
-    initialized, _ = make("fedfomo").initialize(Cohort(line_task(), [0], [0]), received, state)
+    initialized, _ = make("fedfomo").initialize(
+        Cohort(line_task(), [0], [0]), Message(received), state
+    )
     assert initialized["weight"].item() == 7
 
 
 def test_a_diverged_model_spoils_nobody():
     state = {"local": single(7.0), "previous": single(2.0)}
     received = line(float("nan"), float("inf"), 1.0)
-    initialized, _ = make("fedfomo").initialize(Cohort(line_task(), [0], [0]), received, state)
+    initialized, _ = make("fedfomo").initialize(
+        Cohort(line_task(), [0], [0]), Message(received), state
+    )
     assert initialized["weight"].item() == 1
 
 
 def test_a_client_without_samples_takes_the_mean_and_one_with_a_single_sample_uses_it_twice():
     state = {"local": single(7.0), "previous": single(2.0)}
     initialized, _ = make("fedfomo").initialize(
-        Cohort(line_task(0), [0], [0]), line(1.0, 4.0), state
+        Cohort(line_task(0), [0], [0]), Message(line(1.0, 4.0)), state
     )
     assert initialized["weight"].item() == 2.5
     cohort, fomo = Cohort(line_task(1), [0], [0]), make("fedfomo")
-    initialized, _ = fomo.initialize(cohort, line(1.0, 4.0), state)
+    initialized, _ = fomo.initialize(cohort, Message(line(1.0, 4.0)), state)
     assert initialized["weight"].item() == 1
-    upload, _ = fomo.train(cohort, initialized, line(1.0, 4.0), state)
-    assert upload["weight"].item() != 1
+    upload, _ = fomo.train(cohort, initialized, Message(line(1.0, 4.0)), state)
+    assert upload.model["weight"].item() != 1
 
 
-# --- what is trained on, and what is sent ----------------------------------------------------------------------------
+# --- what is trained on, and what is sent ---------------------------------------------------------
 
 
 def test_the_slice_is_not_trained_on_in_any_round():
-    """Other labels on the slice: in round 1 nothing changes; the slice is the same in round 2, where it does weigh."""
+    """In round 1, other labels on the slice change nothing. In round 2, the slice is the same."""
     uploads = []
     for flip in (False, True):
         task = ragged_task(SIZES)
         if flip:
-            held, _ = split(task, 1)
-            task.y[held] = (task.y[held] + 1) % 3
+            held_out, _ = split(task, 1)
+            task.y[held_out] = (task.y[held_out] + 1) % 3
         simulation = Simulation(make("fedfomo"), task, start_of(task), rounds=2)
         simulation.step(1, train=True)
         uploads.append({name: value[0] for name, value in simulation.servers[0]["models"].items()})
@@ -214,18 +219,19 @@ def test_models_of_clients_that_never_took_part_are_not_sent():
     assert len(set(counts)) > 2, "clients should join at different times for this test to bite"
 
 
-def test_lanes_of_a_run_share_one_stack_also_beside_other_runs():
+def test_lanes_of_a_run_share_one_stack_also_next_to_other_runs():
     task = ragged_task(SIZES)
     simulation = Simulation(make("fedfomo"), task, start_of(task), rounds=1, seeds=(0, 1))
     simulation.step(1, train=True)
     joined = [[0, 1, 2]] * 2
-    sent = [simulation.method.send(server, joined[0]) for server in simulation.servers]
-    cohorts = list(simulation._cohorts([(run, client) for run in (0, 1) for client in joined[0]]))
+    next_round = ServerRound(0, 2, 2, joined[0], SIZES)
+    sent = [simulation.method.send(server, next_round) for server in simulation.servers]
+    cohorts = list(simulation.transport._form_cohorts(joined))
     assert [len({run for run, _ in lanes}) for lanes in cohorts] == [1, 1]
     for lanes in cohorts:
-        received = simulation._cohort(lanes, 2, sent, joined).received
-        for name, value in received.items():
-            assert value.data_ptr() == sent[lanes[0][0]][name].data_ptr()
+        received = simulation.transport.make_cohort(lanes, 2, sent, joined).received
+        for name, value in received.model.items():
+            assert value.data_ptr() == sent[lanes[0][0]].model[name].data_ptr()
             assert value.stride(0) == 0 or len(value) == 1
 
 
@@ -234,5 +240,5 @@ def test_a_share_just_below_a_whole_number_is_that_number(share, size, count):
     """0.29 · 100 and 0.57 · 100 are a little less than whole numbers in floating point."""
     assert int(share * size) == count - 1
     task = ragged_task([size])
-    [(held, rest)] = make("fedfomo", {"fedfomo.share": share})._split(Cohort(task, [0], [0]))
-    assert (len(held), len(rest)) == (count, size - count)
+    [(held_out, rest)] = make("fedfomo", {"fedfomo.share": share})._split(Cohort(task, [0], [0]))
+    assert (len(held_out), len(rest)) == (count, size - count)

@@ -14,6 +14,7 @@ from torch import nn
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
+from fedala.lanes.messages import Message
 from fedala.lanes.task import model_state
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, Step, mmd
@@ -44,7 +45,7 @@ def plain_mmd(a, b):
 
 
 def plain(task, rounds, *, mu, lam, variant, ala=False):
-    """METHODS.md, word by word: the global model, what every client is tested with, the loss of each evaluation."""
+    """Return the global model, the evaluated models, and the loss of each evaluation."""
     clients = range(len(task.parts["train"]))
     received = module(task, start_of(task)(0))
     local, historical = [received for _ in clients], [received for _ in clients]
@@ -111,7 +112,7 @@ def test_the_historical_variant_is_the_same_in_any_number_of_lanes(name):
     )
 
 
-# --- the distance between features ----------------------------------------------------------------------------------
+# --- the distance between features ----------------------------------------------------------------
 
 
 def test_mmd_is_a_double_loop():
@@ -143,7 +144,7 @@ def test_mmd_by_hand():
     assert value.item() == pytest.approx(expected, abs=1e-12)
 
 
-# --- what sets it apart ----------------------------------------------------------------------------------------------
+# --- what sets it apart ---------------------------------------------------------------------------
 
 
 def test_without_mu_it_starts_from_the_global_model_and_without_lambda_it_trains_plainly():
@@ -172,7 +173,7 @@ def test_mu_is_the_share_of_the_own_model_after_the_last_round(mu):
 
 
 def test_the_distance_alone_does_not_move_a_model_that_is_its_own_teacher():
-    """λ = 1 and μ = 0: features start equal, where the distance is at its minimum. The teacher keeps its statistics."""
+    """λ = 1 and μ = 0: equal features have the least distance. The teacher keeps its statistics."""
     task = ragged_task(SIZES)
     _, rows, models = simulate(
         "fedphp", task, settings={"fedphp.mu": 0.0, "fedphp.lam": 1.0}, rounds=2
@@ -214,15 +215,15 @@ def test_its_schedule_depends_on_the_number_of_rounds():
 
 def test_steps_of_different_rounds_are_one_to_be_captured():
     task = ragged_task(SIZES)
-    one, other, deeper = (Step(0.1, 0.01, Cut(task.model, p)) for p in (1, 1, 0))
+    one, other, deeper = (Step(0.1, Cut(task.model, p)) for p in (1, 1, 0))
     assert one == other
     assert hash(one) == hash(other)
     assert one != deeper
-    assert one != Step(0.1, 0.01, Cut(Net(), 1))
+    assert one != Step(0.1, Cut(Net(), 1))
 
 
 class Scaled(Net):
-    """Something follows the last layer: what enters it cannot stand for the whole model below the output."""
+    """A model that does something after its last layer, which therefore cannot be cut off."""
 
     def forward(self, x):
         return super().forward(x) * 2
@@ -236,12 +237,15 @@ def test_a_model_that_cannot_be_cut_is_refused_before_any_work():
 
 
 def test_a_model_of_one_layer_has_its_inputs_for_features():
-    """They are the same under any model: the distance is 0, and what is left is (1 − λ) of the loss."""
+    """They are the same in any model: the distance is 0, and (1 − λ) of the loss remains."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     task, plain = (ragged_task(SIZES, model=model, lr=lr) for lr in (0.2, 0.1))
-    start = lambda task: start_of(task, lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3)))  # noqa: E731
-    halved = Simulation(FedPHP(mu=0.0, lam=0.5), task, start(task), rounds=1)
-    fedavg = Simulation(make("fedavg"), plain, start(plain), rounds=1)
+
+    def build():
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+    halved = Simulation(FedPHP(mu=0.0, lam=0.5), task, start_of(task, build), rounds=1)
+    fedavg = Simulation(make("fedavg"), plain, start_of(plain, build), rounds=1)
     for simulation in (halved, fedavg):
         simulation.step(1, train=True)
     assert_close(halved.servers[0]["global"], fedavg.servers[0]["global"], 1e-12)
@@ -255,7 +259,7 @@ def test_defaults_and_refusals():
 
 
 def test_our_own_models_are_cut_where_they_say():
-    """One step of the CNN by autograd on whole modules, the features taken from a hook on its last layer."""
+    """One step of the CNN by autograd. A hook on its last layer takes the features."""
     task = ragged_task([4], model=cnn((1, 16, 16), 3))
     task.x = torch.randn(
         len(task.y), 1, 16, 16, generator=torch.Generator().manual_seed(0)
@@ -268,12 +272,12 @@ def test_our_own_models_are_cut_where_they_say():
         {n: v.clone() for n, v in model_state(one).items()} for one in (model, teacher)
     )
     method = FedPHP(lam=0.7)
-    trained, _ = method.train(
-        Cohort(task, [0], [0]), start, received, method.init_client(task, start)
+    upload, _ = method.train(
+        Cohort(task, [0], [0]), start, Message(received), method.init_client(task, start)
     )
     rows = task.parts["train"][0]
     loss = F.cross_entropy(model(task.x[rows]), task.y[rows])
     teacher(task.x[rows])
     (0.3 * loss + 0.7 * plain_mmd(seen[0], seen[1].detach())).backward()
     torch.optim.SGD(model.parameters(), lr=task.lr).step()
-    assert_close(trained, model_state(model), 1e-12)
+    assert_close(upload.model, model_state(model), 1e-12)

@@ -10,6 +10,7 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.trees import join, leaves
 from fedala.methods import make
 from fedala.models import cnn
@@ -20,7 +21,7 @@ HEAD = ("out.weight", "out.bias")
 
 
 class NormNet(Net):
-    """A body whose normalisation has nothing to learn: only its running statistics tell whether it ran in evaluation mode."""
+    """A body whose normalisation learns nothing: only its running statistics show its mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class NormNet(Net):
 
 
 def trained(model, task, client, round, epochs):
-    """τ epochs on the head with the body in evaluation mode, then an epoch on the body with the head in evaluation mode."""
+    """Train the head for τ epochs, then the body for one. The other part is in evaluation mode."""
     loss = plain.cross_entropy(task)
 
     def phase(model, learns, **batches):
@@ -84,18 +85,19 @@ def test_against_a_plain_loop(name, net, shuffle):
 
 @pytest.mark.parametrize("name", ["fedrep", "fedrep+ala"])
 def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
-    """Nothing of the head is in what is sent, uploaded or kept by the server; and no client's head reaches another."""
+    """The server neither sends, gets nor keeps a head, and no head reaches another client."""
     method = make(name)
     travelled = set()
     send, aggregate = type(method).send, type(method).aggregate
 
-    def sending(self, server, clients):
-        sent = send(self, server, clients)
-        travelled.update(sent)
+    def sending(self, server, server_round):
+        sent = send(self, server, server_round)
+        travelled.update(path.rpartition("/")[2] for path, _ in leaves(sent))
         return sent
 
     def aggregating(self, server, uploads, *rest):
-        travelled.update(path.rpartition("/")[2] for path, _ in leaves((server, uploads)))
+        both = server, uploads.stack()
+        travelled.update(path.rpartition("/")[2] for path, _ in leaves(both))
         return aggregate(self, server, uploads, *rest)
 
     monkeypatch.setattr(type(method), "send", sending)
@@ -113,7 +115,7 @@ def test_heads_differ_and_never_leave_their_clients(name, monkeypatch):
 
 
 def test_the_evaluated_body_is_the_received_one_and_is_recognised():
-    """The body is still the very tensors that were received: evaluation runs it once for all clients, and the head in lanes."""
+    """Evaluation runs the body, the very tensors that were received, once for all clients."""
     task = ragged_task([9, 8], model=cnn((1, 16, 16), 3))
     task.x = torch.nn.functional.interpolate(task.x, size=(16, 16))
     start = {
@@ -121,23 +123,23 @@ def test_the_evaluated_body_is_the_received_one_and_is_recognised():
         for name, value in task.model.named_parameters()
     }
     method = make("fedrep")
-    received = method.shared_part(task, start)
+    received = Message(method.shared_part(task, start))
     cohort = Cohort(task, [0, 1], [0, 0], received=received, source=[0, 0])
     initialized, _ = method.initialize(cohort, received, method.init_client(task, start))
     assert initialized.keys() == start.keys()
-    assert all(initialized[name] is received[name] for name in received)
-    assert cohort._own_layers(initialized) == 1
+    assert all(initialized[name] is received.model[name] for name in received.model)
+    assert cohort.sharing.count_own_layers(task, initialized) == 1
     # With ALA on top of it, the last layer of the body is the client's own as well.
     method = make("fedrep+ala", {"ala.max_epochs": 1})
     state = method.init_client(task, {name: value + 0.1 for name, value in start.items()})
     initialized, _ = method.initialize(cohort, received, state)
-    assert cohort._own_layers(initialized) == 2
+    assert cohort.sharing.count_own_layers(task, initialized) == 2
     assert torch.equal(initialized["fc2.weight"], start["fc2.weight"] + 0.1)
 
 
 @pytest.mark.parametrize("net", [Net, NormNet])
 def test_the_frozen_part_runs_in_evaluation_mode(net):
-    """Neither parameters nor running statistics of the frozen part move, and it normalises by its running statistics."""
+    """Its parameters and running statistics stay, and it normalises by these statistics."""
     task = ragged_task([12, 9], model=net())
     start = join([start_of(task, net)(seed) for seed in (0, 1)])
     cohort = Cohort(task, [0, 1], [0, 0])
@@ -197,7 +199,7 @@ def test_ala_without_layers_is_plain_fedrep():
 
 def test_a_model_without_a_body_is_refused():
     task = ragged_task([5], model=nn.Linear(36, 3))
-    with pytest.raises(UserError, match="two layers or more"):
+    with pytest.raises(UserError, match="at least two layers"):
         Simulation(make("fedrep"), task, start_of(task, lambda: nn.Linear(36, 3)))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small import assert_close, evaluate, ragged_task, simulate, start_of
+from small import assert_close, evaluate, ragged_task, same_rows, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
@@ -26,14 +26,6 @@ RATIOS = [
 ]
 
 
-def same_rows(a, b, tolerance):
-    assert [(row.seed, row.round) for row in a] == [(row.seed, row.round) for row in b]
-    for one, other in zip(a, b, strict=True):
-        cells, expected = one.columns(), other.columns()
-        for key in cells.keys() - {"seconds"}:
-            assert cells[key] == pytest.approx(expected[key], abs=tolerance, nan_ok=True), key
-
-
 def same_evaluations(a, b, tolerance):
     same_rows([one.row for one in a], [other.row for other in b], tolerance)
     for one, other in zip(a, b, strict=True):
@@ -42,7 +34,7 @@ def same_evaluations(a, b, tolerance):
 
 @pytest.mark.parametrize(("name", "join_ratio"), RATIOS)
 def test_lanes_are_independent_over_rounds(name, join_ratio):
-    """One client after another, three at a time, all together, and two seeds together or each alone: the same."""
+    """One client after another, three at a time, all together, two seeds or one: all the same."""
     task = ragged_task(SIZES)
     options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
     _, evaluations, models = evaluate(name, task, lanes=1, **options)
@@ -80,8 +72,8 @@ def test_the_same_seed_gives_the_same_history_and_another_does_not(name):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_it_goes_on_from_its_declared_state_alone(name):
-    """A second simulation that is handed servers, clients and scores in the middle ends where the first one does."""
+def test_it_continues_from_its_declared_state_alone(name):
+    """A simulation that gets servers, clients and scores of another one ends as that one does."""
     task, join_ratio = ragged_task(SIZES), dict(RATIOS)[name]
     whole, _, _ = simulate(name, task, rounds=4, join_ratio=join_ratio)
     first, _, _ = simulate(name, task, rounds=4, join_ratio=join_ratio)
@@ -110,7 +102,7 @@ def test_a_client_without_training_samples_keeps_what_it_received_and_has_no_wei
         part: [r for i, r in enumerate(rows) if i != empty] for part, rows in task.parts.items()
     }
     _, _, without = simulate(name, task, rounds=3)
-    # Draws are keyed by client; the empty one is the last, so the others keep their keys without it.
+    # Draws are keyed by client. The empty one is the last, so the others keep their keys.
     for key in without:
         assert_close(models[key], without[key], 1e-10)
 
@@ -128,7 +120,7 @@ COMMUNICATION = {
     "fedfomo": lambda model: (
         (len(SIZES) - 1) * model,
         model,
-    ),  # nobody gets the model of the client without samples
+    ),  # the model of the client without samples is not sent
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
 }
 
@@ -144,7 +136,7 @@ def test_what_is_sent_is_counted():
         assert (rows[1].sent, rows[1].uploaded) == (sent, uploaded), name
 
 
-# --- what sets each apart --------------------------------------------------------------------------------------------
+# --- what sets each apart -------------------------------------------------------------------------
 
 
 def final(name, settings=None, **options):
@@ -165,7 +157,7 @@ def test_fedprox_without_its_term_is_fedavg_and_with_it_is_not():
 
 
 def test_a_strong_proximal_term_holds_the_model_at_the_anchor():
-    """With lr·μ = 1 a step ends at anchor − lr·∇L, whatever the model was: by hand, one step after another."""
+    """With lr·μ = 1, a step ends at anchor − lr·∇L, whatever the model was: by hand."""
     from fedala.lanes.cohort import Cohort
     from fedala.lanes.trees import join
 
@@ -236,7 +228,7 @@ def test_the_first_round_is_skipped_and_later_ones_are_not():
 
 
 def test_clients_that_join_late_start_their_initial_stage_late():
-    """The stage is the client's own: whoever first meets a model other than its own learns until W has settled."""
+    """A client that first gets a model other than its own learns until W has settled."""
     simulation, _, _ = simulate(
         "fedala", ragged_task([9] * 8), rounds=1, join_ratio=0.25, settings={"ala.threshold": 0.003}
     )
@@ -269,7 +261,7 @@ def test_fedavg_with_ala_is_fedala():
     assert make("fedavg+ala") == make("fedala")
 
 
-# --- by name ---------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

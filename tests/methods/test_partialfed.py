@@ -11,6 +11,7 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch.func import functional_call
 
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.trees import leaves, tree_map
 from fedala.lanes.weight_learning import Settings
@@ -30,12 +31,12 @@ def compose(load, loaded, kept):
 
 
 def layer(name):
-    [place] = [k for k, prefix in enumerate(LAYERS) if name.startswith(prefix)]
-    return place
+    [number] = [k for k, prefix in enumerate(LAYERS) if name.startswith(prefix)]
+    return number
 
 
 def by_plain_modules(task, start, rounds, tau, lr):
-    """Evaluated models and logits of all clients after `rounds` rounds, by modules, optimisers and autograd."""
+    """Return the evaluated models and logits of all clients after `rounds` rounds, by modules."""
     clients = range(len(SIZES))
     server = Net().double()
     server.load_state_dict({name: value[0] for name, value in start.items()})
@@ -111,7 +112,7 @@ def test_four_rounds_are_those_of_plain_modules():
         assert_close(models[0, client], expected[client], 1e-9)
 
 
-# --- where the choice is settled -------------------------------------------------------------------------------------
+# --- where the choice is settled ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ class Settled(PartialFed):
     name = property(lambda self: "settled")  # not one of the methods
     load: bool = True
 
-    def fresh(self, task, start):
-        state = super().init_client(task, start)
+    def init_client(self, task, initial):
+        state = super().init_client(task, initial)
         return {
             **state,
             "logits": state["logits"]
@@ -151,7 +152,7 @@ def test_logits_for_keeping_make_it_local():
 
 
 def test_with_ala_the_kept_copy_starts_from_alas_model():
-    """If list_methods is kept, what is kept is ALA(g, w): FedALA."""
+    """If all layers are kept, the kept model is ALA(g, w): FedALA."""
     _, models = run(WithALA(Settled(f_s=0, load=False), Settings()), ragged_task(SIZES))
     _, _, fedala = simulate("fedala", ragged_task(SIZES), rounds=3)
     for client in range(len(SIZES)):
@@ -166,7 +167,7 @@ def test_settled_logits_stay_and_nothing_breaks(load):
         assert all(value.isfinite().all() for value in models[client].values())
 
 
-# --- one training ----------------------------------------------------------------------------------------------------
+# --- one training ---------------------------------------------------------------------------------
 
 
 def setting(round=1, dtype=torch.float64):
@@ -192,7 +193,8 @@ def training(step, round=1):
     batch = torch.zeros(len(SIZES), dtype=torch.int64)
     state = {"load": received, "keep": kept, "logits": logits, "batch": batch}
     fixed = {
-        "gumbel": partial._gumbel(cohort),
+        "lr": cohort.lr,
+        "gumbel": partial._draw_gumbel(cohort),
         "tau": torch.full((len(SIZES),), 2.0, dtype=torch.float64),
     }
     return state, cohort.train(getattr(partial, step), tree_map(torch.clone, state), fixed)
@@ -214,11 +216,11 @@ def test_logits_are_moved_by_their_steps_alone_and_weights_by_the_others_alone()
 
 
 def test_only_the_chosen_copy_of_a_layer_steps():
-    """The last client has a single batch: every layer has moved in one copy and stayed in the other."""
+    """The last client has one batch: every layer has moved in one copy and not in the other."""
     before, after = training("step_weights")
     lane = len(SIZES) - 1
     cohort, _, _, logits = setting()
-    load = (logits + make("partialfed")._gumbel(cohort)[:, 0])[lane]
+    load = (logits + make("partialfed")._draw_gumbel(cohort)[:, 0])[lane]
     assert len({bool(a >= b) for a, b in load}) == 2, "both copies should be chosen from"
     for number, prefix in enumerate(LAYERS):
         names = [name for name in before["load"] if name.startswith(prefix)]
@@ -240,7 +242,9 @@ def test_nothing_breaks_at_the_floor_of_the_temperature(dtype, monkeypatch):
         "train",
         lambda self, *a, **o: taus.extend(a[2]["tau"].tolist()) or train(self, *a, **o),
     )
-    upload, state = partial.train(cohort, kept, received, {"local": kept, "logits": logits})
+    upload, state = partial.train(
+        cohort, kept, Message(received), {"local": kept, "logits": logits}
+    )
     assert taus == pytest.approx([0.1] * len(SIZES))
     assert all(value.isfinite().all() for _, value in leaves((upload, state)))
     assert (state["logits"] - logits)[0].abs().max() > 0
@@ -258,7 +262,7 @@ def test_the_temperature_starts_at_tau_and_falls_by_the_decay(monkeypatch):
 
 
 def test_of_every_ten_batches_eight_step_the_weights_also_where_a_round_has_one(monkeypatch):
-    """A client with one batch a round: over ten rounds its weights step eight times, and its logits twice."""
+    """In ten rounds of one batch, the weights step eight times, and the logits twice."""
     taken = []
     for name in ("step_weights", "step_logits"):
         step = getattr(PartialFed, name)
@@ -272,6 +276,6 @@ def test_of_every_ten_batches_eight_step_the_weights_also_where_a_round_has_one(
 def test_equal_logits_load():
     cohort, received, kept, logits = setting()
     model = make("partialfed").model_to_evaluate(
-        cohort, kept, received, {"logits": torch.zeros_like(logits)}
+        cohort, kept, Message(received), {"logits": torch.zeros_like(logits)}
     )
     assert_close(model, received, 0)

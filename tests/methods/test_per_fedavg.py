@@ -11,9 +11,11 @@ from small import assert_close, ragged_task, simulate, start_of
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
-from fedala.methods import make
+from fedala.lanes.messages import Message, Piece, Uploads
+from fedala.methods import ServerRound, make
 
-#: Batches are of four, so meta-batches of eight: none, one sample, an odd and an even part of one, exactly one, more.
+#: Batches are of four, so meta-batches of eight: none, one sample, an odd and an even part of one,
+#: exactly one, more.
 SIZES = [5, 22, 13, 1, 8, 17, 6, 0]
 
 
@@ -33,7 +35,7 @@ def moved(model, gradients, lr):
 
 
 def adapted(model, task, client, alpha):
-    """One step on the first B training samples; the parameters move, the running statistics stay."""
+    """Take a step on the first B training samples. The running statistics stay."""
     rows = task.parts["train"][client][: task.batch_size]
     return moved(model, gradient_at(model, task, rows)[0], alpha) if len(rows) else model
 
@@ -107,14 +109,16 @@ def numbers(model):
 def test_by_hand():
     """Samples (1, 2), (1, 3) from w = b = 0, α = 0.1, β = 0.5.
 
-    First half: residual −2, ∂w = ∂b = −4, so w' = b' = 0.4. Second half at w': residual 0.8 − 3 = −2.2, ∂w = ∂b = −4.4; and
-    that moves w, not w': w = b = 2.2. Evaluation, α on the first sample: residual of 0 is −2 again, 0.4.
+    First half: residual −2, ∂w = ∂b = −4, so w' = b' = 0.4. Second half at w': residual
+    0.8 − 3 = −2.2, ∂w = ∂b = −4.4. That moves w, not w': w = b = 2.2. Evaluation, α on the first
+    sample: the residual of 0 is −2 again, so 0.4.
     """
     cohort, zero = line([(1.0, 2.0), (1.0, 3.0)])
     method = make("per-fedavg", {"per-fedavg.alpha": 0.1, "per-fedavg.beta": 0.5})
-    upload, _ = method.train(cohort, zero, zero, method.init_client(cohort.task, zero))
-    assert numbers(upload) == pytest.approx((2.2, 2.2), abs=1e-12)
-    assert numbers(method.model_to_evaluate(cohort, zero, zero, {})) == pytest.approx(
+    state = method.init_client(cohort.task, zero)
+    upload, _ = method.train(cohort, zero, Message(zero), state)
+    assert numbers(upload.model) == pytest.approx((2.2, 2.2), abs=1e-12)
+    assert numbers(method.model_to_evaluate(cohort, zero, Message(zero), {})) == pytest.approx(
         (0.4, 0.4), abs=1e-12
     )
 
@@ -123,14 +127,15 @@ def test_a_single_sample_is_both_halves():
     """(1, 2) from 0, α = β = 0.1: w' = b' = 0.4, residual −1.2, ∂w = ∂b = −2.4, w = b = 0.24."""
     cohort, zero = line([(1.0, 2.0)])
     method = make("per-fedavg")
-    upload, _ = method.train(cohort, zero, zero, method.init_client(cohort.task, zero))
-    assert numbers(upload) == pytest.approx((0.24, 0.24), abs=1e-12)
+    state = method.init_client(cohort.task, zero)
+    upload, _ = method.train(cohort, zero, Message(zero), state)
+    assert numbers(upload.model) == pytest.approx((0.24, 0.24), abs=1e-12)
 
 
 def test_the_learning_rates_are_the_runs_unless_they_are_set():
     cohort, zero = line([(1.0, 2.0), (1.0, 3.0)])
     plain_, same, other = (
-        numbers(make("per-fedavg", settings).train(cohort, zero, zero, {})[0])
+        numbers(make("per-fedavg", settings).train(cohort, zero, Message(zero), {})[0].model)
         for settings in (
             {},
             {"per-fedavg.alpha": "0.1", "per-fedavg.beta": 0.1},
@@ -143,7 +148,7 @@ def test_the_learning_rates_are_the_runs_unless_they_are_set():
 
 
 def test_without_alpha_it_is_fedavg_on_the_second_halves():
-    """Running statistics and all: a step then is FedAvg's on the second half of each batch of 2B, in fixed order."""
+    """A step is FedAvg's on the second half of each batch of 2B, running statistics too."""
     sizes = [8, 24, 16, 3, 5, 17, 0]
     task = ragged_task(sizes, shuffle=False)
     _, _, models = simulate("per-fedavg", task, rounds=3, settings={"per-fedavg.alpha": 0})
@@ -159,14 +164,15 @@ def test_without_alpha_it_is_fedavg_on_the_second_halves():
     server = start_of(halves)(0)
     fedavg = make("fedavg")
     for round in (1, 2, 3):
-        uploads = []
+        pieces = []
         for client in range(len(sizes)):
             cohort = Cohort(halves, [client], [0], round=round)
-            uploads.append(fedavg.train(cohort, server, server, {})[0])
-        joint = {name: torch.cat([upload[name] for upload in uploads]) for name in server}
-        server = fedavg.aggregate({}, joint, torch.tensor(sizes).double(), list(range(len(sizes))))[
-            "global"
-        ]
+            upload, _ = fedavg.train(cohort, server, Message(server), {})
+            pieces.append(Piece(upload, [0], [client]))
+        everybody = list(range(len(sizes)))
+        uploads = Uploads(everybody, torch.tensor(sizes).double(), pieces)
+        server_round = ServerRound(0, round, 3, everybody, sizes)
+        server = fedavg.aggregate({}, uploads, server_round)["global"]
     assert_close(models[0, None], server, 1e-12)
     for client in range(len(sizes)):
         assert_close(
@@ -175,17 +181,19 @@ def test_without_alpha_it_is_fedavg_on_the_second_halves():
 
 
 def test_evaluation_adapts_on_the_first_training_samples_and_on_nothing_else():
-    """Other test data, and other training data after the first B samples, change nothing of what is evaluated."""
+    """Other test samples, or other training samples after the first B, change nothing."""
     task = ragged_task([22, 13])
     method, start = make("per-fedavg"), start_of(task)(0)
-    first = method.model_to_evaluate(Cohort(task, [0], [0]), start, start, {})
+    first = method.model_to_evaluate(Cohort(task, [0], [0]), start, Message(start), {})
     task.y[task.parts["test"][0]] = 2 - task.y[task.parts["test"][0]]
     task.x[task.parts["train"][0][4:]] += 1
     assert_close(
-        method.model_to_evaluate(Cohort(task, [0], [0], round=7), start, start, {}), first, 1e-12
+        method.model_to_evaluate(Cohort(task, [0], [0], round=7), start, Message(start), {}),
+        first,
+        1e-12,
     )
     task.x[task.parts["train"][0][3]] += 1
-    changed = method.model_to_evaluate(Cohort(task, [0], [0]), start, start, {})
+    changed = method.model_to_evaluate(Cohort(task, [0], [0]), start, Message(start), {})
     assert (changed["out.weight"] - first["out.weight"]).abs().max() > 1e-6
 
 
@@ -196,8 +204,8 @@ def test_outside_the_round_a_client_has_its_trained_model_adapted():
     compared = 0
     for client in set(simulation.draw_participants(0, 1)) - set(simulation.draw_participants(0, 2)):
         cohort = Cohort(task, [client], [0], round=1)
-        trained, _ = method.train(cohort, start, start, {})
-        expected = method.model_to_evaluate(cohort, trained, start, {})
+        upload, _ = method.train(cohort, start, Message(start), {})
+        expected = method.model_to_evaluate(cohort, upload.model, Message(start), {})
         assert_close(models[0, client], expected, 1e-10)
         score = [t.item() for t in cohort.evaluate(expected)]
         assert simulation.absent_scores[0, client, 0].tolist() == pytest.approx(score)

@@ -12,6 +12,7 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.messages import Message
 from fedala.lanes.task import Task, model_state
 from fedala.methods import make
 from fedala.methods.pfedme import PFedMe
@@ -20,7 +21,7 @@ SIZES = [5, 13, 3, 0, 8]
 
 
 def plain(task, rounds, *, personal_lr, lam, steps, beta, ala=False):
-    """METHODS.md, word by word: the global model, every client's θ and previous w, and the loss of each evaluation."""
+    """Return the global model, the evaluated models, every w, and the loss of each evaluation."""
     clients = range(len(task.parts["train"]))
     received = module(task, start_of(task)(0))
     thetas, local = [received for _ in clients], [received for _ in clients]
@@ -68,7 +69,7 @@ def test_it_is_the_plain_loop(ala):
 
 
 def trained_by_hand(**settings):
-    """One client with the sample (x, y) = (2, 1), the model a·x + b from a, b = 1, 0, the squared error, one batch."""
+    """Train a·x + b from a, b = 1, 0 on the sample (x, y) = (2, 1) by squared error."""
     model = nn.Linear(1, 1).double()
     task = Task(
         model,
@@ -82,10 +83,12 @@ def trained_by_hand(**settings):
     start = {"weight": torch.tensor([[[1.0]]]).double(), "bias": torch.tensor([[0.0]]).double()}
     assert start.keys() == model_state(model).keys()
     method = PFedMe(**settings)
-    upload, kept = method.train(
-        Cohort(task, [0], [0]), start, start, method.init_client(task, start)
+    upload, state = method.train(
+        Cohort(task, [0], [0]), start, Message(start), method.init_client(task, start)
     )
-    return [[value.item() for value in params.values()] for params in (upload, kept["personal"])]
+    return [
+        [value.item() for value in params.values()] for params in (upload.model, state["personal"])
+    ]
 
 
 def test_two_parameters_by_hand():
@@ -105,8 +108,9 @@ def test_two_parameters_by_hand():
 )
 def test_a_pull_as_strong_as_the_step_starts_every_step_at_w(steps, gradient):
     """
-    With λ = 1/personal_lr a step is θ ← w − 0.01·∇f(θ), wherever θ was. From (1, 0), r = 1: θ = (0.96, −0.02); there r = 0.9,
-    ∇f = (3.6, 1.8), θ = (0.964, −0.018); there r = 0.91, ∇f = (3.64, 1.82).
+    With λ = 1/personal_lr, a step is θ ← w − 0.01·∇f(θ), wherever θ was. From (1, 0), r = 1:
+    θ = (0.96, −0.02). There r = 0.9, ∇f = (3.6, 1.8), θ = (0.964, −0.018). There r = 0.91,
+    ∇f = (3.64, 1.82).
     """
     _, theta = trained_by_hand(personal_lr=0.01, lam=100.0, steps=steps)
     assert theta == pytest.approx([1 - 0.01 * gradient[0], 0 - 0.01 * gradient[1]], abs=1e-12)
@@ -127,7 +131,7 @@ def test_the_personal_model_is_the_clients_own():
 def test_without_beta_the_global_model_never_moves_and_with_one_it_is_the_mean():
     task = ragged_task(SIZES)
     still, _, _ = simulate("pfedme", task, settings={"pfedme.beta": 0.0}, rounds=3)
-    for name, value in still.start[0].items():
+    for name, value in still.initial[0].items():
         if value.is_floating_point():
             assert torch.equal(still.servers[0]["global"][name], value)
     moved, _, _ = simulate("pfedme", task, rounds=1)

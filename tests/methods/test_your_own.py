@@ -1,4 +1,4 @@
-"""The method that docs/methods/your-own.md builds, as it stands on the page, from outside the package."""
+"""The method that docs/methods/your-own.md builds, as it stands on the page."""
 
 import importlib
 import re
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from methods.test_methods import SIZES, same_rows
-from small import assert_close, ragged_task, simulate
+from small import assert_close, ragged_task, same_rows, simulate
 
-from fedala import methods
 from fedala.errors import UserError
-from fedala.methods import Method, catalogue, make, register
+from fedala.methods import Method, catalogue, make, register, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "your-own.md"
+SIZES = [5, 22, 13, 3, 8, 17, 0]
 METHOD, USE, TEST = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -26,7 +25,7 @@ def fedper(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield importlib.import_module("fedper")
     del sys.modules["fedper"]
-    del methods._classes()["fedper"]
+    del registry._classes()["fedper"]
     catalogue.cache_clear()
 
 
@@ -54,8 +53,8 @@ def test_the_pages_way_to_run_it_runs():
     result = namespace["result"]
     assert list(result.methods) == ["fedper", "fedavg", "local"]
     sent = result.methods["fedper"].summary()["parameters_per_client_and_round"]["sent"]
-    list_methods = result.methods["fedavg"].summary()["parameters_per_client_and_round"]["sent"]
-    assert list_methods - sent == 512 * 10 + 10
+    whole = result.methods["fedavg"].summary()["parameters_per_client_and_round"]["sent"]
+    assert whole - sent == 512 * 10 + 10
 
 
 def test_the_upper_layers_are_personal_and_the_others_the_servers():
@@ -85,7 +84,7 @@ def test_it_is_known_by_its_name_like_any_other():
         make("fedper+ala")
 
 
-def test_a_method_may_be_defined_anew_but_not_take_anothers_name(fedper):
+def test_a_method_may_be_defined_again_but_not_take_anothers_name(fedper):
     assert register(fedper.FedPer) is fedper.FedPer
     for taken in ("fedavg", "fedala", "fedper"):
         with pytest.raises(UserError, match=f"There is a method {taken} already"):

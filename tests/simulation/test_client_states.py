@@ -97,9 +97,11 @@ def test_files_are_never_changed_and_stay_while_somebody_refers_to_them(everybod
 def test_a_run_does_not_depend_on_where_states_are(budget):
     sizes = [9, 5, 7, 12, 3, 8]
     options = {"rounds": 4, "join_ratio": 0.5}
-    kept, _, models = simulate("ditto+ala", ragged_task(sizes), client_memory=budget, **options)
+    simulation, _, models = simulate(
+        "ditto+ala", ragged_task(sizes), client_memory=budget, **options
+    )
     _, _, reference = simulate("ditto+ala", ragged_task(sizes), **options)
-    assert bool(list(kept.clients.folder.iterdir())) == (budget == 0)
+    assert bool(list(simulation.clients.folder.iterdir())) == (budget == 0)
     for key in reference:
         assert_close(models[key], reference[key], 0)
 
@@ -116,9 +118,7 @@ def test_only_clients_that_took_part_have_a_state():
     )
 
 
-@pytest.mark.skipif(
-    os.name != "posix", reason="elsewhere nobody can be asked whether a process is alive"
-)
+@pytest.mark.skipif(os.name != "posix", reason="only here can a process be found to be alive")
 def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:

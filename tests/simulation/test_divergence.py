@@ -1,10 +1,11 @@
-"""What goes wrong in a round: clients that diverge, a device whose memory does not suffice."""
+"""What goes wrong in a round: clients that diverge, a device with too little memory."""
 
 import pytest
 import torch
 from small import QUICK, assert_close, ragged_task, simulate, start_of
 
 from fedala.errors import RunError
+from fedala.lanes.backend import Backend
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.task import Task
 from fedala.methods import list_methods, make
@@ -59,7 +60,7 @@ def simulation_of(method, task, **options):
 @pytest.mark.parametrize("lanes", [1, 2, None])
 @pytest.mark.parametrize("method", list_methods())
 def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(method, lanes, poisoned):
-    """After round 2, the others have what they have in an undisturbed run, and the bad client what round 1 left it."""
+    """After round 2, the others are as in a good run, and the bad client as after round 1."""
     calm = simulation_of(method, ragged_task(SIZES), lanes=lanes)
     for round in (1, 2):
         [evaluation] = calm.step(round, train=True)
@@ -76,9 +77,9 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
     assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
     assert str(fault).endswith("diverged in round 1, first in step 2")
     for client in range(len(SIZES)):
-        kept = dict(shaken.clients[0, client])
+        found = dict(shaken.clients[0, client])
         wanted = before if client == BAD else dict(calm.clients[0, client])
-        assert all(map(torch.equal, leaves_of(kept), leaves_of(wanted))), f"client {client}"
+        assert all(map(torch.equal, leaves_of(found), leaves_of(wanted))), f"client {client}"
     assert all(leaf.isfinite().all() for leaf in leaves_of(shaken.servers))
     [evaluation] = shaken.step(3, train=True)
     assert evaluation.row.diverged == 0
@@ -118,7 +119,7 @@ def test_an_infinite_loss_is_seen_even_if_the_model_is_finite():
     assert rows[0].diverged == 1
 
 
-def test_reset_starts_the_client_anew(poisoned):
+def test_reset_starts_the_client_over(poisoned):
     poisoned()
     simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="reset")
     simulation.step(1, train=True)
@@ -130,12 +131,25 @@ def test_stop_stops_and_names_the_client(poisoned):
     poisoned()
     simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="stop")
     simulation.step(1, train=True)
-    kept = dict(simulation.servers[0]["global"])
+    before = dict(simulation.servers[0]["global"])
     with pytest.raises(
         RunError, match=rf"^Client {BAD} \(seed 0, lane \d\) diverged in round 1, first in step 2"
     ):
         simulation.step(2, train=True)
-    assert simulation.servers[0]["global"] == kept
+    assert simulation.servers[0]["global"] == before
+
+
+def test_a_round_that_is_stopped_leaves_every_client_as_it_was(poisoned):
+    """Three clients have trained in round 2 before the bad one, alone, stops the run."""
+    poisoned(client=1, step=0)
+    simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="stop", lanes=1)
+    simulation.step(1, train=True)
+    before = {lane: dict(state) for lane, state in simulation.clients.items()}
+    with pytest.raises(RunError, match=r"^Client 1 .* diverged in round 1"):
+        simulation.step(2, train=True)
+    assert simulation.round == 1
+    for lane, state in before.items():
+        assert all(map(torch.equal, leaves_of(simulation.clients[lane]), leaves_of(state))), lane
 
 
 def test_if_everybody_diverges_the_global_model_stays():
@@ -152,7 +166,7 @@ def test_rounds_without_evaluation_count_too(poisoned):
 
 
 def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
-    """With ρ < 1, clients outside a round are evaluated with what their last good participation left them."""
+    """With ρ < 1, absent clients are evaluated with the model of their last good round."""
     task = ragged_task([9] * 6)
     simulation = Simulation(make("local"), task, start_of(task), rounds=3, join_ratio=0.5)
     joined = simulation.draw_participants(0, 1)
@@ -166,12 +180,12 @@ def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
     ]
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["fedala", "fedfomo", "ditto+ala", "fedamp"])
 @pytest.mark.parametrize(("room", "left"), [(2, 2), (1, 1)])
-def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left, monkeypatch):
+def test_too_many_lanes_are_halved_and_the_round_is_retried(method, room, left, monkeypatch):
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > room and self.round == 2:
             raise torch.OutOfMemoryError(
@@ -181,44 +195,45 @@ def test_too_many_lanes_are_halved_and_the_round_begins_anew(method, room, left,
 
     _, wanted, models = simulate(method, ragged_task(SIZES), rounds=3)
     monkeypatch.setattr(Cohort, "train", crowded)
-    said = []
+    messages = []
     task = ragged_task(SIZES)
-    simulation = Simulation(make(method), task, start_of(task), rounds=3, on_message=said.append)
+    simulation = Simulation(
+        make(method), task, start_of(task), rounds=3, on_message=messages.append
+    )
     found = {}
     evaluations = list(
         simulation.run(
             lambda personal: found.update({(personal.seed, personal.client): personal.model})
         )
     )
-    assert simulation.lanes == left
-    assert (
-        said[0]
-        == "The device's memory does not suffice for 5 clients side by side: going on with 2."
-    )
+    assert simulation.transport.lanes == left
+    assert messages[0] == "Out of GPU memory with 5 lanes; retrying with 2."
     for one, other in zip(evaluations, wanted, strict=True):
         assert one.row.loss == pytest.approx(other.loss, rel=1e-9)
     for key, model in models.items():
         assert_close(found[key], model, 1e-9)
 
 
-def test_nothing_of_the_larger_cohorts_is_held_when_a_round_begins_anew(monkeypatch):
+def test_a_retried_round_frees_what_the_larger_cohorts_have_cached(monkeypatch):
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > 2 and self.round == 2:
-            task.ahead["drawn", 3], task.captured["a step"] = torch.ones(5), torch.ones(5)
+            task.predrawn["a draw", 3] = torch.ones(5)
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
             )
         return train(self, *args, **options)
 
+    freed = []
+    monkeypatch.setattr(Backend, "free_caches", lambda self: freed.append(self.device))
     monkeypatch.setattr(Cohort, "train", crowded)
     task = ragged_task(SIZES)
     simulation = Simulation(make("fedala"), task, start_of(task), rounds=2)
     simulation.step(1, train=True)
-    assert {len(clients) for _, clients in task.tested} == {5}
+    assert {len(clients) for _, clients in task.evaluation_samples} == {5}
     simulation.step(2, train=True)
-    assert {len(clients) for _, clients in task.tested} == {1, 2}
-    assert not task.ahead
-    assert not task.captured
+    assert {len(clients) for _, clients in task.evaluation_samples} == {1, 2}
+    assert not task.predrawn
+    assert freed == [task.device]
 
 
 def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
@@ -228,9 +243,38 @@ def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
     monkeypatch.setattr(Cohort, "train", crowded)
     task: Task = ragged_task(SIZES)
     simulation = Simulation(make("fedavg"), task, start_of(task))
-    with pytest.raises(RunError, match=r"A single client does not fit .* CUDA out of memory\.$"):
+    with pytest.raises(
+        RunError, match=r"^Out of GPU memory with a single client: CUDA out of memory\.$"
+    ):
         simulation.step(1, train=True)
     assert simulation.round == 0
+
+
+def test_a_retried_round_reports_each_fault_once_and_at_its_end(poisoned, monkeypatch):
+    """The bad client is in the first cohort of round 2, and the second one runs out of memory."""
+    poisoned()
+
+    def crowded(self, *args, train=Cohort.train, **options):
+        if len(self) > 1 and BAD not in self.clients and self.round == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return train(self, *args, **options)
+
+    monkeypatch.setattr(Cohort, "train", crowded)
+    faults, messages = [], []
+    simulation = simulation_of(
+        "ditto",
+        ragged_task(SIZES),
+        lanes=2,
+        on_fault=lambda fault: faults.append((simulation.round, fault)),
+        on_message=messages.append,
+    )
+    simulation.step(1, train=True)
+    [evaluation] = simulation.step(2, train=True)
+    assert messages == ["Out of GPU memory with 2 lanes; retrying with 1."]
+    [(round, fault)] = faults
+    assert round == 2, "the round should be over when its faults are reported"
+    assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
+    assert evaluation.row.diverged == 1
 
 
 @pytest.mark.parametrize("policy", ["skip", "reset"])
@@ -238,19 +282,19 @@ def test_a_client_that_does_not_fit_alone_ends_the_run(monkeypatch):
 def test_a_client_of_apple_that_diverges_in_the_first_round_keeps_a_whole_state(
     policy, lanes, poisoned
 ):
-    """APPLE's p_i exists only once the server has sent p_0, so the state before round 1 has none."""
+    """APPLE's p_i exists once the server has sent p_0: the state before round 1 has none."""
     calm = simulation_of("apple", ragged_task(SIZES), lanes=lanes)
     calm.step(1, train=True)
     poisoned(round=1)
     shaken = simulation_of("apple", ragged_task(SIZES), lanes=lanes, on_divergence=policy)
-    [row] = shaken.step(1, train=True)
-    assert row["diverged"] == 1
+    [evaluation] = shaken.step(1, train=True)
+    assert evaluation.row.diverged == 1
     for client in range(len(SIZES)):
-        kept, wanted = dict(shaken.clients[0, client]), dict(calm.clients[0, client])
-        assert set(kept) == {"core", "p"}
+        found, wanted = dict(shaken.clients[0, client]), dict(calm.clients[0, client])
+        assert set(found) == {"core", "p"}
         if client == BAD:
-            wanted = {"core": shaken.start[0], "p": shaken.servers[0]["p_0"]}
-        assert_close(kept["core"], wanted["core"], 0)
-        assert torch.equal(kept["p"], wanted["p"])
-    [row] = shaken.step(2, train=True)
-    assert row["diverged"] == 0
+            wanted = {"core": shaken.initial[0], "p": shaken.servers[0]["p_0"]}
+        assert_close(found["core"], wanted["core"], 0)
+        assert torch.equal(found["p"], wanted["p"])
+    [evaluation] = shaken.step(2, train=True)
+    assert evaluation.row.diverged == 0

@@ -14,7 +14,7 @@ SIZES = [12, 7, 9, 4]
 
 
 def test_spread_is_the_mean_and_the_share_of_every_tenth():
-    """By hand: 0 and 0.05 are in the first tenth, 0.1 and 0.15 in the second, 0.95 and 1 in the last."""
+    """0 and 0.05 are in the first tenth, 0.1 and 0.15 in the second, 0.95 and 1 in the last."""
     weights = {"w": torch.tensor([[[0.0, 0.05], [0.1, 1.0]], [[1.0, 1.0], [0.95, 0.15]]])}
     [[first], [second]] = summarize_weights(weights).tolist()
     assert first == pytest.approx([1.15 / 4, 0.5, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.25])
@@ -27,11 +27,11 @@ def test_spread_is_numpys_histogram_in_every_lane():
     found = summarize_weights(weights).numpy()
     assert found.shape == (3, 2, 1 + BINS)
     for lane in range(3):
-        for place, value in enumerate(weights.values()):
+        for number, value in enumerate(weights.values()):
             own = value[lane].numpy().ravel()
             counts, _ = np.histogram(own, BINS, (0, 1))
             np.testing.assert_allclose(
-                found[lane, place], [own.mean(), *counts / own.size], atol=1e-6
+                found[lane, number], [own.mean(), *counts / own.size], atol=1e-6
             )
     np.testing.assert_array_equal(summarize_weights(take(weights, [1])).numpy()[0], found[1])
 
@@ -51,7 +51,7 @@ def test_the_record_is_the_w_of_every_client(lanes):
         assert [line[:2] for line in one.weights] == [
             (client, name) for client in range(4) for name in ("out.weight", "out.bias")
         ]
-    # The clients' states are those that the last training round left: its record is that of evaluation 2.
+    # The clients' states are those after the last training round, which evaluation 2 records.
     for run, one in enumerate(one for one in found if one.row.round == 2):
         for client, name, mean, shares in one.weights:
             own = simulation.clients[run, client]["ala"]["weights"][name].numpy().ravel()

@@ -75,7 +75,7 @@ def run_client_round(
         # Initialising may add to a client's first state; what was there before stays as it was.
         result.state_before = {**state, **before}
         result.upload, result.state = method.train(cohort, initialized, received, state)
-        _check_extra(method, cohort, initialized, result.upload)
+        _check_upload(method, cohort, initialized, result.upload)
         result.is_finite = find_finite_lanes(cohort, result.upload, result.state)
         if request.evaluate_after_training:
             model = method.model_when_absent(result.upload, result.state)
@@ -110,8 +110,14 @@ def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
     return torch.stack(checks).all(0)
 
 
-def _check_extra(method: Method, cohort: Cohort, initialized: Params, upload: Message) -> None:
-    """Refuse extra tensors that the method has not announced: a Flower server would, too."""
+def _check_upload(method: Method, cohort: Cohort, initialized: Params, upload: Message) -> None:
+    """Refuse tensors without a lane for each client, and extra tensors that were not announced."""
+    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(upload)}
+    if widths - {len(cohort)}:
+        raise UserError(
+            f"{method.title} uploads tensors of {sorted(widths)} lanes for {len(cohort)} clients. "
+            "All tensors of an upload must have one lane for each client."
+        )
     template = method.extra_template(cohort.task, take(initialized, slice(0, 1)))
     extra = take(upload.extra, slice(0, 1))
     if not (matches(extra, template) and matches(template, extra)):

@@ -83,6 +83,7 @@ class Simulation:
         there are any. Every `record_weights` rounds (0: never), evaluations tell how W is spread,
         at the first evaluation from there on.
         """
+        method.check_model(task.model)
         self.method, self.task = method, task
         self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
         self.eval_every, self.eval_clients = eval_every, eval_clients
@@ -176,6 +177,9 @@ class Simulation:
                 return self._do_round(round, train, on_model)
             except torch.OutOfMemoryError as error:
                 shortage = str(error).split(". ")[0]
+            except Exception:
+                self.transport.undo_round()
+                raise
             self.transport.undo_round()
             reduced = self.transport.reduce_lanes()
             if reduced is None:
@@ -415,7 +419,7 @@ def _pieces(work: _Round, run: int) -> list[Piece]:
 
 def _check_message(method: Method, message: Message, clients: int) -> None:
     """Refuse a message that is neither one lane for all clients nor one for each."""
-    widths = {len(leaf) for _, leaf in leaves(message)}
+    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
     if len(widths) > 1 or not widths <= {1, clients}:
         raise UserError(
             f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
