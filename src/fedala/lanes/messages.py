@@ -97,7 +97,8 @@ def _mean(
 ) -> Tensor:
     """Return Σ share·value as one lane, copying at most about `BLOCK` bytes at a time."""
     # Columns in the order of memory (one lane may stand channels last) are views, not copies.
-    order = sorted(range(1, values[0].dim()), key=lambda dimension: -values[0].stride(dimension))
+    strides = values[0].stride()
+    order = sorted(range(1, len(strides)), key=lambda dimension: -strides[dimension])
     sorted_values = [value.permute(0, *order) for value in values]
     flat = [value.reshape(len(value), -1) for value in sorted_values]
     width, shape = flat[0].shape[1], sorted_values[0].shape[1:]

@@ -160,8 +160,8 @@ def _run_seeds(
     last_round = -1
 
     def follow(_: str, row: HistoryRow) -> None:
-        nonlocal reached
-        reached = row.round
+        nonlocal last_round
+        last_round = row.round
         observer.row(str(cell), row)
 
     def is_over() -> bool:
@@ -194,10 +194,10 @@ def _new_config(cell: Cell, seeds: range, options: RunOptions) -> Config:
     )
 
 
-def _continue_config(begun: Config, options: RunOptions) -> Config:
-    """Return the config of a run that has begun, with at least the rounds of the options."""
-    rounds = max(options.rounds, int(begun.rounds or 0))
-    return begun.with_changes({"rounds": rounds, **_machine_options(options)})
+def _continue_config(earlier: Config, options: RunOptions) -> Config:
+    """Return the config of an earlier run, with at least the rounds of the options."""
+    rounds = max(options.rounds, int(earlier.rounds or 0))
+    return earlier.with_changes({"rounds": rounds, **_machine_options(options)})
 
 
 def _machine_options(options: RunOptions) -> dict[str, Any]:
