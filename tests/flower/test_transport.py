@@ -110,6 +110,19 @@ def test_a_bad_reply_is_dropped_with_one_line(transport, grid, model, caplog):
     )
 
 
+def test_each_answer_is_forgotten_once_it_is_decoded(transport, model, monkeypatch):
+    """Otherwise the server would hold every upload twice, encoded and decoded."""
+    exchange, answers = transport.nodes.exchange, {}
+
+    def keep_answers(*arguments):
+        answers.update(exchange(*arguments))
+        return answers
+
+    monkeypatch.setattr(transport.nodes, "exchange", keep_answers)
+    results = transport.run_round(TRAINING, [Message(model)], [EVERYBODY])
+    assert [list(answers) for _ in results] == [[1, 2], [2], []]
+
+
 def test_clients_score_the_received_model_as_it_is(transport, grid, model):
     [result] = transport.score_models(1, [model], [[0]])
     assert [message.metadata.message_type for message in grid.sent] == ["evaluate.received"]
