@@ -7,8 +7,9 @@
 # %% [markdown]
 # # A walk through FedALA
 #
-# Train FedALA and FedAvg on handwritten digits, see who gains, and look at the weights W that the clients have learned.
-# This file is a program, and a notebook as well: open it with Jupytext, or run its cells in an editor that knows `# %%`.
+# Train FedALA and FedAvg on handwritten digits, see which clients gain, and look at the weights W
+# that they have learned. This file is a program and a notebook: open it with Jupytext, or run its
+# cells in an editor that knows `# %%`.
 
 # %%
 from pathlib import Path
@@ -28,9 +29,10 @@ ROUNDS, CLIENTS = 10, 8
 FOLDER = Path("runs/walkthrough")
 
 # %% [markdown]
-# ## The data: everybody has something else
+# ## The data: every client has something else
 #
-# Dir(0.1) gives every client most samples of a few classes. A circle's area is how many samples of a class a client holds.
+# Dir(0.1) gives every client most samples of a few classes. The area of a circle shows how many
+# samples of a class a client holds.
 
 # %%
 digits = load("digits")
@@ -40,20 +42,19 @@ plots.bubbles(federation.counts(), digits.class_names, "digits, Dir(0.1)")
 # %% [markdown]
 # ## Train
 #
-# Two methods, two runs of each. Everything is kept in a run folder.
+# Two methods, two seeds each. A run folder holds all results.
 
 # %%
 result = run(
-    method="fedala,fedavg", dataset="digits", partition="dir:0.1", clients=CLIENTS, rounds=ROUNDS, seeds=2,
-    record_weights=1, out=FOLDER, force=True,
+    method="fedala,fedavg", dataset="digits", partition="dir:0.1", clients=CLIENTS,
+    rounds=ROUNDS, seeds=2, record_weights=1, out=FOLDER, force=True,
 )  # fmt: skip
 for name, method in result.methods.items():
-    print(
-        f"{name}: best round {100 * method.best.mean():.1f} %, last round {100 * method.final.mean():.1f} %"
-    )
+    best, final = 100 * method.best.mean(), 100 * method.final.mean()
+    print(f"{name}: best round {best:.1f} %, last round {final:.1f} %")
 
 # %% [markdown]
-# ## Learning curves, with the runs as bands
+# ## Learning curves, with the seeds as bands
 
 # %%
 done = read(FOLDER)
@@ -61,7 +62,7 @@ found = {outcome.title: curves(outcome, "accuracy") for outcome in done.results.
 plots.learning(found, "test accuracy")
 
 # %% [markdown]
-# ## Who gains, who loses
+# ## Which clients gain, which lose
 
 # %%
 accuracies = {
@@ -75,8 +76,9 @@ plots.client_accuracies(accuracies)
 # %% [markdown]
 # ## W over the rounds
 #
-# The run has recorded how W is spread: its mean and a histogram, for every client and every parameter that ALA governs.
-# W starts at ones (take everything from the global model); the initial stage then moves it, and later rounds move it little.
+# The run has recorded how W is spread: its mean and a histogram, for every client and every
+# parameter that ALA blends. W starts at ones (take everything from the global model). The initial
+# stage moves it. Later rounds move it little.
 
 # %%
 cube, (_, rounds, members, parameters) = spread(done, "fedala")
@@ -86,14 +88,16 @@ for round, mean in zip(rounds, cube[..., 0].mean((0, 2)), strict=True):
         {name: float(value.round(3)) for name, value in zip(parameters, mean, strict=True)},
     )
 plots.heat(
-    cube[:, :, :, 0, 0].mean(0).T, members, rounds, xlabel="round", ylabel="client", label=parameters[0], limits=(0.8, 1)
+    cube[:, :, :, 0, 0].mean(0).T, members, rounds,
+    xlabel="round", ylabel="client", label=parameters[0], limits=(0.8, 1),
 )  # fmt: skip
 
 # %% [markdown]
 # ## W itself
 #
-# The same by hand, for one client: its personal model, the global model, its own training samples. W has the shape of the
-# parameter, so a row of the last layer's belongs to a class: which classes does the client take from the others?
+# The same by hand, for one client: its personal model, the global model, its own training samples.
+# W has the shape of the parameter, so each row of the last layer belongs to a class. Which classes
+# does the client take from the others?
 
 # %%
 client = int(np.argmax(federation.counts("train").sum(1)))
@@ -106,9 +110,8 @@ data = digits.x[mine].float() / 127.5 - 1, digits.y[mine]  # pixels from −1 to
 
 ala = ALA(layers=1)
 report = ala.initialize(local, received, data, loss=F.cross_entropy)
-print(
-    f"client {client}: {report.epochs} epochs of weight learning, loss {report.losses[0]:.3f} → {report.losses[-1]:.3f}"
-)
+print(f"client {client}: {report.epochs} epochs of weight learning,", end=" ")
+print(f"loss {report.losses[0]:.3f} → {report.losses[-1]:.3f}")
 by_class = ala.weights["fc2.weight"].mean(1)
 held = federation.counts("train")[client]
 for label in range(digits.classes):
@@ -117,7 +120,8 @@ for label in range(digits.classes):
 # %% [markdown]
 # ## One page with all of it
 #
-# `fedala report runs/walkthrough` does the same; with `--plots figures`, the figures come as .png and .pdf, too.
+# `fedala report runs/walkthrough` does the same. With `--plots figures`, it also writes the figures
+# as .png and .pdf.
 
 # %%
 print("The page:", page.write([FOLDER]))
