@@ -57,16 +57,18 @@ for name, method in result.methods.items():
 # ## Learning curves, with the seeds as bands
 
 # %%
-done = read(FOLDER)
-found = {outcome.title: curves(outcome, "accuracy") for outcome in done.results.values()}
-plots.learning(found, "test accuracy")
+saved_run = read(FOLDER)
+accuracy_curves = {
+    outcome.title: curves(outcome, "accuracy") for outcome in saved_run.results.values()
+}
+plots.learning(accuracy_curves, "test accuracy")
 
 # %% [markdown]
 # ## Which clients gain, which lose
 
 # %%
 accuracies = {
-    outcome.title: done.accuracies(name).mean(0) for name, outcome in done.results.items()
+    outcome.title: saved_run.accuracies(name).mean(0) for name, outcome in saved_run.results.items()
 }
 gains = accuracies["FedALA"] - accuracies["FedAvg"]
 for client in np.argsort(-gains):
@@ -81,14 +83,14 @@ plots.client_accuracies(accuracies)
 # stage moves it. Later rounds move it little.
 
 # %%
-cube, (_, rounds, members, parameters) = spread(done, "fedala")
+cube, (_, rounds, clients, parameters) = spread(saved_run, "fedala")
 for round, mean in zip(rounds, cube[..., 0].mean((0, 2)), strict=True):
     print(
         f"round {round}: mean of W",
         {name: float(value.round(3)) for name, value in zip(parameters, mean, strict=True)},
     )
 plots.heat(
-    cube[:, :, :, 0, 0].mean(0).T, members, rounds,
+    cube[:, :, :, 0, 0].mean(0).T, clients, rounds,
     xlabel="round", ylabel="client", label=parameters[0], limits=(0.8, 1),
 )  # fmt: skip
 
@@ -102,20 +104,20 @@ plots.heat(
 # %%
 client = int(np.argmax(federation.counts("train").sum(1)))
 local, received = cnn((1, 28, 28), digits.classes), cnn((1, 28, 28), digits.classes)
-saved = RunFolder(FOLDER)
-local.load_state_dict(saved.model("fedala", seed=0, client=client))
-received.load_state_dict(saved.model("fedala", seed=0))
-mine = torch.as_tensor(federation.train[client])
-data = digits.x[mine].float() / 127.5 - 1, digits.y[mine]  # pixels from −1 to 1, as in the run
+run_folder = RunFolder(FOLDER)
+local.load_state_dict(run_folder.model("fedala", seed=0, client=client))
+received.load_state_dict(run_folder.model("fedala", seed=0))
+rows = torch.as_tensor(federation.train[client])
+data = digits.x[rows].float() / 127.5 - 1, digits.y[rows]  # pixels from −1 to 1, as in the run
 
 ala = ALA(layers=1)
 report = ala.initialize(local, received, data, loss=F.cross_entropy)
 print(f"client {client}: {report.epochs} epochs of weight learning,", end=" ")
 print(f"loss {report.losses[0]:.3f} → {report.losses[-1]:.3f}")
 by_class = ala.weights["fc2.weight"].mean(1)
-held = federation.counts("train")[client]
+samples = federation.counts("train")[client]
 for label in range(digits.classes):
-    print(f"class {label}: {held[label]:3d} samples, mean of W {by_class[label]:.3f}")
+    print(f"class {label}: {samples[label]:3d} samples, mean of W {by_class[label]:.3f}")
 
 # %% [markdown]
 # ## One page with all of it
