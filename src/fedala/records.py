@@ -83,7 +83,7 @@ class PersonalModel:
 
 @dataclass(frozen=True)
 class Fault:
-    """A client whose loss or model was not finite after a round, which is counted as in the history."""
+    """A client whose loss or model was not finite after a round of the history."""
 
     seed: int
     client: int

@@ -1,9 +1,10 @@
 """Layers counted from the output, and the computational cut below the upper p of them.
 
-ALA, FedRep, FedPHP and evaluation ask two things of a model: which parameters form its upper layers, and to compute
-in two halves — the features under the upper p layers, and the output from such features. Our own models answer
-exactly (`Layered`). Any other module gets its layers from its module tree, in order of registration; of its
-computation only the last layer can be cut off, and only where it is seen to change nothing.
+ALA, FedRep, FedPHP and evaluation ask two things of a model: which parameters form its upper
+layers, and to compute in two halves: the features under the upper p layers, and the output from
+such features. Our own models (`Layered`) can be cut anywhere. Any other module gets its layers from
+its module tree, in order of registration. Only its last layer can be cut off, and only if a trial
+shows that this changes nothing.
 """
 
 import re
@@ -31,18 +32,21 @@ class Layered(nn.Module):
     layers: ClassVar[tuple[tuple[str, ...], ...]]
 
     def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:
-        """The computation of each layer, input first."""
+        """Return the computation of each layer, input first."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Stages `start` to `stop`; all of them by default."""
+        """Run the stages `start` to `stop`; all of them by default."""
         for stage in self.stages()[start:stop]:
             x = stage(x)
         return x
 
 
 def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters and buffers of each layer, output first. A linear layer's weight and bias are one layer."""
+    """Return the names of the parameters and buffers of each layer, output first.
+
+    A linear layer's weight and bias are one layer.
+    """
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     if isinstance(model, Layered):
         layers = [
@@ -53,7 +57,7 @@ def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
             )
             for group in model.layers
         ]
-    else:  # every module that holds parameters of its own is a layer; its children are layers themselves
+    else:  # every module with parameters of its own is a layer; its children are other layers
         owners = {name: _owner(name) for name in names}
         holders = [
             _owner(f"{name}.") if name else ""
@@ -80,16 +84,18 @@ def _owner(name: str) -> str:
 
 
 def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
-    """Parameters of the upper `layers` layers, or those whose names match one of the given patterns, in the model's order.
+    """Return the parameters of the upper layers, or those that match a pattern, in model order.
 
-    A pattern is a regular expression that must match from the start of the name: `"fc"` takes `fc.weight` and `fc.bias`.
+    A pattern is a regular expression that must match from the start of the name: `"fc"` takes
+    `fc.weight` and `fc.bias`.
     """
     parameters = [name for name, _ in model.named_parameters()]
     if isinstance(layers, int):
         every = layers_of(model)
         if not 0 <= layers <= len(every):
             raise UserError(
-                f"layers must be between 0 and {len(every)}, the number of this model's layers, not {layers}."
+                f"layers must be between 0 and {len(every)}, the number of this model's layers, "
+                f"not {layers}."
             )
         chosen = {name for layer in every[:layers] for name in layer}
     else:
@@ -103,14 +109,18 @@ def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
                 ) from error
             if not matches:
                 raise UserError(
-                    f"No parameter matches the pattern {pattern!r}; the model has {', '.join(parameters)}."
+                    f"No parameter matches the pattern {pattern!r}; the model has "
+                    f"{', '.join(parameters)}."
                 )
             chosen |= matches
     return tuple(name for name in parameters if name in chosen)
 
 
 def call(model: nn.Module, state: State, x: Any, **kwargs: Any) -> Any:
-    """The model's output with the given parameters and buffers. A tuple is passed as arguments, a dict as keywords."""
+    """Return the model's output with the given parameters and buffers.
+
+    A tuple is passed as arguments, a dict as keywords.
+    """
     if isinstance(x, tuple | list):
         return functional_call(model, dict(state), tuple(x), kwargs)
     if isinstance(x, Mapping):
@@ -119,10 +129,13 @@ def call(model: nn.Module, state: State, x: Any, **kwargs: Any) -> Any:
 
 
 class Cut:
-    """A model in two halves, `upper` the last p layers and `lower` all below. Where it cannot be cut, `lower` does nothing."""
+    """A model in two halves: `upper` is the last p layers, `lower` all below.
+
+    If the model cannot be cut, `lower` does nothing.
+    """
 
     def __init__(self, model: nn.Module, p: int, probe: tuple[State, Any] | None = None) -> None:
-        """`probe`, a state and two samples, lets a module that is not `Layered` show whether its last layer can be cut off."""
+        """`probe` is a state and two samples for the trial of a module that is not `Layered`."""
         layers = layers_of(model)
         self.model = model
         self.p = p
@@ -138,7 +151,7 @@ class Cut:
             self.p = 1 if possible else self.depth
 
     def __eq__(self, other: object) -> bool:
-        """Two cuts through the same model at the same place are one: what was captured for one serves for the other."""
+        """Tell whether it is the same cut through the same model: captured steps then fit both."""
         return isinstance(other, Cut) and self.model is other.model and self.p == other.p
 
     def __hash__(self) -> int:
@@ -146,7 +159,7 @@ class Cut:
 
     @property
     def cuts(self) -> bool:
-        """Whether there is anything to compute below the cut."""
+        """Tell whether there is anything to compute below the cut."""
         return self.p < self.depth
 
     def lower(self, state: State, x: Any) -> Any:
@@ -173,10 +186,10 @@ class Cut:
         }
         return functional_call(self.model.get_submodule(self._last), part, (features,))
 
-    # --- the last layer of a module that is not ours -------------------------------------------------------------------
+    # --- the last layer of a module that is not ours -------------------------------------------
 
     def _features(self, state: State, x: Any) -> Tensor | None:
-        """What enters the last layer, provided that what leaves it is the model's output, as it is."""
+        """Return the input of the last layer; None if its output is not the model's output."""
         calls: list[list[tuple[Any, int | None]]] = []
 
         def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -201,7 +214,7 @@ class Cut:
         return None
 
     def _owns(self, names: tuple[str, ...]) -> bool:
-        """Whether the last layer's module holds just these parameters and buffers, and shares none with another."""
+        """Tell whether the last module holds just these tensors, and shares none with another."""
         model, prefix = self.model, f"{self._last}."
         held = [
             *model.named_parameters(remove_duplicate=False),

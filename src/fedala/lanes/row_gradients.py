@@ -1,8 +1,9 @@
 """Gradients of large embeddings as the rows that a batch used.
 
-A batch of ten texts touches two thousand rows of a table of a hundred thousand. Torch's dense gradient writes the
-whole table, and so does the step that follows; in lanes, for every client. Here the gradient of an embedding is what
-arrived at its output, beside the indices that it was looked up with, and a step adds it to those rows alone.
+A batch of ten texts touches two thousand rows of a table of a hundred thousand. Torch's dense
+gradient writes the whole table, and so does the step that follows; in lanes, for every client. Here
+the gradient of an embedding is the gradient of its output, with the indices that were looked up. A
+step adds it to those rows alone.
 """
 
 import threading
@@ -51,11 +52,11 @@ Gradients = dict[str, Tensor | RowGradient]
 
 
 class _Found(list[tuple[Tensor, Tensor]]):
-    """Indices and gradients of look-ups. (A class of its own, because vmap takes a plain list apart.)"""
+    """Indices and gradients of look-ups. It has its own class: vmap takes a plain list apart."""
 
 
 class _Lookup(torch.autograd.Function):
-    """Tables [lane, row, …] looked up at indices [lane, …]; the gradient goes to `found` instead of the tables."""
+    """Looks up tables [lane, row, …] at indices [lane, …]. The gradient goes to `found`."""
 
     @staticmethod
     def forward(ctx: Any, tables: Tensor, indices: Tensor, found: _Found) -> Tensor:
@@ -72,7 +73,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class RowGradients(TorchFunctionMode):
-    """While it is active, look-ups in the model's large embeddings leave their gradients in `found`, by parameter name."""
+    """While active, puts the gradients of large embeddings into `found`, by parameter name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
@@ -87,12 +88,12 @@ class RowGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def gradient(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:
-        """What was left of a parameter: the rows of all its look-ups."""
+        """Return the gradient of a parameter: the rows of all its look-ups."""
         indices, values = (torch.cat(parts, 1) for parts in zip(*self.found[name], strict=True))
         if padding is not None:
             nothing = indices == padding
             values = values.masked_fill(nothing.unsqueeze(-1), 0)
-            # These zeros may go anywhere. A GPU adds what goes to one row one after the other, so they get a row each.
+            # These zeros may go anywhere. A GPU adds to one row sequentially, so each gets its own.
             indices = torch.where(
                 nothing, torch.arange(indices.shape[1], device=indices.device) % shape[1], indices
             )
@@ -109,7 +110,10 @@ _current = _Current()
 
 
 def large_embeddings(model: nn.Module) -> dict[str, int | None]:
-    """The weights that have row gradients, and their padding rows. From now on these modules say when they are running."""
+    """Return the weights that have row gradients, and their padding rows.
+
+    Hooks on these modules note from now on when they run.
+    """
     found = {}
     for name, module in model.named_modules():
         plain = (
@@ -126,7 +130,7 @@ def large_embeddings(model: nn.Module) -> dict[str, int | None]:
             module.register_forward_hook(
                 lambda *_: setattr(_current, "name", None), always_call=True
             )
-    # A table that is also used elsewhere (tied weights) has gradients from there, too: it takes the usual way.
+    # A table that is also used elsewhere (tied weights) has other gradients too: it stays dense.
     uses = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {

@@ -1,8 +1,8 @@
-"""Functions of whole stacks under `vmap`: a layer that is called once per lane runs once for all lanes.
+"""Functions of whole stacks under `vmap`: a layer that is called per lane runs once for all lanes.
 
-Torch's own rules for layers with other weights in every lane are slow or, for gradients, dense. A function that takes
-stacks, with the lane as first dimension, can stand in for such a layer: `call_stacked` calls it from within `vmap` or
-without.
+Torch's own rules for layers with other weights in every lane are slow or, for gradients, dense. A
+function of stacks, with the lane as first dimension, can replace such a layer: `call_stacked` calls
+it from inside or outside `vmap`.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class _PerLane(torch.autograd.Function):
 def call_stacked(
     stacked: Callable[..., Tensor], tensors: Sequence[Tensor | None], rest: tuple[Any, ...]
 ) -> Tensor:
-    """One lane's result of `stacked(*tensors, *rest)`, where `tensors` are that lane's and `rest` is the same for all."""
+    """Return one lane's result of `stacked(*tensors, *rest)`; `rest` is the same for all lanes."""
     if any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in tensors):
         result: Tensor = _PerLane.apply(stacked, rest, *tensors)  # type: ignore[no-untyped-call]
         return result

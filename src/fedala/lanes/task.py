@@ -111,7 +111,7 @@ class Task:
         self.backend.free_caches()
 
     def copy_for_thread(self) -> "Task":
-        """Return the same task with a skeleton of its own: a module runs in one thread at a time."""
+        """Return the same task with its own skeleton: a module runs in one thread at a time."""
         other = copy.copy(self)
         other.model = copy.deepcopy(self.model)
         other.__dict__.pop("embeddings", None)  # they are tied to the skeleton

@@ -76,9 +76,10 @@ class Method:
         return model
 
     def extra_template(self, task: Task, initial: Params) -> State:
-        """Return the extra tensors of an upload, as one lane: only their types and shapes count.
+        """Return the extra tensors of an upload, as one lane: their names, types and shapes.
 
-        A Flower server refuses an upload with any others.
+        A Flower server refuses an upload with any others. A whole number that is not negative here
+        is a counter, and must be one in every upload.
         """
         return {}
 

@@ -1,5 +1,5 @@
-"""FedALA: Zhang, Hua, Wang, Song, Xue, Ma, Guan. FedALA: Adaptive Local Aggregation for Personalized
-Federated Learning. AAAI 2023."""
+"""FedALA: Zhang, Hua, Wang, Song, Xue, Ma, Guan. FedALA: Adaptive Local Aggregation for
+Personalized Federated Learning. AAAI 2023."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""FedPHP: Li, Zhan, Shao, Li, Song. FedPHP: Federated Personalization with Inherited Private Models.
-ECML PKDD 2021."""
+"""FedPHP: Li, Zhan, Shao, Li, Song. FedPHP: Federated Personalization with Inherited Private
+Models. ECML PKDD 2021."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""FedRep: Collins, Hassani, Mokhtari, Shakkottai. Exploiting Shared Representations for Personalized
-Federated Learning. ICML 2021."""
+"""FedRep: Collins, Hassani, Mokhtari, Shakkottai. Exploiting Shared Representations for
+Personalized Federated Learning. ICML 2021."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from fedala.options import option
 
 @dataclass(frozen=True)
 class FedRep(Method):
-    """The body (the representation) is averaged. The head, the last layer, stays with its client."""
+    """The body (the representation) is averaged. The head (the last layer) stays at its client."""
 
     name = "fedrep"
     title = "FedRep"

@@ -26,7 +26,7 @@ from fedala.options import option
 
 @dataclass(frozen=True)
 class PartialFed(Method):
-    """Every client learns, layer by layer, whether to load the received model or to keep its own."""
+    """Every client learns for each layer whether to load the received one or to keep its own."""
 
     name = "partialfed"
     title = "PartialFed"

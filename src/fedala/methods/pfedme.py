@@ -1,4 +1,5 @@
-"""pFedMe: Dinh, Tran, Nguyen. Personalized Federated Learning with Moreau Envelopes. NeurIPS 2020."""
+"""pFedMe: Dinh, Tran, Nguyen. Personalized Federated Learning with Moreau Envelopes. NeurIPS
+2020."""
 
 from dataclasses import dataclass
 from typing import Any

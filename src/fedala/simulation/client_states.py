@@ -1,12 +1,13 @@
 """What every client keeps between rounds, wherever there is room for it.
 
-If everybody takes part in every round, the same cohorts come again and again, and their states stay
-stacked on the device. If few of many take part, the states of absent clients move out of the way: to
-the host's memory and, beyond a budget, to files. A client has a state once it has taken part.
+If everybody takes part in every round, the same cohorts come again and again, and their states
+stay stacked on the device. If few of many take part, the states of absent clients move out of the
+way: to the host's memory and, beyond a budget, to files. A client has a state once it has taken
+part.
 
 A file is never changed: a new state gets a new one. So a checkpoint is a list of files, and writing
-one costs what has changed since the last. What a round has replaced is kept until the round is over,
-so that it can be undone.
+one costs what has changed since the last. What a round has replaced is kept until the round is
+over, so that it can be undone.
 """
 
 import glob

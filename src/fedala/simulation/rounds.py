@@ -1,9 +1,9 @@
 """The round loop: draw, send, let the clients work, aggregate, record.
 
 Several runs (seeds) of one method go side by side: a lane is a client of a run. Between two rounds,
-a simulation is its `round`, `servers`, `absent_scores` and its transport's client states. Every draw
-is keyed, so there is no random state. A round happens as a whole or not at all: if something goes
-wrong in its middle, these stay as they were.
+a simulation is its `round`, `servers`, `absent_scores` and its transport's client states. Every
+draw is keyed, so there is no random state. A round happens as a whole or not at all: if something
+goes wrong in its middle, these stay as they were.
 """
 
 import time

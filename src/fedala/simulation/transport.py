@@ -80,7 +80,7 @@ class Transport(ABC):
         self.client_states.undo()
 
     def reduce_lanes(self) -> tuple[int, int] | None:
-        """Use fewer lanes after an out-of-memory error; return (before, after) if that is possible."""
+        """Halve the lanes after an out-of-memory error; return (before, after), or None."""
         return None
 
     def updates_needed(self) -> int:
