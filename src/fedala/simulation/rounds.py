@@ -8,7 +8,7 @@ goes wrong in its middle, these stay as they were.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from fedala.errors import RunError, UserError
 from fedala.lanes import Message, Params, State, Task, Uploads
 from fedala.lanes.messages import (
-    Piece,
     add_transient,
     count_numbers_per_lane,
     drop_transient,
@@ -25,38 +24,16 @@ from fedala.lanes.messages import (
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, matches, take, tree_map
 from fedala.methods import Method, ServerRound
-from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel
+from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import ClientStates, Lane
 from fedala.simulation.local import LocalTransport
 from fedala.simulation.participation import draw_participants, list_absent
-from fedala.simulation.scores import ScoreTable, WeightLog, settle
+from fedala.simulation.round_work import RoundWork
+from fedala.simulation.scores import ScoreTable, settle
 from fedala.simulation.transport import Setup, Transport
 
 OnModel = Callable[[PersonalModel], None]
-
-
-@dataclass
-class _Round:
-    """What a round collects until it is over."""
-
-    request: RoundRequest
-    joined: list[list[int]]
-    servers: list[ServerRound]
-    sent: list[Message]
-    scores: ScoreTable
-    absent_scores: ScoreTable | None
-    began: float
-    uploads: list[tuple[Sequence[Lane], Message]] = field(default_factory=list)
-    metrics: dict[str, dict[Lane, float]] = field(default_factory=dict)
-    pending_metrics: list[tuple[Sequence[Lane], dict[str, torch.Tensor]]] = field(
-        default_factory=list
-    )
-    weights: WeightLog = field(default_factory=WeightLog)
-    faults: list[Fault] = field(default_factory=list)
-    diverged: set[Lane] = field(default_factory=set)
-    explained: set[Lane] = field(default_factory=set)
-    uploaded: int = 0
 
 
 class Simulation:
@@ -197,7 +174,9 @@ class Simulation:
         if work.request.evaluate and self.eval_clients == "all":
             self._score_absent(work)
         servers = self._aggregate(work) if train else self.servers
-        self._settle(work)
+        work.settle()
+        for lane in work.diverged:
+            self._diverged[lane] = self._diverged.get(lane, 0) + 1
         evaluations = self._report(work) if work.request.evaluate else []
         if train:
             self._finish_round(work, servers)
@@ -207,7 +186,7 @@ class Simulation:
             self.on_fault(fault)
         return evaluations
 
-    def _begin_round(self, round: int, train: bool) -> _Round:
+    def _begin_round(self, round: int, train: bool) -> RoundWork:
         """Draw the participants, and make what the servers send."""
         self.transport.begin_round()
         began = time.perf_counter()
@@ -232,7 +211,7 @@ class Simulation:
         absent = self._score_initial_models() if self._evaluates_absent else None
         scores = absent.copy() if absent else ScoreTable(np.zeros(self._score_shape))
         keeps_absent = absent if absent and train else None
-        return _Round(request, joined, servers, sent, scores, keeps_absent, began)
+        return RoundWork(request, joined, servers, sent, scores, keeps_absent, began)
 
     def _server_round(self, run: int, round: int, clients: Sequence[int]) -> ServerRound:
         sizes = [self.task.size(client) for client in range(self.population)]
@@ -251,13 +230,9 @@ class Simulation:
         """Return who takes part in a round of a run."""
         return draw_participants(seed, round, self.population, self.join_ratio)
 
-    def _take_result(self, work: _Round, result: CohortResult, on_model: OnModel | None) -> None:
+    def _take_result(self, work: RoundWork, result: CohortResult, on_model: OnModel | None) -> None:
         """Note what a cohort did, and keep its clients' states."""
-        work.pending_metrics.append((result.lanes, result.metrics))
-        work.weights.add(result.lanes, result.weights)
-        work.scores.add(result.lanes, result.scores)
-        if work.absent_scores:
-            work.absent_scores.add(result.lanes, result.scores_after_training)
+        work.add_figures(result)
         if work.request.train:
             self._note_diverged(work, result)
             self.transport.keep_states(result, self.on_divergence)
@@ -266,7 +241,7 @@ class Simulation:
             for i, (run, client) in enumerate(result.lanes):
                 self._give_model(on_model, run, client, take(result.evaluated, slice(i, i + 1)))
 
-    def _note_diverged(self, work: _Round, result: CohortResult) -> None:
+    def _note_diverged(self, work: RoundWork, result: CohortResult) -> None:
         """Note the lanes whose training failed. Their uploads and states do not count."""
         for position in result.diverged:
             run, client = lane = result.lanes[position]
@@ -282,14 +257,13 @@ class Simulation:
             work.faults.append(fault)
             work.diverged.add(lane)
 
-    def _aggregate(self, work: _Round) -> list[State]:
+    def _aggregate(self, work: RoundWork) -> list[State]:
         """Return every run's server after the round."""
         servers = list(self.servers)
-        everybody = [lane for lanes, _ in work.uploads for lane in lanes]
-        counted = [lane for lane in everybody if lane not in work.diverged]
+        counted = list(work.counted())
         needed = self.transport.updates_needed()
         if len(counted) < needed:
-            if needed > 1 or not everybody:
+            if needed > 1 or not work.uploads:
                 self.on_message(
                     f"Round {work.request.round}: {len(counted)} good updates, but {needed} are "
                     "required. The global model does not change."
@@ -303,43 +277,17 @@ class Simulation:
             sizes = [self.task.size(client) for client in clients]
             if sum(sizes):
                 weights = to_device(self.task.device, sizes).double()
-                uploads = Uploads(clients, weights, self._list_pieces(work, run))
+                pieces = work.list_pieces(run, partial(self._reset_transient, run))
+                uploads = Uploads(clients, weights, pieces)
                 servers[run] = self.method.aggregate(servers[run], uploads, server_round)
         return servers
 
-    def _list_pieces(self, work: _Round, run: int) -> list[Piece]:
-        """Return what the cohorts of a round uploaded for one run, without diverged clients."""
-        pieces = []
-        for lanes, upload in work.uploads:
-            own = [
-                (position, lane[1])
-                for position, lane in enumerate(lanes)
-                if lane[0] == run and lane not in work.diverged
-            ]
-            if own:
-                positions, clients = zip(*own, strict=True)
-                pieces.append(Piece(self._reset_transient(run, upload), positions, clients))
-        return pieces
-
-    def _settle(self, work: _Round) -> None:
-        """Bring the round's figures from the device to the host."""
-        tables = [work.scores, *([work.absent_scores] if work.absent_scores else [])]
-        # A client whose round did not count keeps the scores that it had before.
-        settle(tables, skip=work.diverged if work.absent_scores else ())
-        for lanes, values in work.pending_metrics:
-            for name, figures in values.items():
-                own = zip(lanes, figures.tolist(), strict=True)
-                work.metrics.setdefault(name, {}).update(own)
-        for lane in work.diverged:
-            self._diverged[lane] = self._diverged.get(lane, 0) + 1
-
-    def _finish_round(self, work: _Round, servers: list[State]) -> None:
-        counted = {lane for lanes, _ in work.uploads for lane in lanes} - work.diverged
+    def _finish_round(self, work: RoundWork, servers: list[State]) -> None:
         self.servers, self.round = servers, work.request.round
         self._explained |= work.explained
         if work.absent_scores:
             self.absent_scores = work.absent_scores.values
-        self.transport.finish_round(work.request.round, counted)
+        self.transport.finish_round(work.request.round, set(work.counted()))
 
     # --- evaluation ----------------------------------------------------------------------------
 
@@ -365,7 +313,7 @@ class Simulation:
             self.absent_scores = table.values
         return ScoreTable(self.absent_scores.copy())
 
-    def _score_absent(self, work: _Round) -> None:
+    def _score_absent(self, work: RoundWork) -> None:
         """Test the global model on the samples of absent clients, if it is their model."""
         if self.method.has_personal_models or self.join_ratio == 1:
             return
@@ -377,38 +325,21 @@ class Simulation:
         for result in self.transport.score_models(work.request.round, models, absent):
             work.scores.add(result.lanes, result.scores)
 
-    def _report(self, work: _Round) -> list[Evaluation]:
+    def _report(self, work: RoundWork) -> list[Evaluation]:
         """Return what is reported of every run."""
-        weights = work.weights.collect(len(self.seeds))
-        rows = [self._make_row(work, run) for run in range(len(self.seeds))]
+        evaluations = []
+        for run, weights in enumerate(work.weights.collect(len(self.seeds))):
+            row = work.make_row(
+                run,
+                slice(None) if self.eval_clients == "all" else work.joined[run],
+                validates="validation" in self.parts,
+                seed=self.seeds[run],
+                sent=self._count_numbers(work.sent[run]),
+                diverged=sum(n for lane, n in self._diverged.items() if lane[0] == run),
+            )
+            evaluations.append(Evaluation(row, work.scores.values[run, :, 0], weights))
         self._diverged = {}
-        return [
-            Evaluation(row, work.scores.values[run, :, 0], weights[run])
-            for run, row in enumerate(rows)
-        ]
-
-    def _make_row(self, work: _Round, run: int) -> HistoryRow:
-        joined, scores = work.joined[run], work.scores
-        clients = slice(None) if self.eval_clients == "all" else joined
-        accuracy, loss = scores.share(run, clients, 0)
-        is_validated = "validation" in self.parts
-        metrics = {}
-        for name, values in work.metrics.items():
-            own = [v for lane, v in values.items() if lane[0] == run and not np.isnan(v)]
-            metrics[name] = float(np.mean(own)) if own else float("nan")
-        return HistoryRow(
-            seed=self.seeds[run],
-            round=work.request.round - 1,
-            accuracy=accuracy,
-            loss=loss,
-            accuracy_joined=scores.share(run, joined, 0)[0],
-            accuracy_validation=scores.share(run, clients, 1)[0] if is_validated else None,
-            metrics=metrics,
-            sent=self._count_numbers(work.sent[run]),
-            uploaded=work.uploaded,
-            diverged=sum(n for lane, n in self._diverged.items() if lane[0] == run),
-            seconds=time.perf_counter() - work.began,
-        )
+        return evaluations
 
     # --- models at the end ---------------------------------------------------------------------
 
@@ -417,7 +348,7 @@ class Simulation:
         saved = drop_transient(self.task, model)
         on_model(PersonalModel(self.seeds[run], client, saved, is_initial))
 
-    def _give_last_models(self, work: _Round, on_model: OnModel) -> None:
+    def _give_last_models(self, work: RoundWork, on_model: OnModel) -> None:
         """Give the global models, and the personal models of absent clients."""
         for run, server in enumerate(self.servers):
             if model := self.method.global_model(server):

@@ -1,0 +1,104 @@
+"""What a round collects until it is over."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedala.lanes import Message
+from fedala.lanes.messages import Piece
+from fedala.methods import ServerRound
+from fedala.records import Fault, HistoryRow
+from fedala.simulation.client_round import CohortResult, RoundRequest
+from fedala.simulation.client_states import Lane
+from fedala.simulation.scores import ScoreTable, WeightLog, settle
+
+
+@dataclass
+class RoundWork:
+    """One round of all runs: what was sent, and what the cohorts have done so far."""
+
+    request: RoundRequest
+    joined: list[list[int]]
+    servers: list[ServerRound]
+    sent: list[Message]
+    scores: ScoreTable
+    absent_scores: ScoreTable | None
+    """What clients score until they take part again; None if nobody asks."""
+    began: float
+    uploads: list[tuple[Sequence[Lane], Message]] = field(default_factory=list)
+    weights: WeightLog = field(default_factory=WeightLog)
+    faults: list[Fault] = field(default_factory=list)
+    diverged: set[Lane] = field(default_factory=set)
+    explained: set[Lane] = field(default_factory=set)
+    """Diverged lanes whose first bad step has been looked for."""
+    uploaded: int = 0
+    """Numbers that each participant uploaded."""
+    _metrics: list[tuple[Sequence[Lane], dict[str, Tensor]]] = field(default_factory=list)
+
+    def add_figures(self, result: CohortResult) -> None:
+        """Note the metrics, scores and weights of a cohort. They stay on the device."""
+        self._metrics.append((result.lanes, result.metrics))
+        self.weights.add(result.lanes, result.weights)
+        self.scores.add(result.lanes, result.scores)
+        if self.absent_scores:
+            self.absent_scores.add(result.lanes, result.scores_after_training)
+
+    def counted(self) -> Iterator[Lane]:
+        """Yield the lanes whose uploads count."""
+        for lanes, _ in self.uploads:
+            yield from (lane for lane in lanes if lane not in self.diverged)
+
+    def list_pieces(self, run: int, complete: Callable[[Message], Message]) -> list[Piece]:
+        """Return the uploads of one run that count, each as `complete` makes it."""
+        pieces = []
+        for lanes, upload in self.uploads:
+            own = [
+                (position, lane[1])
+                for position, lane in enumerate(lanes)
+                if lane[0] == run and lane not in self.diverged
+            ]
+            if own:
+                positions, clients = zip(*own, strict=True)
+                pieces.append(Piece(complete(upload), positions, clients))
+        return pieces
+
+    def settle(self) -> None:
+        """Bring the scores from the device to the host.
+
+        A client whose round did not count keeps the scores that it had before.
+        """
+        if self.absent_scores:
+            settle([self.scores, self.absent_scores], skip=self.diverged)
+        else:
+            settle([self.scores])
+
+    def make_row(self, run: int, clients: Any, *, validates: bool, **cells: Any) -> HistoryRow:
+        """Make the row of one run, with the accuracy of `clients`; `cells` are its other fields."""
+        accuracy, loss = self.scores.share(run, clients, 0)
+        validation = self.scores.share(run, clients, 1)[0] if validates else None
+        return HistoryRow(
+            round=self.request.round - 1,
+            accuracy=accuracy,
+            loss=loss,
+            accuracy_joined=self.scores.share(run, self.joined[run], 0)[0],
+            accuracy_validation=validation,
+            metrics=self._average_metrics(run),
+            uploaded=self.uploaded,
+            seconds=time.perf_counter() - self.began,
+            **cells,
+        )
+
+    def _average_metrics(self, run: int) -> dict[str, float]:
+        """Return the mean of each metric over the participants of a run, without NaN."""
+        values: dict[str, list[float]] = {}
+        for lanes, metrics in self._metrics:
+            for name, figures in metrics.items():
+                own = values.setdefault(name, [])
+                for lane, figure in zip(lanes, figures.tolist(), strict=True):
+                    if lane[0] == run and not np.isnan(figure):
+                        own.append(figure)
+        return {name: float(np.mean(own)) if own else float("nan") for name, own in values.items()}
