@@ -7,6 +7,7 @@ from torch import nn
 
 from fedala import ALA, UserError
 from fedala.ala import make_reports
+from fedala.cuda.backend import CudaBackend
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
 from fedala.lanes.local_aggregation import init_state, initialize
@@ -94,10 +95,39 @@ def test_captured_steps_are_the_steps_themselves(monkeypatch):
     }
     cohort = Cohort(task, order, [0] * 7)
     captured = [cohort.sgd(params, epochs=2, proximal=(0.1, params)) for _ in range(2)]
-    assert len(task.backend._captured) == 1
-    monkeypatch.setattr(task.backend, "capture_steps", lambda *_: None)
+    assert task.backend._captured
+    monkeypatch.setattr(CudaBackend, "capture_steps", lambda *_: None)
     assert_close(captured[0], captured[1], 0)
     assert_close(captured[0], cohort.sgd(params, epochs=2, proximal=(0.1, params)), 1e-6)
+
+
+@pytest.mark.parametrize("by_lane", [False, True], ids=["one rate", "a rate for each lane"])
+def test_rounds_with_other_rates_replay_the_same_graphs(by_lane, monkeypatch):
+    """A graph for each number of lanes that have a full batch, however often the rate changes."""
+    task = image_task("cuda")
+    order = sorted(range(len(SIZES)), key=lambda client: -SIZES[client])
+    start = start_of(task, small_cnn)
+    params = join([start(seed) for seed in range(len(SIZES))])
+    rates = [0.1, 0.02, 0.3]
+    if by_lane:
+        rates = [torch.linspace(lr, lr / 2, len(SIZES), device="cuda") for lr in rates]
+
+    def train(round):
+        cohort = Cohort(task, order, [0] * len(SIZES), round=round)
+        return cohort.sgd(params, lr=rates[round - 1])
+
+    captured, graphs = [], []
+    for round in (1, 2, 3):
+        captured.append(train(round))
+        [steps] = task.backend._captured.values()
+        graphs.append(dict(steps.graphs))
+    batches = max(SIZES) // task.batch_size
+    full = {sum(n >= task.batch_size * (i + 1) for n in SIZES) for i in range(batches)}
+    assert sorted(lanes for lanes, _ in graphs[0]) == sorted(full)
+    assert graphs[0] == graphs[1] == graphs[2]
+    monkeypatch.setattr(CudaBackend, "capture_steps", lambda *_: None)
+    for round in (1, 2, 3):
+        assert_close(captured[round - 1], train(round), 1e-6)
 
 
 def test_a_deep_network_with_batch_normalisation():

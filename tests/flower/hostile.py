@@ -149,12 +149,53 @@ ARRAYS: dict[str, Kind] = {
     **{f"an array declared as {name}": declare(**fields) for name, fields in DECLARED.items()},
     "an array is missing": with_arrays(lambda arrays: arrays.pop("out.bias")),
     "an array too many": with_array("trojan", BIAS),
+    "an extra tensor that the method does not have": with_array("+extra/control", BIAS),
+    "a nested extra tensor that the method does not have": with_array("+extra/a/b", BIAS),
+    "a parameter as an extra tensor, too": with_array("+extra/out.bias", BIAS),
     "an array with a name of a million letters": with_array(LONG, BIAS),
     "an array with control characters in its name": with_array(FORGED, BIAS),
     "two thousand arrays too many": with_arrays(add_many_arrays),
     "no arrays": with_arrays(lambda arrays: arrays.clear()),
     "a counter below zero": with_array("norm.num_batches_tracked", np.int64(-1)),
     "a counter out of range": with_array("norm.num_batches_tracked", np.int64(2**62)),
+}
+
+#: Bad extra tensors of the method in controlled.py, which uploads control/moves/… and joined.
+MOVE = "+extra/control/moves/out.bias"
+EXTRAS: dict[str, Kind] = {
+    "an unknown extra tensor": with_array("+extra/trojan", BIAS),
+    "an unknown extra tensor in a branch": with_array("+extra/control/trojan", BIAS),
+    "an extra tensor for a parameter that does not exist": with_array(f"{MOVE}s", BIAS),
+    "an extra tensor is missing": with_arrays(lambda arrays: arrays.pop("+extra/joined")),
+    "a nested extra tensor is missing": with_arrays(lambda arrays: arrays.pop(MOVE)),
+    "no extra tensors": with_arrays(
+        lambda arrays: [arrays.pop(name) for name in list(arrays) if name.startswith("+extra/")]
+    ),
+    "only extra tensors": with_arrays(
+        lambda arrays: [arrays.pop(name) for name in list(arrays) if name[0] != "+"]
+    ),
+    "an extra tensor of another shape": with_array(MOVE, BIAS[:2]),
+    "an extra tensor with a lane": with_array(MOVE, BIAS[None]),
+    "an extra tensor of another type": with_array(MOVE, BIAS.astype(np.float64)),
+    "an extra counter that is a fraction": with_array("+extra/joined", np.float32(1)),
+    "an extra tensor of NaN": with_array(MOVE, np.array([0, np.nan, 0], np.float32)),
+    "an extra tensor of infinity": with_array(MOVE, np.array([0, np.inf, 0], np.float32)),
+    "an extra counter below zero": with_array("+extra/joined", np.int64(-1)),
+    "an extra counter out of range": with_array("+extra/joined", np.int64(2**62)),
+    "an extra tensor that is also a branch": with_array("+extra/joined/x", np.int64(1)),
+    "an extra branch that is also a tensor": with_array("+extra/control", BIAS),
+    "an inner extra branch that is also a tensor": with_array("+extra/control/moves", BIAS),
+    "an extra branch in place of a tensor": with_arrays(
+        lambda arrays: arrays.update({"+extra/joined/x": arrays.pop("+extra/joined")})
+    ),
+    "an extra tensor in place of a branch": with_arrays(
+        lambda arrays: arrays.update({"+extra/control": arrays.pop(MOVE)})
+    ),
+    "an extra tensor without its mark": with_array("control/moves/out.bias", BIAS),
+    "an extra tensor without a name": with_array("+extra/", BIAS),
+    "an extra tensor with an empty name in its path": with_array("+extra/control//out.bias", BIAS),
+    "an extra tensor with control characters in its name": with_array(f"+extra/{FORGED}", BIAS),
+    "an extra tensor below a hundred thousand others": with_array("+extra/" + "a/" * 10**5, BIAS),
 }
 
 

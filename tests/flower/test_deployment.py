@@ -53,9 +53,14 @@ def submit(federation, tmp_path, **options):
 
 
 def finish(federation, run, tmp_path, seconds=600):
-    return follow_run(
-        federation, run, RunFolder(tmp_path / "runs" / "fedala"), seconds=seconds
-    ).history()
+    folder = RunFolder(tmp_path / "runs" / "fedala")
+    return read_history(follow_run(federation, run, folder, seconds=seconds))
+
+
+def read_history(folder):
+    """Return the rows of the folder's only method."""
+    [rows] = folder.history().values()
+    return rows
 
 
 def run_simulation(clients=2, **options):
@@ -306,7 +311,7 @@ def test_flowers_simulation_engine_equals_the_simulation(simulate, tmp_path):
         log = simulate(APP, {**RUN, "clients": 2, **names})
         folder = RunFolder(tmp_path / "runs" / method)
         assert (folder.path / "summary.json").exists(), log
-        assert_same_rows(folder.history(), run_simulation(method=method).history)
+        assert_same_rows(read_history(folder), run_simulation(method=method).history)
 
 
 #: Flower's default, which installs the dependencies of an app, but without an index.
@@ -337,8 +342,8 @@ def test_a_superlink_runs_a_generated_app(app_folder, tmp_path):
             federation.start_node(client)
         run = federation.submit(app_folder)
         folder = RunFolder(federation.folder / "runs" / "fedala")
-        history = follow_run(federation, run, folder, seconds=240).history()
-        assert [row["round"] for row in history] == [0, 1]
+        history = read_history(follow_run(federation, run, folder, seconds=240))
+        assert [row.round for row in history] == [0, 1]
         assert "App dependencies installed successfully" in federation.read_run_log(run)
 
 

@@ -83,7 +83,7 @@ def assert_same_state(a, b):
 
 
 def list_figures(result):
-    return [(row["accuracy"], row["loss"], row["accuracy_joined"]) for row in result.history]
+    return [(row.accuracy, row.loss, row.accuracy_joined) for row in result.history]
 
 
 def test_a_server_needs_no_disk_space_for_the_states_of_clients(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_damaged_state_is_set_aside_and_logged(damage, tmp_path, caplog):
     assert "Round 3: client 1 had LOST its state and started over." in caplog.text
     aside = list(folder.glob("round-000002.safetensors.damaged-*"))
     assert len(aside) == (0 if damage == "gone" else 1)
-    assert [row["round"] for row in result.history] == [0, 1, 2, 3]
+    assert [row.round for row in result.history] == [0, 1, 2, 3]
     assert_weights_are_ones_if_nothing_was_learned(tmp_path)
 
 
@@ -338,8 +338,8 @@ def test_a_client_that_diverges_is_dropped_as_in_the_simulation(on_divergence, t
     options = {"method": "fedala", "lr": 1e9, "rounds": 2, "on_divergence": on_divergence}
     federated = federate(tmp_path, **options)
     simulated = fedala.run(dataset=build_federation(), model=Net, lanes="1", **{**RUN, **options})
-    assert [row["diverged"] for row in federated.history] == [
-        row["diverged"] for row in simulated.history
+    assert [row.diverged for row in federated.history] == [
+        row.diverged for row in simulated.history
     ]
     assert sum(row.diverged for row in federated.history) > 0
     assert [row.accuracy for row in federated.history] == [

@@ -57,7 +57,7 @@ def federate(folder, kinds=(), message_type="", **options):
 
 def list_figures(result):
     return [
-        {key: repr(value) for key, value in row.items() if key not in ("seconds", "clients")}
+        {key: repr(value) for key, value in row.columns().items() if key != "seconds"}
         for row in result.history
     ]
 

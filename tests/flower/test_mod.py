@@ -38,7 +38,7 @@ from flwr.serverapp.strategy import FedAvg  # noqa: E402
 
 from fedala import ALA, UserError  # noqa: E402
 from fedala.flower import ala_mod, order_mods  # noqa: E402
-from fedala.io.files import load, save  # noqa: E402
+from fedala.io.tensor_files import load, save  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,19 +23,23 @@ def assert_same_rows(there, here):
             )
 
 
-def assert_same_models(folder, state, simulated, method):
-    """Compare the server's global model, and each client's personal one from its own files."""
+def load_models(tmp_path):
+    """Load the server's global model, and each client's personal one from its own files."""
     models = {}
-    for path in (folder / "models").rglob("*.safetensors"):
+    for path in (tmp_path / "runs" / "fedala" / "models").rglob("*.safetensors"):
         assert path.name == "global.safetensors"
         models[None] = load_file(path)
     for client in range(3):
-        path = state / "fedala" / f"client-{client:05d}" / "model.safetensors"
+        path = tmp_path / "state" / "fedala" / f"client-{client:05d}" / "model.safetensors"
         if path.exists():
             models[client] = load_file(path)
+    return models
+
+
+def assert_same_models(models, simulated, tolerance=1e-6):
     assert {(RUN["seed"], client) for client in models} == simulated.keys()
     for client, model in models.items():
-        assert_close(model, simulated[RUN["seed"], client], 1e-6)
+        assert_close(model, simulated[RUN["seed"], client], tolerance)
 
 
 @pytest.mark.parametrize("method", [*catalogue(), "ditto+ala", "fedrep+ala", "pfedme+ala"])
@@ -44,7 +48,7 @@ def test_a_federation_equals_the_simulation(method, tmp_path):
     _, federated = run_in_process(tmp_path, **options)
     simulated = fedala.run(dataset=build_federation(), model=Net, lanes="1", **RUN, **options)
     assert_same_rows(federated.history, simulated.history)
-    assert_same_models(tmp_path / "runs" / "fedala", tmp_path / "state", simulated.models, method)
+    assert_same_models(load_models(tmp_path), simulated.models)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedala", "fedrep", "fedfomo", "local"])

@@ -19,7 +19,7 @@ from flower.inprocess import CUSTOM, RUN, InProcessGrid  # noqa: E402
 
 from fedala import UserError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
-from fedala.flower.arrays import pack_tree, unpack_tree  # noqa: E402
+from fedala.flower.arrays import pack_message, unpack_message  # noqa: E402
 from fedala.flower.experiment import (  # noqa: E402
     build_node_config,
     make_paths_absolute,
@@ -28,6 +28,7 @@ from fedala.flower.experiment import (  # noqa: E402
 from fedala.flower.nodes import Nodes  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 from fedala.io import tensor_files  # noqa: E402
+from fedala.lanes import Message  # noqa: E402
 from fedala.runs.config import Config  # noqa: E402
 
 
@@ -321,7 +322,7 @@ def test_every_type_of_number_in_a_model_arrives():
     )
     model = {str(kind): torch.tensor([[[1, 0, 1]]]).to(kind) for kind in kinds}
     model |= {"none": torch.zeros(1, 0, 3), "one": torch.tensor([2.5])}
-    unpacked = unpack_tree(pack_tree(model), model)
+    unpacked = unpack_message(pack_message(Message(model)), Message(model)).model
     assert all(
         torch.equal(unpacked[name], value) and unpacked[name].dtype == value.dtype
         for name, value in model.items()
@@ -329,7 +330,8 @@ def test_every_type_of_number_in_a_model_arrives():
 
 
 def test_a_truth_value_that_is_neither_is_refused():
-    record = pack_tree({"mask": torch.tensor([[True, False]])})
+    message = Message({"mask": torch.tensor([[True, False]])})
+    record = pack_message(message)
     record["mask"].data = record["mask"].data[:-1] + b"\x07"
     with pytest.raises(UserError, match="neither true nor false"):
-        unpack_tree(record, {"mask": torch.tensor([[True, False]])})
+        unpack_message(record, message)

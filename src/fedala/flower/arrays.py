@@ -86,6 +86,12 @@ def check_distance(upload: Params, sent: Params, max_norm: float) -> None:
 
 def flatten_message(message: Message) -> dict[str, Tensor]:
     """Return the tensors of a message by their names in a record."""
+    for name in message.model:
+        if name.startswith(EXTRA):
+            raise UserError(
+                f"{EXTRA} marks extra tensors in messages: the parameter {name} must have "
+                "another name."
+            )
     extra = flatten_tree(message.extra)
     return {**message.model, **{f"{EXTRA}{path}": leaf for path, leaf in extra.items()}}
 

@@ -17,7 +17,7 @@ from fedala.flower.experiment import Deployment
 from fedala.flower.messages import EVALUATE_RECEIVED, MAX_LOSS, PARTS, Reply, Request, clean_text
 from fedala.flower.nodes import Nodes
 from fedala.lanes import Message, Params
-from fedala.lanes.messages import add_transient, drop_transient
+from fedala.lanes.messages import drop_transient
 from fedala.lanes.trees import count_lanes, take
 from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import ClientStates, Lane
@@ -37,11 +37,9 @@ class FlowerTransport(Transport):
         self.setup, self.nodes, self.deployment = setup, nodes, deployment
         self.client_states = ClientStates(setup.task.device, everybody=True)
         method, task, initial = setup.method, setup.task, setup.initial[0]
-        self.shared = method.shared_part(task, initial)
+        shared = drop_transient(task, method.shared_part(task, initial))
         #: An upload of one lane: names, types and shapes.
-        self.template = Message(
-            drop_transient(task, self.shared), method.extra_template(task, initial)
-        )
+        self.template = Message(shared, method.extra_template(task, initial))
         #: The last round of each client whose update was counted, from 1.
         self.counted: dict[int, int] = {}
         empty: list[Any] = [range(0)] * nodes.population
@@ -91,8 +89,9 @@ class FlowerTransport(Transport):
             contents[client] = work.pack()
         seconds = self.deployment.round_timeout
         answers = self.nodes.exchange(kind, contents, request.round, seconds)
-        for client, answer in sorted(answers.items()):
-            result = self._read_answer(client, answer, request, messages[client])
+        for client in sorted(answers):
+            # Forget each answer once it is decoded: the server holds every upload only once.
+            result = self._read_answer(client, answers.pop(client), request, messages[client])
             if result is not None:
                 yield result
 
@@ -178,10 +177,9 @@ class FlowerTransport(Transport):
         )
         self._check_sizes(client, reply, result)
         if request.train and reply.is_finite:
-            upload = unpack_message(reply.arrays, self.template)
+            result.upload = unpack_message(reply.arrays, self.template)
             if self.deployment.max_norm:
-                check_distance(upload.model, sent.model, self.deployment.max_norm)
-            result.upload = add_transient(self.setup.task, upload, self.shared)
+                check_distance(result.upload.model, sent.model, self.deployment.max_norm)
         elif reply.arrays:
             raise UserError("it sends arrays, but should not send any")
         elif not request.train and not reply.is_finite:

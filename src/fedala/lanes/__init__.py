@@ -5,7 +5,7 @@ from fedala.lanes.messages import Message, Uploads
 from fedala.lanes.row_gradients import Gradients
 from fedala.lanes.task import Task
 from fedala.lanes.training import SGD, densify, descend, pull
-from fedala.lanes.trees import Params, State, broadcast_lanes
+from fedala.lanes.trees import Params, State, broadcast_lanes, tree_map
 
 __all__ = [
     "SGD",
@@ -20,4 +20,5 @@ __all__ = [
     "densify",
     "descend",
     "pull",
+    "tree_map",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedala.lanes.samples import to_device
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, State, join, leaves, take, tree_map
+from fedala.lanes.trees import Params, State, leaves, take, tree_map
 
 #: The bytes of uploads that are copied at a time while they are averaged.
 BLOCK = 2**24
@@ -55,9 +55,12 @@ class Uploads:
 
     def stack(self) -> Message:
         """Return all uploads as one message, a lane for each client: a copy."""
-        pieces = [take(piece.message, list(piece.lanes)) for piece in self.pieces]
-        order = [client for piece in self.pieces for client in piece.clients]
-        stacked: Message = take(join(pieces), [order.index(client) for client in self.clients])
+        sources = self._sources()
+        lanes = to_device(self.weights.device, [lane for _, lane in sources])
+        stacked: Message = tree_map(
+            lambda *values: _copy_lanes(values, sources, lanes),
+            *(piece.message for piece in self.pieces),
+        )
         return stacked
 
     def average(self, weights: Tensor | None = None) -> Message:
@@ -96,19 +99,32 @@ def _mean(
     share: Tensor,
 ) -> Tensor:
     """Return Σ share·value as one lane, copying at most about `BLOCK` bytes at a time."""
-    flat = [value.reshape(len(value), -1) for value in values]
-    width, shape = flat[0].shape[1], values[0].shape[1:]
-    step = max(1, BLOCK // (len(sources) * flat[0].element_size()))
+    # Columns in the order of memory (one lane may stand channels last) are views, not copies.
+    strides = values[0].stride()
+    order = sorted(range(1, len(strides)), key=lambda dimension: -strides[dimension])
+    sorted_values = [value.permute(0, *order) for value in values]
+    flat = [value.reshape(len(value), -1) for value in sorted_values]
+    width, shape = flat[0].shape[1], sorted_values[0].shape[1:]
+    step = max(2, BLOCK // (len(sources) * flat[0].element_size()))
+    # A single column is added up in another order than several: it never is a block of its own.
+    starts = range(0, max(width - 1, 1), step)
     means = []
-    for start in range(0, max(width, 1), step):
-        columns = slice(start, start + step)
-        if len(flat) == 1:
-            block = flat[0][:, columns].index_select(0, lanes)
-        else:
-            block = torch.stack([flat[piece][lane, columns] for piece, lane in sources])
-        means.append(torch.tensordot(share, block, 1))
+    for start, end in zip(starts, [*starts[1:], width], strict=True):
+        # A block has no name, so that it is freed before the next one is copied.
+        columns = [value[:, start:end] for value in flat]
+        means.append(torch.tensordot(share, _copy_lanes(columns, sources, lanes), 1))
     whole = means[0] if len(means) == 1 else torch.cat(means)
-    return whole.view(1, *shape)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return whole.view(1, *shape).permute(0, *(1 + position for position in back)).contiguous()
+
+
+def _copy_lanes(
+    values: Sequence[Tensor], sources: Sequence[tuple[int, int]], lanes: Tensor
+) -> Tensor:
+    """Copy the clients' lanes out of the pieces, in the order of `sources`."""
+    if len(values) == 1:
+        return values[0].index_select(0, lanes)
+    return torch.stack([values[piece][lane] for piece, lane in sources])
 
 
 def count_numbers_per_lane(message: Message) -> int:
@@ -122,14 +138,17 @@ def drop_transient(task: Task, model: Params) -> Params:
 
 
 def add_transient(task: Task, message: Message, shared: Params) -> Message:
-    """Give a message back the buffers that did not travel; `shared` is what the method shares."""
+    """Give a message the initial values of the buffers that do not travel.
+
+    `shared` is the part of the initial model that the method shares, as one lane.
+    """
     names = task.transient & shared.keys()
     if not message.model or not names:
         return message
+    name, some = next(iter(message.model.items()))
+    sizes = some.shape[: 1 + some.dim() - shared[name].dim()]  # lanes, and models of a stack
     model = dict(message.model)
-    some = next(iter(message.model))
-    stack = model[some].shape[1:2] if model[some].dim() > shared[some].dim() else ()
     for name in names:
-        value = shared[name]
-        model[name] = value.expand(*stack, *value.shape).movedim(0, 1) if stack else value
+        inner = shared[name].shape[1:]
+        model[name] = shared[name].view(*[1] * len(sizes), *inner).expand(*sizes, *inner)
     return message._replace(model=model)

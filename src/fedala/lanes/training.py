@@ -26,7 +26,7 @@ def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
     """Take one step of gradient descent, in place. `lr` is [lane]."""
     whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
     targets = [params[name].detach() for name in whole]
-    if targets and targets[0].is_cuda and is_shared(lr):
+    if is_shared(lr) and all(map(_can_fuse, targets, whole.values())):
         _descend_fused(targets, list(whole.values()), lr[0])
     else:
         for target, gradient in zip(targets, whole.values(), strict=True):
@@ -34,6 +34,15 @@ def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
     for name, value in gradients.items():
         if isinstance(value, RowGradient):
             value.add_to(params[name].detach(), -lr)
+
+
+def _can_fuse(target: Tensor, gradient: Tensor) -> bool:
+    """Tell whether one GPU kernel can step this parameter together with others."""
+    return (
+        target.is_cuda
+        and target.dtype == gradient.dtype == torch.float32
+        and target.stride() == gradient.stride()
+    )
 
 
 def _descend_fused(targets: list[Tensor], gradients: list[Tensor], lr: Tensor) -> None:

@@ -7,7 +7,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from fedala.methods import catalogue
-from fedala.paper.experiments import Column, Printed, Table, tables
+from fedala.paper.experiments import Column, PrintedNumber, Table, tables
 from fedala.paper.results import CellResult, Results
 from fedala.report.progress import format_duration
 
@@ -135,14 +135,14 @@ def _compare_row(table: Table, method: str, results: Results) -> Iterator[SheetC
         if printed is None:
             yield from [None] * (2 if column.with_ala else 1)
             continue
-        found = find_results(column, method, results)
+        own = find_results(column, method, results)
         paper = format_spread(printed.accuracy, printed.std)
-        yield SheetCell(paper, tuple(_compare_accuracy(result, printed) for result in found))
+        yield SheetCell(paper, tuple(_compare_accuracy(result, printed) for result in own))
         if column.with_ala:
             yield _compare_improvement(column, method, printed, results)
 
 
-def _compare_accuracy(result: CellResult, printed: Printed) -> OwnNumber:
+def _compare_accuracy(result: CellResult, printed: PrintedNumber) -> OwnNumber:
     return OwnNumber(
         format_spread(result.accuracy, result.std),
         result.accuracy - printed.accuracy,
@@ -152,7 +152,7 @@ def _compare_accuracy(result: CellResult, printed: Printed) -> OwnNumber:
 
 
 def _compare_improvement(
-    column: Column, method: str, printed: Printed, results: Results
+    column: Column, method: str, printed: PrintedNumber, results: Results
 ) -> SheetCell:
     """Return what ALA adds to a method, if there are results with and without it."""
     ours = []
@@ -189,9 +189,9 @@ def _compare_costs(table: Table, results: Results) -> Sheet:
 
 def _cost_row(table: Table, method: str, results: Results) -> list[SheetCell | None]:
     [column] = table.columns
-    printed, found = table.cost_of(method), find_results(column, method, results)
+    printed, own = table.cost_of(method), find_results(column, method, results)
     total, each, parameters = [], [], []
-    for result in found:
+    for result in own:
         first, pace = result.seeds[0], result.seconds_per_round
         departures = (*result.departures, f"{first.together} seeds side by side")
         text = f"{format_duration(pace * result.best_round)} "
@@ -208,8 +208,8 @@ def _cost_row(table: Table, method: str, results: Results) -> list[SheetCell | N
 
 def find_results(column: Column, method: str, results: Results) -> list[CellResult]:
     """Return the results of a cell, in fixed order and shuffled."""
-    found = [results.find(column.cell(method, shuffle=shuffle)) for shuffle in (False, True)]
-    return [result for result in found if result]
+    both = [results.find(column.cell(method, shuffle=shuffle)) for shuffle in (False, True)]
+    return [result for result in both if result]
 
 
 def title_of(method: str) -> str:
@@ -274,7 +274,7 @@ def list_comparisons(results: Results) -> list[dict[str, Any]]:
     return rows
 
 
-def _list_printed() -> Iterator[tuple[Table, Column, str, Printed]]:
+def _list_printed() -> Iterator[tuple[Table, Column, str, PrintedNumber]]:
     """Yield every cell for which the paper prints an accuracy."""
     for table in tables().values():
         for column, method in table.entries():

@@ -97,7 +97,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedNumber:
     """What the paper prints in a cell of a table, in percent."""
 
     accuracy: float
@@ -163,7 +163,7 @@ class Table:
     parameters_in: int = 1
     """The unit of the printed numbers of parameters."""
 
-    def printed(self, column: Column, method: str) -> Printed | None:
+    def printed(self, column: Column, method: str) -> PrintedNumber | None:
         """Return what the paper prints in a cell; None if there is no such cell."""
         return _accuracies().get((self.name, column.name, method))
 
@@ -218,7 +218,7 @@ class Drawing:
 
 def drawings(*, digits: bool = False) -> dict[str, Drawing]:
     """Return every figure by name; with `digits`, on the embedded data, which takes seconds."""
-    found = {}
+    figures = {}
     for name, row in _data()["figures"].items():
         small = dict(row["digits"]) if digits else {}
         rate = small.pop("lr", None)
@@ -229,21 +229,21 @@ def drawings(*, digits: bool = False) -> dict[str, Drawing]:
                 setting.partition: replace(setting, dataset="digits", lr=rate) for setting in own
             }
             own = list(by_partition.values())
-        found[name] = Drawing(name, **{**values, "settings": tuple(own)})
-    return found
+        figures[name] = Drawing(name, **{**values, "settings": tuple(own)})
+    return figures
 
 
 @cache
 def tables() -> dict[str, Table]:
     """Return every table by name."""
-    found = {}
+    by_name = {}
     for row in _data()["tables"]:
         columns = [
             Column(**{**column, "setting": settings()[column.get("setting", column["name"])]})
             for column in row["columns"]
         ]
-        found[row["name"]] = Table(**{**row, "columns": tuple(columns)})
-    return found
+        by_name[row["name"]] = Table(**{**row, "columns": tuple(columns)})
+    return by_name
 
 
 @cache
@@ -322,14 +322,14 @@ def _data() -> Any:
 
 
 @cache
-def _accuracies() -> dict[tuple[str, str, str], Printed]:
-    found = {}
+def _accuracies() -> dict[tuple[str, str, str], PrintedNumber]:
+    numbers_by_cell = {}
     for row in csv.DictReader(io.StringIO(_read("printed.csv"))):
         numbers = [float(row[key]) if row[key] else None for key in ("std", "improvement")]
-        found[row["table"], row["column"], row["method"]] = Printed(
+        numbers_by_cell[row["table"], row["column"], row["method"]] = PrintedNumber(
             float(row["accuracy"]), *numbers
         )
-    return found
+    return numbers_by_cell
 
 
 @cache

@@ -31,8 +31,8 @@ _MARKDOWN = re.compile(r"[\\`*_\[\]|~$]|(?<=:)//|(?i:(?<=www)\.)|@")
 def escape_markdown(text: str) -> str:
     """Return one line of Markdown that shows exactly `text`, in a table or elsewhere."""
 
-    def escape(found: re.Match[str]) -> str:
-        return "&#64;" if found[0] == "@" else f"\\{found[0]}"
+    def escape(match: re.Match[str]) -> str:
+        return "&#64;" if match[0] == "@" else f"\\{match[0]}"
 
     return _MARKDOWN.sub(escape, html.escape(printable(text, 1000), quote=False))
 
@@ -147,4 +147,4 @@ _TEX = {
 
 
 def _tex(text: str) -> str:
-    return re.sub("|".join(map(re.escape, _TEX)), lambda found: _TEX[found[0]], text)
+    return re.sub("|".join(map(re.escape, _TEX)), lambda match: _TEX[match[0]], text)

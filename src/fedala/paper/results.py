@@ -126,22 +126,25 @@ class CellResult:
     @property
     def departures(self) -> list[str]:
         """List how the runs differ from the paper's experiment."""
-        paper, found = preset(), []
+        paper, departures = preset(), []
         most = max(seed.rounds for seed in self.seeds)
         if self.rounds < paper["rounds"]:
             rounds = f"{self.rounds}" if most == self.rounds else f"{self.rounds} to {most}"
-            found.append(f"{rounds} of {paper['rounds']} rounds")
+            departures.append(f"{rounds} of {paper['rounds']} rounds")
         if len(self.seeds) < paper["seeds"]:
-            found.append(f"{len(self.seeds)} of {paper['seeds']} seeds")
+            departures.append(f"{len(self.seeds)} of {paper['seeds']} seeds")
         if self.seeds[0].shuffle != paper["shuffle"]:
-            found.append("shuffled")
+            departures.append("shuffled")
         eval_every = max(seed.eval_every for seed in self.seeds)
         if eval_every > 1:
-            found.append(f"evaluated every {eval_every} rounds")
+            departures.append(f"evaluated every {eval_every} rounds")
         diverged = max(seed.diverged for seed in self.seeds)
         if diverged:
-            found.append(f"clients diverged in {diverged} round{'s' if diverged > 1 else ''}")
-        return [*found, *dict.fromkeys(f"data {seed.data}" for seed in self.seeds if seed.data)]
+            departures.append(f"clients diverged in {diverged} round{'s' if diverged > 1 else ''}")
+        return [
+            *departures,
+            *dict.fromkeys(f"data {seed.data}" for seed in self.seeds if seed.data),
+        ]
 
 
 class Results:
@@ -175,11 +178,11 @@ class Results:
         for seed in self.seeds:
             if seed.cell == cell.key:
                 by_schedule.setdefault(seed.schedule, []).append(seed)
-        found = [
+        results = [
             CellResult(tuple(sorted(own, key=lambda seed: seed.seed)))
             for own in by_schedule.values()
         ]
-        return max(found, key=lambda result: result.rounds, default=None)
+        return max(results, key=lambda result: result.rounds, default=None)
 
     def write(self, path: Path) -> None:
         """Write a line for each cell and seed, and the digest of the file."""

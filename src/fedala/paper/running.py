@@ -156,28 +156,30 @@ def _run_seeds(
 ) -> None:
     """Run some seeds of a cell side by side, from their last round to the last in the options."""
     folder = options.folder(cell) / f"seeds-{seeds.start}-{seeds.stop - 1}"
-    begun = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
-    reached = -1
+    earlier = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
+    last_round = -1
 
     def follow(_: str, row: HistoryRow) -> None:
-        nonlocal reached
-        reached = row.round
+        nonlocal last_round
+        last_round = row.round
         observer.row(str(cell), row)
 
     def is_over() -> bool:
-        return reached >= options.rounds or options.seconds_left <= 0
+        return last_round >= options.rounds or options.seconds_left <= 0
 
     run_observer = RunObserver(on_row=follow, should_stop=is_over)
     # A finished run without a checkpoint runs again from the start: it gives the same rows first.
-    if begun and (begun.keep_checkpoint or _last_round(folder, seeds) < int(begun.rounds or 0)):
-        config, resumes = _continue_config(begun, options), True
+    if earlier and (
+        earlier.keep_checkpoint or _last_round(folder, seeds) < int(earlier.rounds or 0)
+    ):
+        config, resumes = _continue_config(earlier, options), True
     else:
         config, resumes = _new_config(cell, seeds, options), False
     try:
         checked = _plan(config, cell, federation)
         execute(checked, folder, resume=resumes, force=not resumes, observer=run_observer)
     except Stopped:
-        if reached < options.rounds:
+        if last_round < options.rounds:
             raise
 
 
@@ -192,10 +194,10 @@ def _new_config(cell: Cell, seeds: range, options: RunOptions) -> Config:
     )
 
 
-def _continue_config(begun: Config, options: RunOptions) -> Config:
-    """Return the config of a run that has begun, with at least the rounds of the options."""
-    rounds = max(options.rounds, int(begun.rounds or 0))
-    return begun.with_changes({"rounds": rounds, **_machine_options(options)})
+def _continue_config(earlier: Config, options: RunOptions) -> Config:
+    """Return the config of an earlier run, with at least the rounds of the options."""
+    rounds = max(options.rounds, int(earlier.rounds or 0))
+    return earlier.with_changes({"rounds": rounds, **_machine_options(options)})
 
 
 def _machine_options(options: RunOptions) -> dict[str, Any]:

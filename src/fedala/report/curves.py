@@ -64,14 +64,14 @@ def find_target_rounds(
     seconds = sum_seconds(result)
     # The best so far only grows, so a binary search finds the first round that reaches a target.
     best = np.fmax.accumulate(np.nan_to_num(values, nan=-np.inf), axis=1)
-    found: list[tuple[list[int | None], list[float | None]]] = []
+    answers: list[tuple[list[int | None], list[float | None]]] = []
     for target in targets:
         first = [int(np.searchsorted(run, target)) for run in best]
         indices = [index if index < len(rounds) else None for index in first]
-        found.append(
+        answers.append(
             (
                 [None if index is None else rounds[index] for index in indices],
                 [None if index is None else float(seconds[index]) for index in indices],
             )
         )
-    return found
+    return answers

@@ -77,9 +77,9 @@ class MLflow:
         own = self.client.get_experiment_by_name("fedala")
         experiment_id = own.experiment_id if own else self.client.create_experiment("fedala")
         identity = _identity(folder, method, seed)
-        found = self.client.search_runs([experiment_id], f"tags.fedala = '{identity}'")
-        if found:
-            self.run = found[0].info.run_id
+        runs = self.client.search_runs([experiment_id], f"tags.fedala = '{identity}'")
+        if runs:
+            self.run = runs[0].info.run_id
             history = self.client.get_metric_history(self.run, "accuracy")
             self.last = max((metric.step for metric in history), default=-1)
         else:

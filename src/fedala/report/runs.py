@@ -138,12 +138,12 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _find_folders(path: Path) -> list[Path]:
     """Find the run folders below a folder that have begun."""
-    found = set()
+    folders = set()
     # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
     for level in (1, 2, 3):
         for sign in ("config.toml", "history.csv", "digests.json"):  # one of them may be missing
-            found |= {file.parent for file in path.glob("*/" * level + sign)}
-    return sorted(folder for folder in found if RunFolder(folder).has_begun())
+            folders |= {file.parent for file in path.glob("*/" * level + sign)}
+    return sorted(folder for folder in folders if RunFolder(folder).has_begun())
 
 
 def name_folders(paths: Sequence[Path]) -> list[str]:
@@ -162,11 +162,11 @@ def _count_shared(parts: Sequence[Sequence[str]], most: int) -> int:
 
 def distinct_splits(runs: Sequence[Run]) -> list[Run]:
     """Return the first run of each split."""
-    found: list[Run] = []
+    distinct: list[Run] = []
     for run in runs:
-        if run.split and all(run.split != other.split for other in found):
-            found.append(run)
-    return found
+        if run.split and all(run.split != other.split for other in distinct):
+            distinct.append(run)
+    return distinct
 
 
 def read_run(path: Path) -> Run:

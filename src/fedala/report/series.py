@@ -37,14 +37,14 @@ class Series:
 
 def list_series(runs: Sequence[Run]) -> list[Series]:
     """List every method of every folder, under labels that are unique."""
-    found: list[tuple[Run, MethodResult, int]] = []
+    entries: list[tuple[Run, MethodResult, int]] = []
     for run in runs:
         group = next(i for i, other in enumerate(runs) if run.is_comparable_to(other))
-        found += [(run, result, group) for result in run.results.values()]
-    titles = [result.title for _, result, _ in found]
-    has_one_group = len({group for _, _, group in found}) == 1
+        entries += [(run, result, group) for result in run.results.values()]
+    titles = [result.title for _, result, _ in entries]
+    has_one_group = len({group for _, _, group in entries}) == 1
     series = []
-    for index, (run, result, group) in enumerate(found):
+    for index, (run, result, group) in enumerate(entries):
         is_clear = has_one_group and titles.count(result.title) == 1
         label = result.title if is_clear else f"{result.title} · {run.name}"
         series.append(Series(run, result, label, index, group))
@@ -53,8 +53,8 @@ def list_series(runs: Sequence[Run]) -> list[Series]:
 
 def find_baseline(one: Series, method: str, series: Sequence[Series]) -> Series | None:
     """Find FedAvg or Local to compare with: in the same folder, or else in a comparable one."""
-    found = [
+    candidates = [
         other for other in series if other.result.method == method and other.group == one.group
     ]
-    own = [other for other in found if other.run is one.run]
-    return next(iter([*own, *found]), None)
+    own = [other for other in candidates if other.run is one.run]
+    return next(iter([*own, *candidates]), None)

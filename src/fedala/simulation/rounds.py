@@ -16,7 +16,12 @@ import torch
 
 from fedala.errors import RunError, UserError
 from fedala.lanes import Message, Params, State, Task, Uploads
-from fedala.lanes.messages import Piece, count_numbers_per_lane, drop_transient
+from fedala.lanes.messages import (
+    Piece,
+    add_transient,
+    count_numbers_per_lane,
+    drop_transient,
+)
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, matches, take, tree_map
 from fedala.methods import Method, ServerRound
@@ -101,11 +106,10 @@ class Simulation:
             else LocalTransport(setup, on_message=on_message, **local_options)
         )
         everybody = list(range(self.population))
+        self._shared = [method.shared_part(task, model) for model in self.initial]
         self.servers: list[State] = [
-            method.init_server(
-                task, method.shared_part(task, model), self._server_round(run, 0, everybody)
-            )
-            for run, model in enumerate(self.initial)
+            method.init_server(task, shared, self._server_round(run, 0, everybody))
+            for run, shared in enumerate(self._shared)
         ]
         #: How many rounds have been trained.
         self.round = 0
@@ -220,8 +224,8 @@ class Simulation:
         joined = [self.draw_participants(seed, round) for seed in self.seeds]
         servers = [self._server_round(run, round, own) for run, own in enumerate(joined)]
         sent = [
-            self.method.send(server, server_round)
-            for server, server_round in zip(self.servers, servers, strict=True)
+            self._reset_transient(run, self.method.send(self.servers[run], server_round))
+            for run, server_round in enumerate(servers)
         ]
         for message, server_round in zip(sent, servers, strict=True):
             _check_message(self.method, message, len(server_round.clients))
@@ -233,6 +237,15 @@ class Simulation:
     def _server_round(self, run: int, round: int, clients: Sequence[int]) -> ServerRound:
         sizes = [self.task.size(client) for client in range(self.population)]
         return ServerRound(self.seeds[run], round, self.rounds, clients, sizes)
+
+    def _reset_transient(self, run: int, message: Message) -> Message:
+        """Give a message the initial values of buffers that would not travel in a federation."""
+        return add_transient(self.task, message, self._shared[run])
+
+    def _count_numbers(self, message: Message) -> int:
+        """Return how many numbers of a message travel to or from one client."""
+        travelling = message._replace(model=drop_transient(self.task, message.model))
+        return count_numbers_per_lane(travelling)
 
     def draw_participants(self, seed: int, round: int) -> list[int]:
         """Return who takes part in a round of a run."""
@@ -284,15 +297,29 @@ class Simulation:
             work.uploads = []
             return servers
         if work.uploads:
-            work.uploaded = max(count_numbers_per_lane(upload) for _, upload in work.uploads)
+            work.uploaded = max(self._count_numbers(upload) for _, upload in work.uploads)
         for run, server_round in enumerate(work.servers):
             clients = sorted(client for other, client in counted if other == run)
             sizes = [self.task.size(client) for client in clients]
             if sum(sizes):
                 weights = to_device(self.task.device, sizes).double()
-                uploads = Uploads(clients, weights, _pieces(work, run))
+                uploads = Uploads(clients, weights, self._list_pieces(work, run))
                 servers[run] = self.method.aggregate(servers[run], uploads, server_round)
         return servers
+
+    def _list_pieces(self, work: _Round, run: int) -> list[Piece]:
+        """Return what the cohorts of a round uploaded for one run, without diverged clients."""
+        pieces = []
+        for lanes, upload in work.uploads:
+            own = [
+                (position, lane[1])
+                for position, lane in enumerate(lanes)
+                if lane[0] == run and lane not in work.diverged
+            ]
+            if own:
+                positions, clients = zip(*own, strict=True)
+                pieces.append(Piece(self._reset_transient(run, upload), positions, clients))
+        return pieces
 
     def _settle(self, work: _Round) -> None:
         """Bring the round's figures from the device to the host."""
@@ -343,7 +370,10 @@ class Simulation:
         if self.method.has_personal_models or self.join_ratio == 1:
             return
         absent = [list_absent(self.population, joined) for joined in work.joined]
-        models = [self.method.global_model(server) for server in self.servers]
+        models = [
+            self._reset_transient(run, Message(self.method.global_model(server))).model
+            for run, server in enumerate(self.servers)
+        ]
         for result in self.transport.score_models(work.request.round, models, absent):
             work.scores.add(result.lanes, result.scores)
 
@@ -374,7 +404,7 @@ class Simulation:
             accuracy_joined=scores.share(run, joined, 0)[0],
             accuracy_validation=scores.share(run, clients, 1)[0] if is_validated else None,
             metrics=metrics,
-            sent=count_numbers_per_lane(work.sent[run]),
+            sent=self._count_numbers(work.sent[run]),
             uploaded=work.uploaded,
             diverged=sum(n for lane, n in self._diverged.items() if lane[0] == run),
             seconds=time.perf_counter() - work.began,
@@ -400,21 +430,6 @@ class Simulation:
                     self._give_model(on_model, run, client, self.initial[run])
                 elif model := self.method.model_when_absent(Message(), state):
                     self._give_model(on_model, run, client, model)
-
-
-def _pieces(work: _Round, run: int) -> list[Piece]:
-    """Return what the cohorts of a round uploaded for one run, without diverged clients."""
-    pieces = []
-    for lanes, upload in work.uploads:
-        own = [
-            (position, lane[1])
-            for position, lane in enumerate(lanes)
-            if lane[0] == run and lane not in work.diverged
-        ]
-        if own:
-            positions, clients = zip(*own, strict=True)
-            pieces.append(Piece(upload, positions, clients))
-    return pieces
 
 
 def _check_message(method: Method, message: Message, clients: int) -> None:

@@ -47,7 +47,7 @@ def _collect_curves(one: Series) -> dict[str, Any]:
         "seconds": _round_values(sum_seconds(one.result)[chosen]),
         "seeds": list_seeds(one.result),
         "values": values,
-        "speed": [describe_speed(*found) for found in find_target_rounds(one.result, percents)],
+        "speed": [describe_speed(*pair) for pair in find_target_rounds(one.result, percents)],
     }
 
 

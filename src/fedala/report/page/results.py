@@ -118,8 +118,8 @@ def view_cost(series: Sequence[Series]) -> Cost:
     target = _choose_target(series)
     speed: list[Row] = []
     for one in series:
-        [reached] = find_target_rounds(one.result, [target / 100])
-        speed.append([label_cell(one), *describe_speed(*reached)])
+        [target_rounds] = find_target_rounds(one.result, [target / 100])
+        speed.append([label_cell(one), *describe_speed(*target_rounds)])
     speed_heads = ["Method", "Rounds", "Seconds", "Runs that reach it"]
     return Cost(
         Table(caption, heads, rows, style="figures"),
@@ -138,10 +138,10 @@ def _choose_target(series: Sequence[Series]) -> int:
 
 def describe_speed(rounds: list[int | None], seconds: list[float | None]) -> list[str]:
     """Return mean rounds and seconds of the runs that reach a target, and how many do."""
-    reached = [
+    pairs = [
         (r, s) for r, s in zip(rounds, seconds, strict=True) if r is not None and s is not None
     ]
-    if not reached:
+    if not pairs:
         return ["–", "–", f"0 of {len(rounds)}"]
-    mean_rounds, mean_seconds = np.mean(reached, axis=0)
-    return [f"{mean_rounds:.4g}", f"{mean_seconds:.3g}", f"{len(reached)} of {len(rounds)}"]
+    mean_rounds, mean_seconds = np.mean(pairs, axis=0)
+    return [f"{mean_rounds:.4g}", f"{mean_seconds:.3g}", f"{len(pairs)} of {len(rounds)}"]

@@ -1,0 +1,99 @@
+"""A score depends on no other lane, also if the model mixes the samples of a batch."""
+
+import numpy as np
+import pytest
+import torch
+from small import Net, ragged_task, start_of
+from torch import nn
+
+from fedala.lanes import evaluation
+from fedala.methods import make
+from fedala.models import cnn
+from fedala.simulation import Simulation
+
+SIZES = [30, 22, 13, 3, 8, 17, 0]
+
+
+class BatchStatistics(Net):
+    """Normalises by the batch at hand, also in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, track_running_stats=False)
+
+
+class BatchMean(Net):
+    """Subtracts the mean of its batch, in evaluation mode only."""
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores if self.training else scores - scores.mean(0)
+
+
+class Dropout(Net):
+    """Draws random numbers in training mode."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+MIXING = [BatchStatistics, BatchMean]
+
+
+def list_losses(model, method="fedavg", sizes=SIZES, **options):
+    task = ragged_task(sizes, model=model())
+    simulation = Simulation(make(method), task, start_of(task, model), rounds=3, **options)
+    return [one.row.loss for one in simulation.run()], task
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedala", "fedfomo"])
+@pytest.mark.parametrize("model", MIXING)
+def test_lanes_do_not_change_the_losses_of_a_model_that_mixes_samples(model, method):
+    alone, task = list_losses(model, method, lanes=1)
+    assert task.mixes_samples
+    for lanes in (2, None):
+        losses, _ = list_losses(model, method, lanes=lanes)
+        assert losses == pytest.approx(alone, abs=1e-10)
+
+
+@pytest.mark.parametrize("model", MIXING)
+def test_a_score_is_that_of_the_plain_module(model):
+    """Each client's samples are one batch of its own."""
+    task = ragged_task(SIZES, model=model())
+    initial = start_of(task, model)(0)
+    module = model().double()
+    module.load_state_dict({name: value[0] for name, value in initial.items()})
+    total = 0.0
+    for rows in task.parts["test"]:
+        with torch.no_grad():
+            output = module.eval()(task.x[rows])
+        total += nn.functional.cross_entropy(output, task.y[rows], reduction="sum").item()
+    losses, _ = list_losses(model)
+    expected = total / sum(len(rows) for rows in task.parts["test"])
+    assert losses[0] == pytest.approx(expected, abs=1e-10)
+
+
+def test_many_samples_are_batches_of_the_same_size_in_any_cohort(monkeypatch):
+    monkeypatch.setattr(evaluation, "MIXED_BATCH", 4)
+    alone, _ = list_losses(BatchMean, lanes=1)
+    for lanes in (2, None):
+        losses, _ = list_losses(BatchMean, lanes=lanes)
+        assert losses == pytest.approx(alone, abs=1e-10)
+
+
+@pytest.mark.parametrize("model", [Net, Dropout, lambda: cnn((1, 16, 16), 3)])
+def test_ordinary_models_do_not_mix_samples(model):
+    task = ragged_task(SIZES, model=model())
+    if isinstance(task.model, Net):
+        assert not task.mixes_samples
+    else:
+        task.x = torch.zeros(len(task.y), 1, 16, 16, dtype=torch.float64)
+        assert not task.mixes_samples
+
+
+@pytest.mark.parametrize("model", [Net, *MIXING])
+def test_the_order_of_the_samples_does_not_matter_to_the_trial(model):
+    """A resumed run decides as the first one did: the trial depends on the data alone."""
+    task, again = (ragged_task(SIZES, model=model()) for _ in range(2))
+    again.parts = {part: [np.flip(rows) for rows in own] for part, own in task.parts.items()}
+    assert task.mixes_samples == again.mixes_samples == (model is not Net)

@@ -1,0 +1,146 @@
+"""Learning rates as tensors: one for each lane, another in every round, and one captured step."""
+
+import pytest
+import torch
+from small import assert_close, ragged_task, start_of
+
+from fedala.cuda import backend as cuda_backend
+from fedala.lanes import SGD, Cohort
+from fedala.lanes.training import EagerRunner
+from fedala.lanes.trees import join, take
+
+#: Full batches of four, shorter ones, two clients of one size, none.
+SIZES = [22, 17, 13, 13, 8, 5, 3, 0]
+LANES = len(SIZES)
+
+
+def stack_models(task, first=0):
+    start = start_of(task)
+    return join([start(first + lane) for lane in range(LANES)])
+
+
+def schedule(lane, round):
+    """Return a rate that differs between all lanes and all rounds."""
+    return 0.3 / (round + lane)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"epochs": 3}, {"names": ("out.weight", "out.bias")}, {"batch_size": 2}],
+    ids=["plain", "three epochs", "head only", "other batches"],
+)
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_rates_by_lane_are_each_lanes_own_rate(options, mu):
+    task = ragged_task(SIZES)
+    anchor, together = stack_models(task, 50), stack_models(task)
+    alone = [take(together, slice(lane, lane + 1)) for lane in range(LANES)]
+    for round in (1, 2, 3):
+        rates = torch.tensor([schedule(lane, round) for lane in range(LANES)], dtype=task.dtype)
+        cohort = Cohort(task, range(LANES), [7] * LANES, round=round)
+        proximal = (mu, anchor) if mu else None
+        together = cohort.sgd(together, lr=rates, proximal=proximal, **options)
+        for lane in range(LANES):
+            own = Cohort(task, [lane], [7], round=round)
+            if mu:
+                proximal = (mu, take(anchor, slice(lane, lane + 1)))
+            alone[lane] = own.sgd(
+                alone[lane], lr=schedule(lane, round), proximal=proximal, **options
+            )
+            assert_close(take(together, slice(lane, lane + 1)), alone[lane], 1e-10)
+    moved = (together["out.weight"] - stack_models(task)["out.weight"]).abs().amax((1, 2))
+    assert (moved[:-1] > 1e-3).all()
+    assert moved[-1] == 0
+
+
+def test_a_rate_for_all_lanes_is_the_tasks_rate_to_the_bit():
+    task = ragged_task(SIZES, lr=0.05)
+    cohort, params = Cohort(task, range(LANES), [7] * LANES), stack_models(task)
+    expected = cohort.sgd(params)
+    rates = torch.full((LANES,), 0.05, dtype=task.dtype)
+    for lr in (0.05, cohort.lr, rates):
+        assert_close(cohort.sgd(params, lr=lr), expected, 0)
+
+
+# --- captured steps ------------------------------------------------------------------------------
+
+
+class FakeCapturedSteps:
+    """Stands for the graphs of one kind of training."""
+
+    made: list["FakeCapturedSteps"]
+
+    def __init__(self, task, size, lanes, state, fixed):
+        self.task, self.lanes = task, lanes
+        self.made.append(self)
+
+
+class FakeCapturedRunner(EagerRunner):
+    """Takes the steps of a captured training as plain PyTorch."""
+
+    def __init__(self, captured, state, fixed, lanes):
+        super().__init__(captured.task, state, fixed, lanes)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Yield a task with the backend of a GPU, and the list of what that backend has captured."""
+    monkeypatch.setattr(FakeCapturedSteps, "made", [], raising=False)
+    monkeypatch.setattr(cuda_backend, "CapturedSteps", FakeCapturedSteps)
+    monkeypatch.setattr(cuda_backend, "CapturedRunner", FakeCapturedRunner)
+    task = ragged_task(SIZES)
+    task.backend = object.__new__(cuda_backend.CudaBackend)
+    task.backend._captured = {}
+    return task, FakeCapturedSteps.made
+
+
+def train(task, round=1, lanes=LANES, **options):
+    cohort = Cohort(task, range(lanes), [7] * lanes, round=round)
+    params = take(stack_models(task), slice(0, lanes))
+    plain = ragged_task(SIZES)
+    plain.lr = task.lr
+    trained = cohort.sgd(params, **options)
+    expected = Cohort(plain, range(lanes), [7] * lanes, round=round).sgd(params, **options)
+    assert_close(trained, expected, 0)
+
+
+def test_a_capture_does_not_depend_on_the_value_of_the_rate(captured):
+    task, made = captured
+    for round, lr in enumerate((0.1, 0.05, 0.2), 1):
+        train(task, round, lr=lr)
+        task.lr = lr / 2
+        train(task, round)
+        train(task, round, lr=torch.full((1,), lr, dtype=task.dtype).expand(LANES))
+    assert len(made) == 1
+    # A rate for each lane is other memory, and one further capture for all its values.
+    for round in (1, 2, 3):
+        rates = [schedule(lane, round) for lane in range(LANES)]
+        train(task, round, lr=torch.tensor(rates, dtype=task.dtype))
+    assert len(made) == 2
+
+
+def test_a_capture_serves_fewer_lanes_and_is_made_again_for_more(captured):
+    task, made = captured
+    for lanes, expected in ((3, [3]), (2, [3]), (5, [3, 5]), (4, [3, 5]), (LANES, [3, 5, LANES])):
+        train(task, lanes=lanes, lr=0.1 / lanes)
+        assert [steps.lanes for steps in made] == expected
+    assert len(task.backend._captured) == 1
+
+
+def test_another_kind_of_training_is_another_capture(captured):
+    task, made = captured
+    anchor = stack_models(task, 50)
+    kinds = [
+        {},
+        {"batch_size": 2},
+        {"names": ("out.weight", "out.bias")},
+        {"proximal": (0.5, anchor)},
+        {"proximal": (0.25, anchor)},
+    ]
+    for number, options in enumerate(kinds, 1):
+        for lr in (0.1, 0.2):
+            train(task, lr=lr, **options)
+        assert len(made) == number
+
+
+def test_equal_steps_are_one_key():
+    assert len({SGD(("a",), 0.5), SGD(("a",), 0.5), SGD(("a",))}) == 2
