@@ -8,8 +8,10 @@ from torch import nn
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message
 from fedala.lanes.trees import count_lanes, take
+from fedala.lanes.weight_learning import Settings
 from fedala.methods import make
 from fedala.methods.fedavg import FedAvg
+from fedala.methods.with_ala import WithALA
 from fedala.simulation import Simulation
 from fedala.simulation.client_round import CohortResult, run_client_round, score_model
 from fedala.simulation.client_states import ClientStates
@@ -84,6 +86,55 @@ def test_every_transport_gives_the_same_rounds(name, join_ratio):
         assert models.keys() == expected_models.keys()
         for key, model in models.items():
             assert_close(model, expected_models[key], 1e-10)
+
+
+class Drifting(FedAvg):
+    """FedAvg whose server sends the mean of the clients' last steps, which they take once more."""
+
+    def extra_template(self, task, initial):
+        return {"step": {name: initial[name] for name in task.trainable}}
+
+    def init_server(self, task, initial, server_round):
+        steps = {name: torch.zeros_like(initial[name]) for name in task.trainable}
+        return {"global": initial, "step": steps}
+
+    def send(self, server, server_round):
+        return Message(server["global"], {"step": server["step"]})
+
+    def initialize(self, cohort, received, state):
+        steps = received.extra["step"]
+        return received.model | {n: received.model[n] + 0.1 * s for n, s in steps.items()}, state
+
+    def train(self, cohort, initialized, received, state):
+        upload, state = super().train(cohort, initialized, received, state)
+        steps = {name: upload.model[name] - initialized[name] for name in cohort.task.trainable}
+        return upload._replace(extra={"step": steps}), state
+
+    def aggregate(self, server, uploads, server_round):
+        mean = uploads.average()
+        return {"global": mean.model, "step": mean.extra["step"]}
+
+
+@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
+@pytest.mark.parametrize("method", [Drifting(), WithALA(Drifting(), Settings())])
+def test_extra_tensors_travel_both_ways_in_every_transport(method, join_ratio):
+    options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
+    rows, servers = [], []
+    for other in ({}, {"lanes": 2, "threads": 3}, {"transport": ReverseTransport}):
+        task = ragged_task(SIZES)
+        simulation = Simulation(method, task, start_of(task), **options, **other)
+        rows.append([evaluation.row for evaluation in simulation.run()])
+        servers.append(simulation.servers)
+    size = sum(value.numel() for value in simulation.initial[0].values())
+    extra = sum(value.numel() for value in servers[0][0]["step"].values())
+    assert (rows[0][0].sent, rows[0][0].uploaded) == (size + extra, size + extra)
+    assert servers[0][0]["step"]["out.weight"].abs().max() > 1e-3
+    for found in rows[1:]:
+        same_rows(found, rows[0], 1e-10)
+    for found in servers[1:]:
+        for one, wanted in zip(found, servers[0], strict=True):
+            assert_close(one["global"], wanted["global"], 1e-10)
+            assert_close(one["step"], wanted["step"], 1e-10)
 
 
 class DropoutNet(Net):
