@@ -1,4 +1,4 @@
-"""One thread per test process, since they run in parallel; and Triton's interpreter where there is no GPU to compile for."""
+"""One thread per test process, since they run in parallel. Triton's interpreter without a GPU."""
 
 import os
 
@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
         _patch = interpreter._patch_lang_tensor
 
         def _patch_lang_tensor(tensor, scope):
-            """The interpreter takes `int` of arrays with one element, which NumPy no longer does."""
+            """Take `int` of arrays with one element, which NumPy no longer does."""
             _patch(tensor, scope)
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

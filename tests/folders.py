@@ -38,7 +38,9 @@ def made_up(
     sealed: bool = False,
     **options: object,
 ) -> RunFolder:
-    """A folder in which the last method got as far as `reached`; then there is no summary, nor its last evaluation.
+    """Make a folder in which the last method got as far as `reached`.
+
+    It then has no summary and no last evaluation.
 
     Without `sealed` it has no digests, so that a test may write into it as it likes.
     """

@@ -174,7 +174,8 @@ def test_more_state_than_there_is_disk_for_is_refused(monkeypatch, tmp_path):
     }
     with pytest.raises(
         UserError,
-        match=r"state of 3 clients takes \d+\.\d kB of disk, and there is room for 1\.0 kB.*--checkpoint-every 0",
+        match=r"state of 3 clients takes \d+\.\d kB of disk, and there is room for 1\.0 kB"
+        r".*--checkpoint-every 0",
     ):
         run(method="fedala", **arguments)
     assert not list(tmp_path.iterdir())
@@ -258,7 +259,7 @@ def test_the_command_is_told_as_one_would_type_it(monkeypatch, typed, told):
 
 
 class Drops(Net):
-    """Its rates are made from a tensor's values, and it holds a tensor that is neither parameter nor buffer."""
+    """It reads a tensor's values, and holds a tensor that is neither parameter nor buffer."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +280,8 @@ def test_a_model_that_needs_real_tensors_to_be_made():
     [
         (
             lambda: Net(2),
-            r"turns 2 samples into a tensor of shape \(2, 2\); it must give a score for each of the 3",
+            r"turns 2 samples into a tensor of shape \(2, 2\); "
+            r"it must give a score for each of the 3",
         ),
         (
             lambda: nn.Sequential(nn.Flatten(), nn.Linear(7, 3)),

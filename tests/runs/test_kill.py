@@ -1,6 +1,7 @@
 """Killed at any moment, a run goes on to the end that it would have had.
 
-A few kills by default; FEDALA_KILLS sets how many (`make test-kill`: a hundred), FEDALA_KILL_SEED which ones.
+A few kills by default. FEDALA_KILLS sets how many (`make test-kill`: a hundred), FEDALA_KILL_SEED
+which ones.
 """
 
 import os
@@ -42,7 +43,8 @@ path = Path(sys.argv[1])
 work = planned("fedala,ditto", rounds=int(sys.argv[2]), checkpoint_every=1, join_ratio=0.5, seeds=2)
 print("ready", flush=True)
 try:
-    execute(work, path, resume=(path / "config.toml").exists(), force=path.exists() and not (path / "config.toml").exists())
+    begun = (path / "config.toml").exists()
+    execute(work, path, resume=begun, force=path.exists() and not begun)
 except RunError as error:
     sys.exit(str(error))
 """
@@ -89,7 +91,7 @@ def test_killed_at_random_moments(whole, tmp_path):
     same(reference, path)
 
 
-# --- configurations drawn at random --------------------------------------------------------------------------------
+# --- configurations drawn at random --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class Doomed:
 
 @dataclass
 class Runs:
-    """A configuration, run in children of this process: a fork costs milliseconds, an import of torch seconds."""
+    """A configuration, run in forks of this process: an import of torch would cost seconds."""
 
     drawn: Drawn
     log: Path
@@ -188,7 +190,7 @@ class Runs:
     def carry_out(
         self, path: Path, rounds: int, doom: Callable[[], Doomed] = Doomed, seconds: float = 0
     ) -> bool:
-        """Run, or resume, in a child; kill it after so many seconds, if any. Returns whether it came to its end."""
+        """Run or resume in a child, and kill it after some seconds; return whether it ended."""
         child = os.fork()
         if child == 0:
             self._child(path, rounds, doom)
@@ -238,7 +240,7 @@ def sort_tables(folder: Path) -> None:
 def killed_and_resumed(
     drawn: Drawn, place: Path, rng: random.Random, by_operation: bool
 ) -> list[str]:
-    """Kill a run one to three times and let it end; it must be what it would have been. Returns the kills."""
+    """Kill a run one to three times, let it end, compare it; return the number of kills."""
     runs = Runs(drawn, place / "log")
     rounds = drawn.options["rounds"]
     began = time.monotonic()

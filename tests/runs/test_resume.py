@@ -1,4 +1,4 @@
-"""A run that was interrupted and resumed is the run that never was: its history and its models, to the bit."""
+"""A resumed run equals one that was never interrupted: history and models, to the bit."""
 
 import os
 import shutil
@@ -203,11 +203,11 @@ def test_one_at_a_time(tmp_path):
         execute(planned(rounds=2), tmp_path / "run", resume=True)
 
 
-# --- faults --------------------------------------------------------------------------------------------------------
+# --- faults --------------------------------------------------------------------------------------
 
 
 def failing(monkeypatch, at):
-    """The disk fails at the so-manieth write, flush or rename, and from then on. Returns what counts them."""
+    """Let the disk fail from some write, flush or rename on; return what counts them."""
     calls = 0
 
     def guard(function):
@@ -228,7 +228,7 @@ def failing(monkeypatch, at):
 
 @pytest.mark.parametrize("method", ["fedala", "fedavg"])
 def test_a_disk_that_fails_anywhere_loses_nothing(method, tmp_path, monkeypatch):
-    """One run for every write, flush and rename there is, each failing at another; each goes on to the same end."""
+    """A run for each write, flush and rename, which fails there; all resume to the same end."""
     options = {"rounds": 2, "checkpoint_every": 1, "join_ratio": 0.5}
     execute(planned(method, **options), tmp_path / "whole")
     at, faults = 1, 0
@@ -376,7 +376,7 @@ def test_a_finished_run_without_checkpoints_stays_as_it_is(tmp_path):
     assert content(tmp_path / "run") == before
 
 
-# --- what is read is verified --------------------------------------------------------------------------------------
+# --- what is read is verified --------------------------------------------------------------------
 
 
 def content(path):
@@ -673,7 +673,7 @@ def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeyp
     seen = set()
 
     def look(method, row):
-        """Where a kill at this moment would leave them: in the run folder, which is the user's to delete."""
+        """A kill now would leave them in the run folder, where the user can delete them."""
         seen.update(
             path.parent
             for path in tmp_path.rglob("*-*-*.safetensors")
@@ -690,7 +690,7 @@ def test_states_beyond_the_memory_limit_are_removed_at_the_end(tmp_path, monkeyp
 
 
 def test_by_default_checkpoints_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
-    """A clock that a round moves by 3 s and writing a checkpoint by 1: due after 10 s, then after 100 times what one took."""
+    """A round takes 3 s, a checkpoint 1: due after 10 s, then after 100 times its seconds."""
     from fedala.runs import checkpoint
 
     now = 0.0
