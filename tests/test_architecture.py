@@ -181,7 +181,6 @@ def test_few_modules_at_the_top():
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_are_short_and_lines_are_narrow(path):
-    name = path.relative_to(PACKAGE).as_posix()
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     wide = [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS]
