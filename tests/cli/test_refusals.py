@@ -23,7 +23,8 @@ from small import Net
 from fedala import run
 from fedala.data import Dataset
 from fedala.io import files
-from fedala.runs.config import FREE, Config
+from fedala.runs.config import Config
+from fedala.runs.resumable_options import CHANGEABLE
 
 #: Abbreviations in the commands below.
 SHORT = {
@@ -324,8 +325,8 @@ REFUSALS = [
 
 def test_every_option_is_in_one_of_the_tables():
     names = {field.name for field in fields(Config)}
-    assert set(OTHERS) == names - set(FREE)
-    assert set(WRONG) == set(FREE) - {"data_dir", "save_models", "keep_checkpoint"}
+    assert set(OTHERS) == names - set(CHANGEABLE)
+    assert set(WRONG) == set(CHANGEABLE) - {"data_dir", "save_models", "keep_checkpoint"}
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=str)

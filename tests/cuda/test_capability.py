@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedala import cuda
-from fedala.cuda.head_learner import is_plain_head
+from fedala.cuda.ala_learner import is_plain_head
 from fedala.lanes.layers import Cut
 from fedala.lanes.weight_learning import Problem, Settings
 

@@ -20,9 +20,9 @@ if not torch.cuda.is_available():
 
 from triton.runtime.errors import OutOfResources
 
-from fedala.cuda.head_learner import learn_head
+from fedala.cuda.ala_kernel import Head, learn_weights
+from fedala.cuda.ala_learner import learn_head
 from fedala.cuda.kernels import LaneKernels
-from fedala.cuda.weights import Head, learn_weights
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.local_aggregation import init_state, initialize
 from fedala.lanes.trees import join
@@ -234,7 +234,7 @@ def test_a_head_that_the_kernel_has_no_room_for_is_learned_in_batches(monkeypatc
         cohort = Cohort(task, [0, 1], [0, 0], round=2)
         arguments = (cohort, Settings(max_epochs=2), state, local, received)
         results.append(initialize(*arguments, governed=governed, learner=learner))
-        monkeypatch.setattr("fedala.cuda.weights.learn_weights", refuse)
+        monkeypatch.setattr("fedala.cuda.ala_kernel.learn_weights", refuse)
     (expected, _, _), (initialized, _, outcome) = results
     assert outcome.epochs.tolist() == [2, 2]
     assert_close(initialized, expected, 0)

@@ -15,10 +15,11 @@ from fedala.data import Dataset as Data
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
 from fedala.lanes.local_aggregation import init_state, initialize
-from fedala.lanes.messages import Message, Piece, Uploads
+from fedala.lanes.messages import Message
 from fedala.lanes.samples import iterate_steps
 from fedala.lanes.task import model_state
 from fedala.lanes.trees import join, take
+from fedala.lanes.uploads import Piece, Uploads
 from fedala.lanes.weight_learning import Settings
 from fedala.methods import make
 from fedala.simulation import Simulation

@@ -12,7 +12,8 @@ from torch.nn.utils import parameters_to_vector
 
 from fedala import run
 from fedala.errors import UserError
-from fedala.lanes.messages import Message, Piece, Uploads
+from fedala.lanes.messages import Message
+from fedala.lanes.uploads import Piece, Uploads
 from fedala.methods import ServerRound, make
 from fedala.methods.fedamp import FedAMP, squared_distances
 

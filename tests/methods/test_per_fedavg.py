@@ -11,7 +11,8 @@ from small import assert_close, ragged_task, simulate, start_of
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
-from fedala.lanes.messages import Message, Piece, Uploads
+from fedala.lanes.messages import Message
+from fedala.lanes.uploads import Piece, Uploads
 from fedala.methods import ServerRound, make
 
 #: Batches are of four, so meta-batches of eight: none, one sample, an odd and an even part of one,

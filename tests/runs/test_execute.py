@@ -199,10 +199,11 @@ def test_a_parameter_that_the_model_does_not_use_stays_as_it_is():
     simulation = Simulation(make("fedavg"), task, start_of(task, Unused), rounds=2)
     list(simulation.run())
     assert torch.equal(
-        simulation.servers[0]["global"]["auxiliary.weight"], simulation.start[0]["auxiliary.weight"]
+        simulation.servers[0]["global"]["auxiliary.weight"],
+        simulation.initial[0]["auxiliary.weight"],
     )
     assert not torch.equal(
-        simulation.servers[0]["global"]["out.weight"], simulation.start[0]["out.weight"]
+        simulation.servers[0]["global"]["out.weight"], simulation.initial[0]["out.weight"]
     )
 
 
@@ -217,7 +218,7 @@ def test_a_model_that_draws_by_itself_runs_in_one_thread_and_repeats():
         simulation = Simulation(
             make("fedavg"), task, start_of(task, Dropping), rounds=2, lanes=1, threads=3
         )
-        assert simulation.threads == 1
+        assert simulation.transport.threads == 1
         return [evaluation.row.loss for evaluation in simulation.run()]
 
     assert go() == go()
@@ -227,13 +228,13 @@ def test_threads_and_files_together_lose_no_clients_state(monkeypatch):
     """A slow disk: states are on their way to files while other threads come for theirs."""
     import time
 
-    from fedala.io import files
+    from fedala.io import tensor_files
 
-    def slowly(*args, save=files.save, **options):
+    def slowly(*args, save=tensor_files.save, **options):
         time.sleep(0.003)
         return save(*args, **options)
 
-    monkeypatch.setattr(files, "save", slowly)
+    monkeypatch.setattr(tensor_files, "save", slowly)
     sizes = [9, 5, 7, 12, 3, 8, 6, 4, 10, 11]
     options = {"rounds": 5, "join_ratio": 0.5, "lanes": 1}
     _, rows, models = simulate(

@@ -270,7 +270,7 @@ def test_the_config_is_read_once(folder, monkeypatch):
         names.append(path.name)
         return path.read_bytes()
 
-    monkeypatch.setattr("fedala.runs.record.read", read_bytes)
-    monkeypatch.setattr("fedala.runs.config.read", read_bytes)
+    monkeypatch.setattr("fedala.runs.verified_files.read_file", read_bytes)
+    monkeypatch.setattr("fedala.runs.config.read_file", read_bytes)
     assert folder.config() == Config(rounds=3)
     assert names == ["config.toml"]

@@ -116,7 +116,9 @@ def draw(rng: random.Random) -> Drawn:
     made = [make(name) for name in methods]
     options: dict[str, Any] = {
         "rounds": rng.choice((3, 4, 5)),
-        "join_ratio": 1.0 if any(method.everyone for method in made) else rng.choice((1.0, 0.5)),
+        "join_ratio": 1.0
+        if any(method.requires_all_clients for method in made)
+        else rng.choice((1.0, 0.5)),
         "seeds": rng.choice((1, 2)),
         "client_memory": rng.choice((None, 0.0)),
         "feature_memory": rng.choice((None, 0.0)),

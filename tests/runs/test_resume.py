@@ -108,7 +108,7 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=["one lane", "all lanes", "two lanes", "files"])
 @pytest.mark.parametrize("method", list_methods())
 def test_resumed_is_uninterrupted(method, settings, tmp_path):
-    if planned(method).methods[0].everyone and "join_ratio" in settings:
+    if planned(method).methods[0].requires_all_clients and "join_ratio" in settings:
         settings = {**settings, "join_ratio": 1.0}
     whole = execute(planned(method, **settings), tmp_path / "whole")
     parts = interrupted(tmp_path / "parts", 1 + len(method) % 3, method, **settings)
@@ -555,16 +555,16 @@ def test_two_kills_in_the_same_place_are_no_damage(tmp_path, monkeypatch):
     """Each is killed after the record of a new config is written, and before the config is."""
     path = tmp_path / "run"
     execute(planned(rounds=2), path)
-    replace = files.replace
+    write_file = files.write_file
     for rounds in (3, 4):
 
         def killed(target, *arguments, **options):
             if target.name == "config.toml":
                 raise KeyboardInterrupt
-            replace(target, *arguments, **options)
+            write_file(target, *arguments, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(files, "replace", killed)
+            patch.setattr(files, "write_file", killed)
             with pytest.raises(KeyboardInterrupt):
                 execute(planned(rounds=rounds), path, resume=True)
     assert RunFolder(path).config().rounds == 2

@@ -21,6 +21,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.plan import Plan, plan
 from fedala.runs.results import Result
+from fedala.runs.resumable_options import change_config
 from fedala.runs.resume import resume_advice
 
 app = typer.Typer()
@@ -116,7 +117,7 @@ def run(
 
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
-    config = RunFolder.open(resume).config().with_changes(given)
+    config = change_config(RunFolder.open(resume).config(), given)
     for name, value in (("model", config.model), ("partition", config.partition)):
         if value == "own":
             raise UserError(

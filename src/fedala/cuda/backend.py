@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedala.cuda import has_kernels
+from fedala.cuda.ala_learner import is_plain_head, learn_head
 from fedala.cuda.graphs import CapturedRunner, CapturedSteps
-from fedala.cuda.head_learner import is_plain_head, learn_head
 from fedala.lanes.backend import Backend
 from fedala.lanes.task import Task
 from fedala.lanes.trees import is_shared, leaves

@@ -11,11 +11,11 @@ from flwr.app import ArrayRecord, MessageType
 from flwr.app import Message as FlowerMessage
 from torch import Tensor
 
-from fedala.errors import UserError
-from fedala.flower.arrays import check_distance, pack_message, unpack_message
+from fedala.flower.arrays import pack_message
 from fedala.flower.experiment import Deployment
-from fedala.flower.messages import EVALUATE_RECEIVED, MAX_LOSS, PARTS, Reply, Request, clean_text
+from fedala.flower.messages import EVALUATE_RECEIVED, PARTS, Reply, Request, clean_text
 from fedala.flower.nodes import Nodes
+from fedala.flower.reply_checks import OtherSamples, check_reply
 from fedala.lanes import Message, Params
 from fedala.lanes.messages import drop_transient
 from fedala.lanes.trees import count_lanes, take
@@ -141,7 +141,7 @@ class FlowerTransport(Transport):
         round, node = request.round, answer.metadata.src_node_id
         try:
             reply = Reply.unpack(answer.content, self.setup.method.metrics)
-            result = self._check_reply(client, reply, request, sent)
+            result = self._check(client, reply, request, sent)
         except Exception as error:  # any problem with a reply costs this update alone
             log.warning(
                 "Round %d: the update of client %d (node %d) is dropped: %s.",
@@ -158,65 +158,24 @@ class FlowerTransport(Transport):
             )  # fmt: skip
         return result
 
-    def _check_reply(
+    def _check(
         self, client: int, reply: Reply, request: RoundRequest, sent: Message
     ) -> CohortResult:
-        """Check a reply, and return it as the result of a cohort of this one client."""
-        if reply.client != client:
-            raise UserError(f"it says that it is client {reply.client}")
-        tests_trained = request.train and request.evaluate_after_training
-        result = CohortResult(
-            [(0, client)],
-            {n: torch.tensor([value], dtype=torch.float64) for n, value in reply.notes.items()},
-            upload=take(self.template, slice(0)),
-            is_finite=torch.tensor([reply.is_finite]) if request.train else None,
-            scores=self._check_scores(reply.scores, request.evaluate, "scores"),
-            scores_after_training=self._check_scores(
-                reply.trained_scores, tests_trained, "scores after training"
-            ),
-        )
-        self._check_sizes(client, reply, result)
-        if request.train and reply.is_finite:
-            result.upload = unpack_message(reply.arrays, self.template)
-            if self.deployment.max_norm:
-                check_distance(result.upload.model, sent.model, self.deployment.max_norm)
-        elif reply.arrays:
-            raise UserError("it sends arrays, but should not send any")
-        elif not request.train and not reply.is_finite:
-            raise UserError("it says that it diverged, but it did not train")
-        return result
-
-    def _check_sizes(self, client: int, reply: Reply, result: CohortResult) -> None:
-        """Refuse numbers of samples that differ from the client's introduction."""
-        sizes = self.nodes.sizes[client]
-        tables = [table for table in (result.scores, result.scores_after_training) if table]
-        reported = [reply.examples]
-        expected = [sizes["train"]]
-        for table in tables:
-            reported += [int(score[0, 2]) for score in table]
-            expected += [sizes[part] for part in self.setup.parts]
-        if reported != expected:
+        """Return a checked reply as the result of a cohort of this one client."""
+        try:
+            return check_reply(
+                reply,
+                client,
+                request,
+                sent,
+                template=self.template,
+                parts=self.setup.parts,
+                sizes=self.nodes.sizes[client],
+                max_norm=self.deployment.max_norm,
+            )
+        except OtherSamples:
             self.nodes.forget_introduction(client)  # its data may have changed: query it again
-            raise UserError("its numbers of samples differ from those of its introduction")
-
-    def _check_scores(self, values: list[float], is_requested: bool, name: str) -> list[Tensor]:
-        """Return scores as [lane, (correct, loss, samples)] for each part.
-
-        Correct answers are a whole number, at most the number of samples. A loss may be infinite
-        or NaN: an honest client's model may have become too large.
-        """
-        expected = 3 * len(self.setup.parts) if is_requested else 0
-        if len(values) != expected:
-            raise UserError(f"its {name} are {len(values)} numbers, but should be {expected}")
-        table = torch.tensor(values, dtype=torch.float64).view(-1, 1, 3)
-        for correct, loss, samples in table[:, 0].tolist():
-            is_count = correct.is_integer() and samples.is_integer() and 0 <= correct <= samples
-            if not is_count or loss < 0 or MAX_LOSS < loss < math.inf:
-                raise UserError(
-                    f"its {name} are not possible: {correct:g} of {samples:g} correct, "
-                    f"a loss of {loss:g}"
-                )
-        return list(table)
+            raise
 
 
 def _split_lanes(sent: Message, clients: Sequence[int]) -> dict[int, Message]:

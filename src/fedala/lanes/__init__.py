@@ -1,11 +1,12 @@
 """Lanes: clients that work side by side as one tensor program. What a method is written with."""
 
 from fedala.lanes.cohort import Cohort
-from fedala.lanes.messages import Message, Uploads
+from fedala.lanes.messages import Message
 from fedala.lanes.row_gradients import Gradients
 from fedala.lanes.task import Task
 from fedala.lanes.training import SGD, densify, descend, pull
 from fedala.lanes.trees import Params, State, broadcast_lanes, tree_map
+from fedala.lanes.uploads import Uploads
 
 __all__ = [
     "SGD",

@@ -19,7 +19,14 @@ from fedala.lanes.features import Sharing, compute_features, select_rows
 from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
-from fedala.lanes.samples import Samples, count_steps, iterate_steps, pad_rows, to_device
+from fedala.lanes.samples import (
+    Samples,
+    count_steps,
+    iterate_steps,
+    order_samples,
+    pad_rows,
+    to_device,
+)
 from fedala.lanes.task import Task
 from fedala.lanes.training import SGD, OnStep, Step, make_runner
 from fedala.lanes.trees import Params
@@ -184,9 +191,8 @@ class Cohort:
 
     def shuffle(self, lane: int, rows: np.ndarray, purpose: str, epoch: int) -> np.ndarray:
         """Return a lane's samples in the order of one epoch."""
-        if not self.task.shuffle:
-            return rows
-        return rows[self.draw(lane, purpose, epoch).permutation(len(rows))]
+        draw = self.draw(lane, purpose, epoch) if self.task.shuffle else None
+        return order_samples(rows, draw)
 
     # --- draws for the next round --------------------------------------------------------------
 

@@ -1,18 +1,9 @@
 """What travels between the server and the clients."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from fedala.lanes.samples import to_device
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, State, leaves, take, tree_map
-
-#: The bytes of uploads that are copied at a time while they are averaged.
-BLOCK = 2**24
+from fedala.lanes.trees import Params, State, leaves
 
 
 class Message(NamedTuple):
@@ -22,109 +13,6 @@ class Message(NamedTuple):
     """Parameters and buffers by name; empty if no model travels."""
     extra: State = {}  # noqa: RUF012
     """Anything else: control variates, prototypes, statistics, numbers."""
-
-
-class Piece(NamedTuple):
-    """What one cohort uploaded: a message of several lanes, and the lanes that count."""
-
-    message: Message
-    lanes: Sequence[int]
-    clients: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Uploads:
-    """What the participants of one round uploaded, in the order of their numbers.
-
-    The uploads stay in the tensors that the cohorts made. `average` adds them up block by block, so
-    that it takes little more memory than they do.
-    """
-
-    clients: Sequence[int]
-    weights: Tensor
-    """[client]: the numbers of training samples, float64."""
-    pieces: Sequence[Piece]
-
-    def __len__(self) -> int:
-        return len(self.clients)
-
-    def __iter__(self) -> Iterator[tuple[int, Message]]:
-        """Yield each client with its message, as one lane."""
-        for client, (piece, lane) in zip(self.clients, self._sources(), strict=True):
-            yield client, take(self.pieces[piece].message, slice(lane, lane + 1))
-
-    def stack(self) -> Message:
-        """Return all uploads as one message, a lane for each client: a copy."""
-        sources = self._sources()
-        lanes = to_device(self.weights.device, [lane for _, lane in sources])
-        stacked: Message = tree_map(
-            lambda *values: _copy_lanes(values, sources, lanes),
-            *(piece.message for piece in self.pieces),
-        )
-        return stacked
-
-    def average(self, weights: Tensor | None = None) -> Message:
-        """Return the weighted mean as one lane; by default, weighted by training samples.
-
-        Integer counters are not averaged: the first client's stay.
-        """
-        weights = self.weights if weights is None else weights
-        share = weights / weights.sum()
-        sources = self._sources()
-        lanes = to_device(weights.device, [lane for _, lane in sources])
-
-        def mean(*values: Tensor) -> Tensor:
-            if not values[0].is_floating_point():
-                piece, lane = sources[0]
-                return values[piece][lane : lane + 1].clone()
-            return _mean(values, sources, lanes, share.to(values[0].dtype))
-
-        averaged: Message = tree_map(mean, *(piece.message for piece in self.pieces))
-        return averaged
-
-    def _sources(self) -> list[tuple[int, int]]:
-        """Return, for each client, the piece and the lane in it that hold its upload."""
-        found = {
-            client: (number, lane)
-            for number, piece in enumerate(self.pieces)
-            for lane, client in zip(piece.lanes, piece.clients, strict=True)
-        }
-        return [found[client] for client in self.clients]
-
-
-def _mean(
-    values: Sequence[Tensor],
-    sources: Sequence[tuple[int, int]],
-    lanes: Tensor,
-    share: Tensor,
-) -> Tensor:
-    """Return Σ share·value as one lane, copying at most about `BLOCK` bytes at a time."""
-    # Columns in the order of memory (one lane may stand channels last) are views, not copies.
-    strides = values[0].stride()
-    order = sorted(range(1, len(strides)), key=lambda dimension: -strides[dimension])
-    sorted_values = [value.permute(0, *order) for value in values]
-    flat = [value.reshape(len(value), -1) for value in sorted_values]
-    width, shape = flat[0].shape[1], sorted_values[0].shape[1:]
-    step = max(2, BLOCK // (len(sources) * flat[0].element_size()))
-    # A single column is added up in another order than several: it never is a block of its own.
-    starts = range(0, max(width - 1, 1), step)
-    means = []
-    for start, end in zip(starts, [*starts[1:], width], strict=True):
-        # A block has no name, so that it is freed before the next one is copied.
-        columns = [value[:, start:end] for value in flat]
-        means.append(torch.tensordot(share, _copy_lanes(columns, sources, lanes), 1))
-    whole = means[0] if len(means) == 1 else torch.cat(means)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return whole.view(1, *shape).permute(0, *(1 + position for position in back)).contiguous()
-
-
-def _copy_lanes(
-    values: Sequence[Tensor], sources: Sequence[tuple[int, int]], lanes: Tensor
-) -> Tensor:
-    """Copy the clients' lanes out of the pieces, in the order of `sources`."""
-    if len(values) == 1:
-        return values[0].index_select(0, lanes)
-    return torch.stack([values[piece][lane] for piece, lane in sources])
 
 
 def count_numbers_per_lane(message: Message) -> int:

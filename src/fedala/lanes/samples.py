@@ -68,6 +68,11 @@ def count_steps(length: int, size: int, epochs: int = 1) -> int:
     return epochs * max(length // size, int(length > 0))
 
 
+def order_samples(rows: np.ndarray, draw: np.random.Generator | None) -> np.ndarray:
+    """Return the samples in the order of one epoch: shuffled, or as they are without a draw."""
+    return rows if draw is None else rows[draw.permutation(len(rows))]
+
+
 def pad_rows(rows: Sequence[Any], device: torch.device) -> Tensor:
     """Put ragged rows of positions into one matrix on the device, padded with zeros."""
     longest = max((len(row) for row in rows), default=0)

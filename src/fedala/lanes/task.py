@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from fedala.errors import UserError, printable
 from fedala.lanes.backend import backend_for
+from fedala.lanes.foreign_model import Trial
 from fedala.lanes.layers import Cut, Layered, call, layers_of
 from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
 from fedala.lanes.samples import Samples
 from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
-from fedala.lanes.trial import Trial
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[..., Tensor]

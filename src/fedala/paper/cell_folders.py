@@ -15,8 +15,9 @@ from fedala.io.untrusted import check_accuracies, read_json, require_file
 from fedala.options import convert
 from fedala.paper.experiments import Cell, settings, tables
 from fedala.records import HistoryRow
-from fedala.runs.config import FREE, Config
+from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
+from fedala.runs.resumable_options import CHANGEABLE
 
 #: What cell.json says about the data and the machine.
 CELL_FACTS = {"samples": int, "data": str, "device": str, "version": str}
@@ -98,7 +99,7 @@ def read_cell_config(folder: Path) -> Config:
             "folder and run the cell again."
         )
     cell, seeds = _find_cell(folder, config.rounds), seeds_of(folder)
-    own = {name: getattr(config, name) for name in (*FREE, "eval_every")}
+    own = {name: getattr(config, name) for name in (*CHANGEABLE, "eval_every")}
     expected = cell.config(**own, seed=seeds.start, seeds=len(seeds))
     differences = [f"{name} ({change})" for name, change in expected.differences(config).items()]
     if differences:

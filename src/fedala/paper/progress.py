@@ -90,7 +90,7 @@ class CellProgress:
             state.first_round = row.round - 1
         state.round = row.round
         state.accuracies[seed] = accuracy
-        state.best[seed] = max(accuracy, state.best.get(seed, 0.0))
+        state.best[seed] = float(np.fmax(accuracy, state.best.get(seed, accuracy)))
         if self.plain and time.monotonic() - self.print_time >= _SECONDS_BETWEEN_LINES:
             self.print_time = time.monotonic()
             self._say(f"{cell}: {self._describe(state)}")

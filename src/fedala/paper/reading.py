@@ -22,6 +22,7 @@ from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
+from fedala.runs.results import best_row
 
 #: In bytes; a csv of all the paper's cells is far smaller.
 _LARGEST_CSV = 2**25
@@ -140,7 +141,7 @@ def _read_seeds(folder: Path, facts: dict[str, Any], notes: list[str]) -> Iterat
 
 def _summarize(config: Config, rows: list[HistoryRow]) -> dict[str, Any]:
     """Return the columns of a result that config and history give."""
-    best = max(rows, key=lambda row: row.accuracy)  # no accuracy is NaN: that is refused before
+    best, joined = (best_row(rows, column) or rows[0] for column in ("accuracy", "accuracy_joined"))
     seconds = [row.seconds for row in rows]
     return {
         "method": config.method,
@@ -151,7 +152,7 @@ def _summarize(config: Config, rows: list[HistoryRow]) -> dict[str, Any]:
         "eval_every": config.eval_every,
         "best": best.accuracy,
         "best_round": best.round,
-        "best_joined": max(row.accuracy_joined for row in rows),
+        "best_joined": joined.accuracy_joined,
         "final": rows[-1].accuracy,
         # The first two include the start and ALA's initial stage, and the last does not train.
         "seconds_per_round": float(np.mean(seconds[2:-1] or seconds)),

@@ -31,6 +31,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import Plan, plan
 from fedala.runs.provenance import versions
+from fedala.runs.resumable_options import change_config
 
 #: Why a cell is skipped while another process runs it.
 BUSY = "another process is running it"
@@ -197,7 +198,7 @@ def _new_config(cell: Cell, seeds: range, options: RunOptions) -> Config:
 def _continue_config(earlier: Config, options: RunOptions) -> Config:
     """Return the config of an earlier run, with at least the rounds of the options."""
     rounds = max(options.rounds, int(earlier.rounds or 0))
-    return earlier.with_changes({"rounds": rounds, **_machine_options(options)})
+    return change_config(earlier, {"rounds": rounds, **_machine_options(options)})
 
 
 def _machine_options(options: RunOptions) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class ProgressBars(Progress):
             self.first_round, self.diverged = row.round, set()
         seed, round, accuracy = row.seed, row.round, row.accuracy
         self.accuracies[seed] = accuracy
-        self.best[seed] = max(accuracy, self.best.get(seed, accuracy))
+        self.best[seed] = float(np.fmax(accuracy, self.best.get(seed, accuracy)))
         if seed != self.last_seed:
             return
         self.row_time = time.monotonic()

@@ -14,9 +14,9 @@ from fedala.io.untrusted import check_accuracies, read_json
 from fedala.methods import make
 from fedala.records import HistoryRow
 from fedala.report.arrays import Array, Rows, to_array
-from fedala.runs.config import FREE
 from fedala.runs.folder import RunFolder
 from fedala.runs.results import MethodResult
+from fedala.runs.resumable_options import CHANGEABLE
 
 _REQUIRED_COLUMNS = {
     "history.csv": (
@@ -37,7 +37,7 @@ _WHOLE_NUMBERS = {
 }
 
 #: Options in which two runs may differ while their accuracies can still be compared.
-_FREE_TO_DIFFER = {*FREE, "method", "set", "seed", "seeds", "eval_every"}
+_FREE_TO_DIFFER = {*CHANGEABLE, "method", "set", "seed", "seeds", "eval_every"}
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def results(methods: Mapping[str, Any]) -> Table:
 
 def percent(figure: Mapping[str, Any] | None) -> str:
     """Return mean ± standard deviation in percent; a single run has no deviation."""
-    if figure is None:
+    if figure is None or figure["mean"] is None:  # in summary.json, null stands for NaN
         return "–"
     deviation = f" ± {100 * figure['std']:.2f}" if len(figure["runs"]) > 1 else ""
     return f"{100 * figure['mean']:.2f}{deviation}"

@@ -19,13 +19,6 @@ from fedala.options import build, option, suggest
 LARGEST = 2**20  # bytes of a config file
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
-#: The options that may change when a run is resumed. Device and lanes change results by rounding
-#: only.
-FREE = (
-    "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
-    "record_weights", "save_models", "checkpoint_every", "keep_checkpoint",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Config:
@@ -138,7 +131,7 @@ class Config:
             from fedala.methods import list_methods
 
             plain["method"] = ",".join(list_methods())
-        config = replace(build(cls, plain), set=_flat(values.get("set", {})))
+        config = replace(build(cls, plain), set=flatten_settings(values.get("set", {})))
         if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
         if not config.methods or len(set(config.methods)) < len(config.methods):
@@ -173,54 +166,35 @@ class Config:
                 raise UserError(
                     f"The config file {path} has an unknown option {name}{suggest(name, known)}."
                 )
-        return {**values, "set": _flat(values.get("set", {}))}
+        return {**values, "set": flatten_settings(values.get("set", {}))}
 
     @property
     def methods(self) -> tuple[str, ...]:
         return tuple(name.strip().lower() for name in self.method.split(",") if name.strip())
 
-    def with_changes(self, changes: Mapping[str, Any]) -> "Config":
-        """Return the config of a run that is resumed. Only the options in `FREE` may change."""
-        settings = {**self.set, **_flat(changes.get("set", {}))}
-        changed = Config.from_values({**self._values(), **changes, "set": settings})
-        differences = [
-            f"{name} ({change})"
-            for name, change in self.differences(changed).items()
-            if name not in FREE
-        ]
-        if differences:
-            raise UserError(
-                "A run that is resumed must stay what it is, and this would change "
-                f"{', '.join(differences)}. What may change is {', '.join(FREE)}."
-            )
-        return changed
-
-    def _values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
+        """Return every option and its value."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def differences(self, other: "Config") -> dict[str, str]:
         """Return what the other config changes, by option: `0.1 → 0.2`."""
         changes = {}
-        for name, value in self._values().items():
+        for name, value in self.values().items():
             new = getattr(other, name)
             if new != value:
                 changes[name] = f"{_to_text(value)} → {_to_text(new)}"
         return changes
 
-    def identity(self) -> dict[str, Any]:
-        """Return the options that may not change when a run is resumed."""
-        return {name: value for name, value in self._values().items() if name not in FREE}
-
     def text(self) -> str:
         """Return the config as TOML, as `--config` reads it."""
-        values = self._values()
+        values = self.values()
         del values["set"]
         lines = [f"{name} = {toml(value)}" for name, value in values.items() if value is not None]
         lines += ["", "[set]", *(f"{toml(key)} = {toml(value)}" for key, value in self.set.items())]
         return "\n".join(lines) + "\n"
 
 
-def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
+def flatten_settings(table: Any, prefix: str = "") -> dict[str, str | float]:
     """Return hyperparameters by full name: `[set.fedala] eta = 0.5` is `"fedala.eta" = 0.5`."""
     if not isinstance(table, Mapping):
         raise UserError("set must be a table of hyperparameters, such as {'fedala.eta' = 0.5}.")
@@ -228,7 +202,7 @@ def _flat(table: Any, prefix: str = "") -> dict[str, str | float]:
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and not prefix:
-            flat |= _flat(value, f"{name}.")
+            flat |= flatten_settings(value, f"{name}.")
         elif isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
             flat[name] = value
         else:

@@ -23,6 +23,7 @@ from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import Plan, check_room, plan
 from fedala.runs.provenance import describe, summarize
 from fedala.runs.results import MethodResult, Result
+from fedala.runs.resumable_options import change_config
 from fedala.runs.resume import Progress, reopen, resume_advice
 from fedala.simulation import Simulation
 
@@ -61,7 +62,7 @@ def run(
     if isinstance(model, str):
         options["model"] = model
     if resume:
-        config = RunFolder.open(Path(resume)).config().with_changes(options)
+        config = change_config(RunFolder.open(Path(resume)).config(), options)
     checked = plan(
         config or Config.from_values(options),
         None if isinstance(dataset, str) else dataset,

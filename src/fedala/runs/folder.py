@@ -16,12 +16,12 @@ from fedala.errors import RunError, UserError
 from fedala.io import files
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
-from fedala.runs.contents import LOGGER_FOLDER, check_no_links, list_run_files
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests, MethodRecord
 from fedala.runs.models import SavedModels
-from fedala.runs.record import RunRecord
+from fedala.runs.run_files import LOGGER_FOLDER, check_no_links, list_run_files
 from fedala.runs.tables import Tables
+from fedala.runs.verified_files import RunRecord
 
 
 class RunFolder:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedala.io import files
 from fedala.records import PersonalModel
 from fedala.runs.digests import NAME as DIGESTS
-from fedala.runs.record import RunRecord
+from fedala.runs.verified_files import RunRecord
 
 
 class SavedModels:

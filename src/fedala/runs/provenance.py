@@ -17,6 +17,7 @@ from fedala.lanes.randomness import torch_seed
 from fedala.runs.digests import Digests
 from fedala.runs.plan import Plan, first_output
 from fedala.runs.results import Result
+from fedala.runs.resumable_options import identify
 from fedala.version import __version__
 
 
@@ -28,7 +29,7 @@ def describe(plan: Plan) -> Digests:
 def _identity(plan: Plan) -> str:
     """Return the digest of the options that may not change on a resume, and of the data."""
     what = {
-        **plan.config.identity(),
+        **identify(plan.config),
         "set": dict(plan.config.set),
         "data": plan.federation.digest(),
     }

@@ -16,6 +16,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan, check_room
 from fedala.runs.provenance import list_program_changes
+from fedala.runs.resumable_options import change_config
 from fedala.runs.tables import TABLES
 from fedala.simulation.client_states import NOTHING
 
@@ -57,7 +58,7 @@ def reopen(
     folder = RunFolder.open(source)
     before = folder.config()
     options = {f.name: getattr(plan.config, f.name) for f in fields(plan.config)}
-    after = before.with_changes(options)
+    after = change_config(before, options)
     _check_schedules(plan, before, after)
     is_copy = out.absolute() != folder.path.absolute()
     with ExitStack() as source_lock:

@@ -18,7 +18,7 @@ from fedala.io.untrusted import check_memory, require_file
 from fedala.records import Fault, HistoryRow, WeightSummary
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import RowHash
-from fedala.runs.record import RunRecord
+from fedala.runs.verified_files import RunRecord
 
 #: Tables to which a run appends rows. Each row has its method and its round.
 TABLES = ("history.csv", "clients.csv", "weights.csv", "faults.csv")

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State
-from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, matches, take
 from fedala.methods import Method
 from fedala.simulation.client_states import Lane
+from fedala.simulation.divergence import find_finite_lanes
 
 
 @dataclass(frozen=True)
@@ -89,25 +89,6 @@ def score_model(cohort: Cohort, model: Params, parts: Sequence[str]) -> list[Ten
         torch.stack([figures.double() for figures in cohort.evaluate(model, part)], 1)
         for part in parts
     ]
-
-
-def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
-    """Tell for each lane whether its training succeeded.
-
-    Its upload and state must be finite, and so must its loss, if it has any samples.
-    """
-    checks = [
-        leaf.reshape(len(cohort), -1).isfinite().all(1)
-        for _, leaf in leaves((upload, state))
-        if leaf.is_floating_point()
-    ]
-    loss = cohort.metrics.get("train_loss")
-    if loss is not None:
-        has_no_samples = to_device(cohort.task.device, cohort.sizes()) == 0
-        checks.append(loss.isfinite() | has_no_samples)
-    if not checks:
-        return torch.ones(len(cohort), dtype=torch.bool)
-    return torch.stack(checks).all(0)
 
 
 def _check_upload(method: Method, cohort: Cohort, initialized: Params, upload: Message) -> None:

@@ -16,20 +16,17 @@ import torch
 
 from fedala.errors import RunError, UserError
 from fedala.lanes import Message, Params, State, Task, Uploads
-from fedala.lanes.messages import (
-    add_transient,
-    count_numbers_per_lane,
-    drop_transient,
-)
+from fedala.lanes.messages import add_transient, count_numbers_per_lane, drop_transient
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, matches, take, tree_map
 from fedala.methods import Method, ServerRound
 from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import ClientStates, Lane
-from fedala.simulation.local import LocalTransport
+from fedala.simulation.local_transport import LocalTransport
+from fedala.simulation.out_of_memory import retry_with_fewer_lanes
 from fedala.simulation.participation import draw_participants, list_absent
-from fedala.simulation.round_work import RoundWork
+from fedala.simulation.round_results import RoundResults
 from fedala.simulation.scores import ScoreTable, settle
 from fedala.simulation.transport import Setup, Transport
 
@@ -153,19 +150,9 @@ class Simulation:
 
         If the device runs out of memory, the round is done again with half as many lanes.
         """
-        while True:
-            try:
-                return self._do_round(round, train, on_model)
-            except torch.OutOfMemoryError as error:
-                shortage = str(error).split(". ")[0]
-            except Exception:
-                self.transport.undo_round()
-                raise
-            self.transport.undo_round()
-            reduced = self.transport.reduce_lanes()
-            if reduced is None:
-                raise RunError(f"Out of GPU memory with a single client: {shortage}.")
-            self.on_message("Out of GPU memory with {} lanes; retrying with {}.".format(*reduced))
+        return retry_with_fewer_lanes(
+            lambda: self._do_round(round, train, on_model), self.transport, self.on_message
+        )
 
     def _do_round(self, round: int, train: bool, on_model: OnModel | None) -> list[Evaluation]:
         work = self._begin_round(round, train)
@@ -186,7 +173,7 @@ class Simulation:
             self.on_fault(fault)
         return evaluations
 
-    def _begin_round(self, round: int, train: bool) -> RoundWork:
+    def _begin_round(self, round: int, train: bool) -> RoundResults:
         """Draw the participants, and make what the servers send."""
         self.transport.begin_round()
         began = time.perf_counter()
@@ -211,7 +198,7 @@ class Simulation:
         absent = self._score_initial_models() if self._evaluates_absent else None
         scores = absent.copy() if absent else ScoreTable(np.zeros(self._score_shape))
         keeps_absent = absent if absent and train else None
-        return RoundWork(request, joined, servers, sent, scores, keeps_absent, began)
+        return RoundResults(request, joined, servers, sent, scores, keeps_absent, began)
 
     def _server_round(self, run: int, round: int, clients: Sequence[int]) -> ServerRound:
         sizes = [self.task.size(client) for client in range(self.population)]
@@ -230,7 +217,9 @@ class Simulation:
         """Return who takes part in a round of a run."""
         return draw_participants(seed, round, self.population, self.join_ratio)
 
-    def _take_result(self, work: RoundWork, result: CohortResult, on_model: OnModel | None) -> None:
+    def _take_result(
+        self, work: RoundResults, result: CohortResult, on_model: OnModel | None
+    ) -> None:
         """Note what a cohort did, and keep its clients' states."""
         work.add_figures(result)
         if work.request.train:
@@ -241,7 +230,7 @@ class Simulation:
             for i, (run, client) in enumerate(result.lanes):
                 self._give_model(on_model, run, client, take(result.evaluated, slice(i, i + 1)))
 
-    def _note_diverged(self, work: RoundWork, result: CohortResult) -> None:
+    def _note_diverged(self, work: RoundResults, result: CohortResult) -> None:
         """Note the lanes whose training failed. Their uploads and states do not count."""
         for position in result.diverged:
             run, client = lane = result.lanes[position]
@@ -257,7 +246,7 @@ class Simulation:
             work.faults.append(fault)
             work.diverged.add(lane)
 
-    def _aggregate(self, work: RoundWork) -> list[State]:
+    def _aggregate(self, work: RoundResults) -> list[State]:
         """Return every run's server after the round."""
         servers = list(self.servers)
         counted = list(work.counted())
@@ -282,7 +271,7 @@ class Simulation:
                 servers[run] = self.method.aggregate(servers[run], uploads, server_round)
         return servers
 
-    def _finish_round(self, work: RoundWork, servers: list[State]) -> None:
+    def _finish_round(self, work: RoundResults, servers: list[State]) -> None:
         self.servers, self.round = servers, work.request.round
         self._explained |= work.explained
         if work.absent_scores:
@@ -313,7 +302,7 @@ class Simulation:
             self.absent_scores = table.values
         return ScoreTable(self.absent_scores.copy())
 
-    def _score_absent(self, work: RoundWork) -> None:
+    def _score_absent(self, work: RoundResults) -> None:
         """Test the global model on the samples of absent clients, if it is their model."""
         if self.method.has_personal_models or self.join_ratio == 1:
             return
@@ -325,7 +314,7 @@ class Simulation:
         for result in self.transport.score_models(work.request.round, models, absent):
             work.scores.add(result.lanes, result.scores)
 
-    def _report(self, work: RoundWork) -> list[Evaluation]:
+    def _report(self, work: RoundResults) -> list[Evaluation]:
         """Return what is reported of every run."""
         evaluations = []
         for run, weights in enumerate(work.weights.collect(len(self.seeds))):
@@ -348,7 +337,7 @@ class Simulation:
         saved = drop_transient(self.task, model)
         on_model(PersonalModel(self.seeds[run], client, saved, is_initial))
 
-    def _give_last_models(self, work: RoundWork, on_model: OnModel) -> None:
+    def _give_last_models(self, work: RoundResults, on_model: OnModel) -> None:
         """Give the global models, and the personal models of absent clients."""
         for run, server in enumerate(self.servers):
             if model := self.method.global_model(server):

@@ -10,13 +10,6 @@ from fedala.methods import Method
 from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import ClientStates, Lane
 
-#: What happens to a client whose loss or model is not finite. Its round never counts.
-DIVERGENCE_POLICIES = {
-    "skip": "the client keeps its last good model",
-    "reset": "the client starts over from the initial model",
-    "stop": "the run ends",
-}
-
 
 @dataclass(frozen=True)
 class Setup:

@@ -83,7 +83,7 @@ def _find_best(series: Sequence[Series]) -> dict[tuple[tuple[str, ...], str], fl
     for one in series:
         for name, figure in one.summary["accuracy"].items():
             key = task_of(one.run), name
-            best[key] = max(figure["mean"], best.get(key, 0.0))
+            best[key] = float(np.fmax(figure["mean"], best.get(key, 0.0)))
     return best
 
 

@@ -1,6 +1,5 @@
 """Clients on this machine: one cohort after another, or several in threads."""
 
-import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedala.lanes import Cohort, Message, Params, State, Task, broadcast_lanes
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.randomness import torch_seed
-from fedala.lanes.trees import count_lanes, join, leaves, share, take, tree_map
+from fedala.lanes.trees import count_lanes, join, share, take
 from fedala.simulation.client_round import (
     CohortResult,
     RoundRequest,
@@ -20,6 +19,8 @@ from fedala.simulation.client_round import (
     score_model,
 )
 from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.divergence import check_step, choose_states
+from fedala.simulation.out_of_memory import free_memory, halve_lanes
 from fedala.simulation.participation import form_cohorts
 from fedala.simulation.transport import Setup, Transport
 
@@ -151,21 +152,17 @@ class LocalTransport(Transport):
 
     def keep_states(self, result: CohortResult, policy: str) -> None:
         if result.is_finite is not None and result.diverged:
-            self._replace_diverged(result, result.is_finite, policy)
+            instead = self._state_instead(result, policy)
+            result.state = choose_states(result.is_finite, result.state, instead)
         self.client_states.scatter(result.lanes, result.state)
 
-    def _replace_diverged(self, result: CohortResult, finite: Tensor, policy: str) -> None:
-        """Give diverged lanes the state from before the round, or a new one."""
-        instead = result.state_before
-        if policy == "reset":
-            task = self._thread_task()
-            new = [self.setup.init_client(task, lane) for lane in result.lanes]
-            instead = {**instead, **join(new)}
-        result.state = tree_map(
-            lambda new, old: torch.where(broadcast_lanes(finite, new), new, old),
-            result.state,
-            instead,
-        )
+    def _state_instead(self, result: CohortResult, policy: str) -> State:
+        """Return what diverged lanes get: their state from before the round, or a new one."""
+        if policy != "reset":
+            return result.state_before
+        task = self._thread_task()
+        new = [self.setup.init_client(task, lane) for lane in result.lanes]
+        return {**result.state_before, **join(new)}
 
     def state(self) -> State:
         return {}  # client states have files of their own
@@ -176,14 +173,9 @@ class LocalTransport(Transport):
     def reduce_lanes(self) -> tuple[int, int] | None:
         everybody = len(self.setup.seeds) * self.setup.population
         before = min(self.lanes or everybody, everybody)
-        if before == 1:
-            return None
-        self.lanes = before // 2
-        self.setup.task.free_caches()
-        gc.collect()
-        if self.setup.task.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return before, self.lanes
+        self.lanes = halve_lanes(before)
+        free_memory(self.setup.task)
+        return None if self.lanes is None else (before, self.lanes)
 
     def find_first_bad_step(
         self,
@@ -196,13 +188,12 @@ class LocalTransport(Transport):
         cohort = self.make_cohort([lane], request.round, sent, joined)
         steps = 0
 
-        def check_step(losses: Tensor, state: Any) -> None:
+        def count_and_check(losses: Tensor, state: Any) -> None:
             nonlocal steps
             steps += 1
-            if not all(leaf.isfinite().all() for _, leaf in leaves((losses, state))):
-                raise FloatingPointError
+            check_step(losses, state)
 
-        cohort.on_step = check_step
+        cohort.on_step = count_and_check
         method, state = self.setup.method, self._load_states(cohort.task, [lane])
         try:
             initialized, state = method.initialize(cohort, cohort.received, state)

@@ -9,8 +9,8 @@ from fedala.io import files
 from fedala.io.untrusted import read_file
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
-from fedala.runs.record import LARGEST, WHOLE_FILES, RunRecord
 from fedala.runs.tables import TABLES
+from fedala.runs.verified_files import LARGEST, WHOLE_FILES, RunRecord
 
 #: Files that lie directly in a run folder.
 _FILES = {*TABLES, "report.html", "lock", "log-id", *WHOLE_FILES, DIGESTS}

@@ -38,7 +38,7 @@ def learn_head(problem: Problem) -> Curves:
     """
     from triton.runtime.errors import OutOfResources
 
-    from fedala.cuda.weights import Head, learn_weights
+    from fedala.cuda.ala_kernel import Head, learn_weights
 
     task, settings, samples = problem.cohort.task, problem.settings, problem.samples
     table, positions = problem.cohort.features(problem.cut, problem.start, samples)

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from fedala.lanes import Message
-from fedala.lanes.messages import Piece
+from fedala.lanes.uploads import Piece
 from fedala.methods import ServerRound
 from fedala.records import Fault, HistoryRow
 from fedala.simulation.client_round import CohortResult, RoundRequest
@@ -18,7 +18,7 @@ from fedala.simulation.scores import ScoreTable, WeightLog, settle
 
 
 @dataclass
-class RoundWork:
+class RoundResults:
     """One round of all runs: what was sent, and what the cohorts have done so far."""
 
     request: RoundRequest

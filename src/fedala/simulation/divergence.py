@@ -1,0 +1,48 @@
+"""Clients whose training ended with numbers that are not finite: who they are, what they keep."""
+
+import torch
+from torch import Tensor
+
+from fedala.lanes import Cohort, Message, State, broadcast_lanes
+from fedala.lanes.samples import to_device
+from fedala.lanes.trees import leaves, tree_map
+
+#: What happens to a client whose loss or model is not finite. Its round never counts.
+DIVERGENCE_POLICIES = {
+    "skip": "the client keeps its last good model",
+    "reset": "the client starts over from the initial model",
+    "stop": "the run ends",
+}
+
+
+def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
+    """Tell for each lane whether its training succeeded.
+
+    Its upload and state must be finite, and so must its loss, if it has any samples.
+    """
+    checks = [
+        leaf.reshape(len(cohort), -1).isfinite().all(1)
+        for _, leaf in leaves((upload, state))
+        if leaf.is_floating_point()
+    ]
+    loss = cohort.metrics.get("train_loss")
+    if loss is not None:
+        has_no_samples = to_device(cohort.task.device, cohort.sizes()) == 0
+        checks.append(loss.isfinite() | has_no_samples)
+    if not checks:
+        return torch.ones(len(cohort), dtype=torch.bool)
+    return torch.stack(checks).all(0)
+
+
+def choose_states(is_finite: Tensor, new: State, instead: State) -> State:
+    """Return the new state of each lane, or the one instead of it if its training failed."""
+    chosen: State = tree_map(
+        lambda a, b: torch.where(broadcast_lanes(is_finite, a), a, b), new, instead
+    )
+    return chosen
+
+
+def check_step(losses: Tensor, state: State) -> None:
+    """Raise a FloatingPointError after a training step whose loss or result is not finite."""
+    if not all(leaf.isfinite().all() for _, leaf in leaves((losses, state))):
+        raise FloatingPointError
