@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedala.lanes import Message, Uploads, uploads
+from fedala.lanes import Message, Uploads
 from fedala.lanes.messages import count_numbers_per_lane
 from fedala.lanes.trees import count_bytes, leaves, take, tree_map
-from fedala.lanes.uploads import Piece
+from fedala.lanes.uploads import BLOCK, Piece
 
 #: Lanes that do not count (another run's, or diverged) stand between those that do.
 LAYOUTS = {
@@ -66,11 +66,11 @@ def assert_equal(found, expected):
         assert torch.equal(a, b), path
 
 
-@pytest.mark.parametrize("block", [messages.BLOCK, 1000, 1])
+@pytest.mark.parametrize("block", [BLOCK, 1000, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_mean_is_that_of_one_stack_to_the_bit(layout, dtype, block, monkeypatch):
-    monkeypatch.setattr(uploads, "BLOCK", block)
+    monkeypatch.setattr("fedala.lanes.uploads.BLOCK", block)
     uploads, own = make_uploads(LAYOUTS[layout], dtype)
     stack = tree_map(lambda *values: torch.cat(values), *own)
     for weights in (None, torch.ones(5, dtype=torch.float64)):
@@ -85,7 +85,7 @@ def test_large_parameters_in_blocks_are_the_whole_to_the_bit(monkeypatch):
     uploads = Uploads(range(12), torch.arange(1.0, 13.0).double(), pieces)
     whole = uploads.average()
     for columns in (2, 3, 19, 158, 1501, 3002, 3003):
-        monkeypatch.setattr(uploads, "BLOCK", columns * 12 * 4)
+        monkeypatch.setattr("fedala.lanes.uploads.BLOCK", columns * 12 * 4)
         assert_equal(uploads.average(), whole)
 
 
@@ -129,7 +129,7 @@ class RecordSizes(TorchDispatchMode):
 def test_the_mean_takes_little_more_memory_than_itself(lanes, channels_last, monkeypatch):
     """32 clients upload 32 times the model. A mean makes no tensor larger than model or block."""
     block = 2**16
-    monkeypatch.setattr(uploads, "BLOCK", block)
+    monkeypatch.setattr("fedala.lanes.uploads.BLOCK", block)
     shape = (64, 32, 3, 3)
     model_bytes = 4 * 64 * 32 * 3 * 3
     pieces = []

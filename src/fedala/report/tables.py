@@ -128,20 +128,6 @@ def datasets(rows: Iterable[KnownDataset]) -> Table:
     return table
 
 
-def bench(figures: Iterable[Any]) -> Table:
-    """Show the seconds per round, and how much faster that is than the plain loop."""
-    table = _table("case", "device", "precision")
-    first, initial = "until the first\nround is done", "round of the\ninitial stage"
-    for column in (first, initial, "steady round", "plain loop", "faster"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for one in figures:
-        plain = "" if one.plain is None else f"{one.plain:.3g} s"
-        faster = "" if one.speedup is None else f"{one.speedup:.1f} ×"
-        seconds = (f"{value:.3g} s" for value in (one.start, one.initial, one.steady))
-        table.add_row(escape(one.case), escape(one.device), one.precision, *seconds, plain, faster)
-    return table
-
-
 def _format_default(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)
 

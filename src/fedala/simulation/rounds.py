@@ -162,13 +162,15 @@ class Simulation:
             self._score_absent(work)
         servers = self._aggregate(work) if train else self.servers
         work.settle()
+        diverged = dict(self._diverged)
         for lane in work.diverged:
-            self._diverged[lane] = self._diverged.get(lane, 0) + 1
-        evaluations = self._report(work) if work.request.evaluate else []
+            diverged[lane] = diverged.get(lane, 0) + 1
+        evaluations = self._report(work, diverged) if work.request.evaluate else []
         if train:
             self._finish_round(work, servers)
         elif on_model:
             self._give_last_models(work, on_model)
+        self._diverged = {} if work.request.evaluate else diverged
         for fault in work.faults:
             self.on_fault(fault)
         return evaluations
@@ -314,7 +316,7 @@ class Simulation:
         for result in self.transport.score_models(work.request.round, models, absent):
             work.scores.add(result.lanes, result.scores)
 
-    def _report(self, work: RoundResults) -> list[Evaluation]:
+    def _report(self, work: RoundResults, diverged: Mapping[Lane, int]) -> list[Evaluation]:
         """Return what is reported of every run."""
         evaluations = []
         for run, weights in enumerate(work.weights.collect(len(self.seeds))):
@@ -324,10 +326,9 @@ class Simulation:
                 validates="validation" in self.parts,
                 seed=self.seeds[run],
                 sent=self._count_numbers(work.sent[run]),
-                diverged=sum(n for lane, n in self._diverged.items() if lane[0] == run),
+                diverged=sum(n for lane, n in diverged.items() if lane[0] == run),
             )
             evaluations.append(Evaluation(row, work.scores.values[run, :, 0], weights))
-        self._diverged = {}
         return evaluations
 
     # --- models at the end ---------------------------------------------------------------------

@@ -21,11 +21,6 @@ class ScoreTable:
     values: np.ndarray
     _pending: list[tuple[int, Sequence[Lane], Tensor]] = field(default_factory=list)
 
-    @classmethod
-    def zeros(cls, runs: int, clients: int, parts: int) -> "ScoreTable":
-        """Make an empty table."""
-        return cls(np.zeros((runs, clients, parts, 3)))
-
     def copy(self) -> "ScoreTable":
         """Return a table with the same values and nothing pending."""
         return ScoreTable(self.values.copy())
