@@ -30,6 +30,7 @@ HARMLESS = {
     "archive.open(info)", "archive.open(member.info)", "zipfile.ZipFile(file)",
     "gzip.GzipFile(fileobj=file)", "ParquetFile(data)", "pillow.open(data(), formats=_FORMATS)",
     "files(__package__).joinpath(name).read_text(encoding='utf-8')",
+    "files(package).joinpath('templates', name).read_text(encoding='utf-8')",
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_every_cell_has_a_valid_config():
         assert config.lr == (0.1 if config.dataset == "mnist" or config.model != "cnn" else 0.005)
         assert config.save_models is False
         made = make(cell.method, config.set)
-        assert not (made.everyone and config.join_ratio < 1)
+        assert not (made.requires_all_clients and config.join_ratio < 1)
 
 
 def test_cells_have_unique_names():

@@ -12,7 +12,8 @@ from fedala.errors import UserError
 from fedala.paper import figures
 from fedala.paper.experiments import drawings, settings
 from fedala.paper.running import DataCache
-from fedala.runs.execute import Stopped, build_simulation
+from fedala.runs.build import build_simulation
+from fedala.runs.observer import Stopped
 
 
 def draw(name, data, out, **changes):
@@ -54,8 +55,8 @@ def test_the_losses_of_convergence_are_those_of_the_models(data, tmp_path):
     request = figures.Request(drawings()["figure-con"], DataCache(data), options, lambda: False)
     checked = request.plan("fedala", setting)
     simulation = build_simulation(checked, checked.methods[0])
-    model = checked.model()
-    model.load_state_dict({name: value[0] for name, value in simulation.start[0].items()})
+    model = checked.make_model()
+    model.load_state_dict({name: value[0] for name, value in simulation.initial[0].items()})
     samples = torch.from_numpy(np.concatenate(simulation.task.parts["train"]))
     loss = F.cross_entropy(
         model(simulation.task.inputs(samples)), simulation.task.targets(samples)

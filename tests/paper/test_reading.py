@@ -11,6 +11,7 @@ from paper_results import call, make_result, write_table
 from fedala.errors import UserError
 from fedala.paper.experiments import tables
 from fedala.paper.reading import read_csv, read_results
+from fedala.records import HistoryRow
 from fedala.runs.folder import RunFolder
 
 SETTING = "mnist-pathological"
@@ -30,22 +31,11 @@ def make_cell(
     (folder / "config.toml").write_text(
         chosen.config(rounds=rounds, seeds=len(seeds), seed=seeds.start).text()
     )
-    rows = [
-        {
-            "seed": seed,
-            "round": r,
-            "accuracy": accuracy,
-            "loss": 1.0,
-            "accuracy_joined": accuracy,
-            "sent": 1,
-            "uploaded": 1,
-            "diverged": 0,
-            "seconds": 1.0,
-        }
-        for r in range(6)
-        for seed in seeds
-    ]
-    RunFolder(folder).add_history(chosen.method, rows)
+    tables_of_run = RunFolder(folder).tables
+    for round in range(6):
+        for seed in seeds:
+            row = HistoryRow(seed, round, accuracy, 1.0, accuracy, sent=1, uploaded=1, seconds=1.0)
+            tables_of_run.add_history(chosen.method, row)
     return folder
 
 

@@ -19,6 +19,7 @@ from fedala.paper.cell_folders import read_histories, write_cell_file
 from fedala.paper.experiments import tables
 from fedala.paper.progress import CellProgress
 from fedala.paper.reading import read_results
+from fedala.records import HistoryRow
 from fedala.runs.folder import RunFolder
 
 SETTING = "mnist-pathological"
@@ -49,7 +50,7 @@ def read_lines(out):
 def read_without_times(folder):
     return [
         {key: repr(v) for key, v in row.items() if key != "seconds"}
-        for row in RunFolder(folder).history()
+        for row in RunFolder(folder).rows("history.csv")
     ]
 
 
@@ -87,7 +88,7 @@ def test_every_cell_and_seed_has_a_line_that_matches_its_history(finished):
     ]
     for line in found:
         rows = read_histories(out / SETTING / line["method"] / "seeds-0-1")[int(line["seed"])]
-        accuracies = [row["accuracy"] for row in rows]
+        accuracies = [row.accuracy for row in rows]
         assert float(line["best"]) == pytest.approx(max(accuracies), rel=1e-5)
         assert int(line["best_round"]) == accuracies.index(max(accuracies))
         assert float(line["final"]) == pytest.approx(accuracies[-1], rel=1e-5)
@@ -139,7 +140,7 @@ def test_an_interrupted_cell_continues_to_the_same_result(data, tmp_path):
     cells = [COLUMN.cell("ditto")]
 
     def interrupt(cell, row):
-        if row["round"] == 2:
+        if row.round == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -200,7 +201,7 @@ def test_a_signal_stops_cells_after_their_round(jobs, number, data, tmp_path):
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
     assert errors.endswith(
-        f"Stopped; what was done is in {tmp_path}, and the same command goes on.\n"
+        f"Stopped; the results so far are in {tmp_path}, and the same command continues.\n"
     )
     for folder in folders:
         [rows] = read_histories(folder).values()
@@ -213,7 +214,7 @@ def test_a_signal_stops_cells_after_their_round(jobs, number, data, tmp_path):
         )
         assert seen.ends == [(f"{SETTING}/fedavg", "done")]
         [again] = read_histories(folders[0]).values()
-        assert [row["round"] for row in again] == list(range(len(rows) + 2))
+        assert [row.round for row in again] == list(range(len(rows) + 2))
         assert again[: len(rows)] == rows
 
 
@@ -222,9 +223,7 @@ def short_of_time(monkeypatch):
     """Let the time be up after a row of round 1."""
     left = [1.0]
     monkeypatch.setattr(running.RunOptions, "seconds_left", property(lambda self: left[0]))
-    return EndRecorder(
-        lambda cell, row: left.__setitem__(0, -1.0 if row["round"] >= 1 else 1.0)
-    ), left
+    return EndRecorder(lambda cell, row: left.__setitem__(0, -1.0 if row.round >= 1 else 1.0)), left
 
 
 def test_out_of_time_a_cell_stops_between_rounds_and_the_next_does_not_start(
@@ -308,11 +307,9 @@ def write_measured(out, method, seconds, rounds=6):
     folder.mkdir(parents=True)
     config = COLUMN.cell(method).config(rounds=2000, seeds=1)
     (folder / "config.toml").write_text(config.text(), encoding="utf-8")
-    rows = [
-        {"seed": 0, "round": r, "accuracy": 0.5, "accuracy_joined": 0.5, "seconds": seconds}
-        for r in range(rounds)
-    ]
-    RunFolder(folder).add_history(method, rows)
+    for round in range(rounds):
+        row = HistoryRow(0, round, accuracy=0.5, loss=1.0, accuracy_joined=0.5, seconds=seconds)
+        RunFolder(folder).tables.add_history(method, row)
 
 
 def test_the_time_of_a_cell_is_estimated_from_its_seconds_per_round(tmp_path):
@@ -365,7 +362,7 @@ def test_a_figure_stops_when_the_time_is_up(data, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
         "Out of time: figure-con is not drawn; it got to 2 of 5 rounds of FedALA.",
-        "Left out, for want of time: figure-splits.",
+        "Left out, because the time is up: figure-splits.",
     ]
     assert list((tmp_path / "figures").iterdir()) == []
 
@@ -441,9 +438,7 @@ def test_the_progress_of_several_processes_is_merged():
     progress = CellProgress(
         Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5
     )
-    progress.row(
-        "a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0}
-    )
+    progress.row("a", HistoryRow(0, 2, accuracy=0.2, loss=1.0, accuracy_joined=0.5, seconds=1.0))
     for cell, how in (
         ("a", "stopped"),
         ("a", "not started"),
@@ -461,9 +456,7 @@ def test_the_progress_of_several_processes_is_merged():
 
 def test_the_progress_shows_the_accuracy_of_participants():
     progress = CellProgress(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
-    progress.row(
-        "a", {"seed": 0, "round": 2, "accuracy": 0.2, "accuracy_joined": 0.5, "seconds": 1.0}
-    )
+    progress.row("a", HistoryRow(0, 2, accuracy=0.2, loss=1.0, accuracy_joined=0.5, seconds=1.0))
     [line] = [
         list(column.cells) for column in progress.table().columns if column.header == "accuracy"
     ]
@@ -525,7 +518,7 @@ def test_columns_and_methods_run_in_the_order_of_the_options():
         (
             f"{SETTING}/fedavg/seeds-0-0/history.csv",
             "method,seed,round\nfedavg,0,0\n",
-            "is not the run of a cell",
+            "history.csv is damaged: a row lacks 'accuracy'",
         ),
     ],
 )

@@ -8,20 +8,14 @@ from typer.testing import CliRunner
 
 from fedala.cli import app as cli
 from fedala.errors import UserError
+from fedala.records import HistoryRow
 from fedala.report import loggers
 from fedala.report.loggers import Loggers
 from fedala.runs.folder import RunFolder
 
 
 def row(seed, round, accuracy):
-    return {
-        "seed": seed,
-        "round": round,
-        "accuracy": accuracy,
-        "loss": 1.0,
-        "clients": [[1, 2, 3]],
-        "note": None,
-    }
+    return HistoryRow(seed, round, accuracy, loss=1.0, accuracy_joined=accuracy)
 
 
 def log_rounds(names, folder, rounds, **options):
@@ -55,7 +49,9 @@ def test_tensorboard_has_every_step_once_after_a_resume(tmp_path):
     assert set(found) == {"ditto+ala/seed-0", "ditto+ala/seed-1"}
     for seed in (0, 1):
         scalars = found[f"ditto+ala/seed-{seed}"]
-        assert set(scalars) == {"accuracy", "loss"}
+        assert set(scalars) == {
+            "accuracy", "loss", "accuracy_joined", "sent", "uploaded", "diverged", "seconds",
+        }  # fmt: skip
         assert [step for step, _ in scalars["accuracy"]] == list(range(6))
         assert [value for _, value in scalars["accuracy"]] == pytest.approx(
             [r / 10 + seed for r in range(6)]
@@ -175,7 +171,7 @@ def test_a_run_logs_what_its_history_says(tmp_path, monkeypatch):
         cli.app, [*arguments, "--no-save-models", "--out", str(tmp_path / "run")]
     )
     assert result.exit_code == 0, result.output
-    history = RunFolder(tmp_path / "run").history()
+    history = RunFolder(tmp_path / "run").rows("history.csv")
     for (_, key), logged in fake.metrics.items():
         wanted = [
             (row["round"], row[key]) for row in history if row[key] is not None

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -13,6 +14,7 @@ from folders import accuracy, made_up
 from jinja2 import UndefinedError
 
 from fedala.errors import UserError
+from fedala.records import HistoryRow
 from fedala.report import html, page
 from fedala.report.arrays import mean_std
 from fedala.report.curves import find_target_rounds, sum_seconds
@@ -92,6 +94,9 @@ def test_a_long_run_shows_some_rounds_with_both_ends(tmp_path):
     assert (rounds[0], rounds[-1]) == (0, 1500)
 
 
+LAST_ROW = HistoryRow(seed=0, round=6, accuracy=0.5, loss=1.0, accuracy_joined=0.5)
+
+
 def test_who_gains_and_who_loses(tmp_path):
     folder = made_up(tmp_path / "run", clients=5)
     (folder.path / "clients.csv").unlink()
@@ -99,15 +104,13 @@ def test_who_gains_and_who_loses(tmp_path):
         counts = np.array(
             [[c, 0.0, 10.0 if k < 4 else 0.0] for k, c in enumerate(correct)]
         )  # the last has no test data
-        folder.add_clients(method, {"seed": 0, "round": 6, "clients": counts})
+        folder.tables.add_clients(method, LAST_ROW, counts)
     found = write_and_parse(folder)
     [table] = [e["text"] for e in found.all("table") if e["text"].startswith("Against FedAvg")]
     assert re.search(r"FedALA2" r"1" r"1" r"\+15\.00\+40\.00−10\.00", table)
     (folder.path / "clients.csv").unlink()
     for method, correct in (("fedala", 9), ("fedavg", 5)):
-        folder.add_clients(
-            method, {"seed": 0, "round": 6, "clients": np.array([[correct, 0.0, 10.0]] * 5)}
-        )
+        folder.tables.add_clients(method, LAST_ROW, np.array([[correct, 0.0, 10.0]] * 5))
     [table] = [
         e["text"]
         for e in write_and_parse(folder).all("table")
@@ -194,7 +197,7 @@ def test_files_are_checked_against_their_digests(tmp_path):
 
 def test_rows_newer_than_the_digests_are_unverified(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True, seeds=1, reached=2)
-    folder.add_history("fedavg", [{**folder.history()[-1], "round": 3}])
+    folder.tables.add_history("fedavg", replace(folder.history()["fedavg"][-1], round=3))
     sentences = []
     page.write([folder.path], say=sentences.append)
     assert sentences == [
@@ -211,13 +214,15 @@ def test_rows_newer_than_the_digests_are_unverified(tmp_path):
 def test_diverged_clients_and_resumptions_are_shown(tmp_path):
     folder = made_up(tmp_path / "run", ("fedala", "fedavg"), seeds=1)
     text = (folder.path / "history.csv").read_text().splitlines()
-    text = [f"{line},{'diverged' if n == 0 else 2 if n == 3 else 0}" for n, line in enumerate(text)]
+    assert text[0].endswith(",diverged,seconds")
+    assert text[3].endswith(",0,0.5")
+    text[3] = text[3].removesuffix(",0,0.5") + ",2,0.5"
     (folder.path / "history.csv").write_text("\n".join(text) + "\n")
-    folder.add_resumption("rounds: 3 → 6")
+    folder.tables.add_resumption("rounds: 3 → 6")
     folder.write_summary({"data": "partial: a tenth of it"})
-    folder.shorten({}, Digests())
+    folder.drop_rows_from({}, Digests())
     for method in ("fedala", "fedavg"):
-        folder.seal(method, finished=True)
+        folder.record_progress(method, is_finished=True)
     found = write_and_parse(folder)
     assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
         "The data of run: partial: a tenth of it.",

@@ -77,7 +77,7 @@ def damage_line(number, line):
             damage_line(3, "fedala,0,1,0.2"),
             "damaged, or not the table of a run: line 4 has not as many columns",
         ),
-        (damage_line(3, "fedala,0,1,5.0,0,0,1,1,1,1"), "an accuracy of 5.0 is not from 0 to 1"),
+        (damage_line(3, "fedala,0,1,5.0,0,0,1,1,1,0,1"), "an accuracy of 5.0 is not from 0 to 1"),
         (
             replace_file("weights.csv", "method\nfedavg\n"),
             "weights.csv is damaged, or not the table",
@@ -103,12 +103,12 @@ def damage_line(number, line):
             "clients.csv is damaged",
         ),
         (
-            damage_line(3, "fedala,0,1,0.5,0,-2,1,1,1,1"),
+            damage_line(3, "fedala,0,1,0.5,0,-2,1,1,1,0,1"),
             "accuracy_joined is -2, which is not from 0 to 1",
         ),
-        (damage_line(3, "fedala,0,1,0.5,0,0.5,1,1,-1,1"), "seconds is -1, which is not a time"),
-        (damage_line(3, "fedala,0,1,0.5,0,0.5,1,1,inf,1"), "seconds is inf, which is not a time"),
-        (damage_line(3, "fedala,0,-1,0.5,0,0.5,1,1,1,1"), "round is -1, which is less than 0"),
+        (damage_line(3, "fedala,0,1,0.5,0,0.5,1,1,1,0,-1"), "seconds is -1, which is not a time"),
+        (damage_line(3, "fedala,0,1,0.5,0,0.5,1,1,1,0,inf"), "seconds is inf, which is not a time"),
+        (damage_line(3, "fedala,0,-1,0.5,0,0.5,1,1,1,0,1"), "round is -1, which is less than 0"),
     ],
 )
 def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):

@@ -1,10 +1,11 @@
-"""Tables and progress: what is render is what was measured."""
+"""Tables and progress: they show what was measured."""
 
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from fedala.records import HistoryRow
 from fedala.report import tables
 from fedala.report.progress import ProgressBars, format_duration
 from fedala.runs.config import Config
@@ -71,14 +72,8 @@ def show_rounds(bars):
     with bars:
         for round in range(3):
             for seed in (0, 1):
-                bars.row(
-                    "a+ala",
-                    {
-                        "seed": seed,
-                        "round": round,
-                        "accuracy": (0.5, 0.9, 0.7)[round] + 0.02 * seed,
-                    },
-                )
+                accuracy = (0.5, 0.9, 0.7)[round] + 0.02 * seed
+                bars.row("a+ala", HistoryRow(seed, round, accuracy, 1.0, accuracy))
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(0, [0, 1, 2]), (1000, [2])])
