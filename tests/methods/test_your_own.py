@@ -51,7 +51,7 @@ def test_the_pages_own_test_passes():
 
 def test_the_excerpt_is_part_of_a_tested_method():
     source = SCAFFOLD.read_text(encoding="utf-8")
-    functions = EXCERPT.strip().split("\n\n")
+    functions = EXCERPT.strip().split("\n\n\n")
     assert all(textwrap.indent(function, "    ") in source for function in functions)
 
 
