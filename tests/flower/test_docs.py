@@ -91,7 +91,7 @@ def test_the_python_of_the_page_runs(tmp_path):
     grid = InProcessGrid(scope["client"], 2, tmp_path, run_config)
     for node, config in grid.node_configs.items():
         config["data"] = node - 100
-    assert len(serve(grid, run_config, scope["own"]).history) == 2
+    assert len(serve(grid, run_config, scope["custom"]).history) == 2
 
     from flwr.clientapp import ClientApp
 

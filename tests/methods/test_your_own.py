@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from fedala.methods import Method, catalogue, make, register, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "your-own.md"
 SIZES = [5, 22, 13, 3, 8, 17, 0]
-METHOD, USE, TEST = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+METHOD, USE, EXCERPT, TEST = BLOCKS
+SCAFFOLD = Path(__file__).parents[1] / "proof" / "scaffold.py"
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,12 @@ def test_the_pages_own_test_passes():
     namespace = {}
     exec(TEST, namespace)
     namespace["test_lanes_are_independent"]()
+
+
+def test_the_excerpt_is_part_of_a_tested_method():
+    source = SCAFFOLD.read_text(encoding="utf-8")
+    functions = EXCERPT.strip().split("\n\n\n")
+    assert all(textwrap.indent(function, "    ") in source for function in functions)
 
 
 def test_the_pages_way_to_run_it_runs():
