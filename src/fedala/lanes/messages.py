@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,13 +15,22 @@ from fedala.lanes.trees import Params, State, leaves, take, tree_map
 BLOCK = 2**24
 
 
-class Message(NamedTuple):
+class _Message(NamedTuple):
+    model: Params
+    """Parameters and buffers by name; empty if no model travels."""
+    extra: State
+    """Anything else: control variates, prototypes, statistics, numbers."""
+
+
+class Message(_Message):
     """A model, or the shared part of one, and further tensors. Every tensor is [lane, …]."""
 
-    model: Params = {}  # noqa: RUF012
-    """Parameters and buffers by name; empty if no model travels."""
-    extra: State = {}  # noqa: RUF012
-    """Anything else: control variates, prototypes, statistics, numbers."""
+    __slots__ = ()
+
+    def __new__(cls, model: Params | None = None, extra: State | None = None) -> Self:
+        """Make a message. What is not given is a dict of its own, which a method may fill."""
+        own_model = {} if model is None else model
+        return super().__new__(cls, own_model, {} if extra is None else extra)
 
 
 class Piece(NamedTuple):
