@@ -1,5 +1,6 @@
 """Learning rates as tensors: one for each lane, another in every round, and one captured step."""
 
+import numpy as np
 import pytest
 import torch
 from small import assert_close, ragged_task, start_of
@@ -158,3 +159,12 @@ def test_nothing_is_fused_if_all_gradients_are_rows(monkeypatch):
     rows = RowGradient(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, 3), table.shape)
     training.descend({"table": table}, {"table": rows}, torch.full((1,), 0.5).expand(2))
     assert table.sum() == -0.5 * 2 * 2 * 3
+
+
+def test_rows_may_be_one_array():
+    """Lanes of equal length as a matrix give what a list of its lines gives."""
+    task = ragged_task([8, 8])
+    params = join([start_of(task)(0)] * 2)
+    rows = [task.parts["train"][lane][:6] for lane in range(2)]
+    listed = Cohort(task, [0, 1], [0, 0]).sgd(params, rows=rows)
+    assert_close(Cohort(task, [0, 1], [0, 0]).sgd(params, rows=np.stack(rows)), listed, 0)
