@@ -1,11 +1,13 @@
 """Learning rates as tensors: one for each lane, another in every round, and one captured step."""
 
+import numpy as np
 import pytest
 import torch
 from small import assert_close, ragged_task, start_of
 
 from fedala.cuda import backend as cuda_backend
-from fedala.lanes import SGD, Cohort
+from fedala.lanes import SGD, Cohort, training
+from fedala.lanes.row_gradients import RowGradient
 from fedala.lanes.training import EagerRunner
 from fedala.lanes.trees import join, take
 
@@ -144,3 +146,25 @@ def test_another_kind_of_training_is_another_capture(captured):
 
 def test_equal_steps_are_one_key():
     assert len({SGD(("a",), 0.5), SGD(("a",), 0.5), SGD(("a",))}) == 2
+
+
+def test_nothing_is_fused_if_all_gradients_are_rows(monkeypatch):
+    """FedRep on an embedding and a head does that: the body's gradients are all rows."""
+
+    def refuse_nothing(targets, gradients, lr):
+        assert targets
+
+    monkeypatch.setattr(training, "_descend_fused", refuse_nothing)
+    table = torch.zeros(2, 5, 3)
+    rows = RowGradient(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, 3), table.shape)
+    training.descend({"table": table}, {"table": rows}, torch.full((1,), 0.5).expand(2))
+    assert table.sum() == -0.5 * 2 * 2 * 3
+
+
+def test_rows_may_be_one_array():
+    """Lanes of equal length as a matrix give what a list of its lines gives."""
+    task = ragged_task([8, 8])
+    params = join([start_of(task)(0)] * 2)
+    rows = [task.parts["train"][lane][:6] for lane in range(2)]
+    listed = Cohort(task, [0, 1], [0, 0]).sgd(params, rows=rows)
+    assert_close(Cohort(task, [0, 1], [0, 0]).sgd(params, rows=np.stack(rows)), listed, 0)

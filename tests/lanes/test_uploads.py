@@ -153,3 +153,11 @@ def test_extra_tensors_are_counted():
     message = make_message(3)
     assert count_numbers_per_lane(message) == 54 + 7 + 1 + 1 + 0 + 54
     assert count_numbers_per_lane(Message()) == 0
+
+
+def test_messages_do_not_share_what_is_not_given():
+    """A method that fills an empty message must not fill those of all others."""
+    filled = Message()
+    filled.model["weight"] = filled.extra["number"] = torch.ones(1)
+    assert Message() == ({}, {})
+    assert take(Message(extra={"number": torch.ones(2)}), [0])._fields == ("model", "extra")

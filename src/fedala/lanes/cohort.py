@@ -160,7 +160,8 @@ class Cohort:
         task = self.task
         steps = (step,) if callable(step) else tuple(step)
         size = batch_size or task.batch_size
-        own = rows or [task.parts["train"][client] for client in self.clients]
+        trained = [task.parts["train"][client] for client in self.clients]
+        own = trained if rows is None else rows
         lengths = [len(samples) for samples in own]
         epochs = task.epochs if epochs is None else epochs
         with task.use_mode(training=True, frozen=frozen), torch.no_grad():

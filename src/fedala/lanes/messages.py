@@ -1,18 +1,27 @@
 """What travels between the server and the clients."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, State, leaves
 
 
-class Message(NamedTuple):
+class _Message(NamedTuple):
+    model: Params
+    """Parameters and buffers by name; empty if no model travels."""
+    extra: State
+    """Anything else: control variates, prototypes, statistics, numbers."""
+
+
+class Message(_Message):
     """A model, or the shared part of one, and further tensors. Every tensor is [lane, …]."""
 
-    model: Params = {}  # noqa: RUF012
-    """Parameters and buffers by name; empty if no model travels."""
-    extra: State = {}  # noqa: RUF012
-    """Anything else: control variates, prototypes, statistics, numbers."""
+    __slots__ = ()
+
+    def __new__(cls, model: Params | None = None, extra: State | None = None) -> Self:
+        """Make a message. What is not given is a dict of its own, which a method may fill."""
+        own_model = {} if model is None else model
+        return super().__new__(cls, own_model, {} if extra is None else extra)
 
 
 def count_numbers_per_lane(message: Message) -> int:

@@ -291,11 +291,12 @@ class Task:
 
         `real`, [lane, sample], marks these samples.
         """
-        if self.loss is F.cross_entropy:
-            each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none")
-            return torch.where(real, each.view(y.shape), 0).sum(1)
-        sums = [self.loss(output[i, :end], y[i, :end]) * end for i, end in enumerate(ends)]
-        return torch.stack(sums)
+        with self.autocast():  # losses of bf16 outputs are float32, as in training
+            if self.loss is F.cross_entropy:
+                each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none")
+                return torch.where(real, each.view(y.shape), 0).sum(1)
+            sums = [self.loss(output[i, :end], y[i, :end]) * end for i, end in enumerate(ends)]
+            return torch.stack(sums)
 
     def gradients(
         self,

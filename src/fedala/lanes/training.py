@@ -26,7 +26,8 @@ def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
     """Take one step of gradient descent, in place. `lr` is [lane]."""
     whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
     targets = [params[name].detach() for name in whole]
-    if is_shared(lr) and all(map(_can_fuse, targets, whole.values())):
+    # A model may learn nothing but row gradients: a kernel wants at least one tensor.
+    if targets and is_shared(lr) and all(map(_can_fuse, targets, whole.values())):
         _descend_fused(targets, list(whole.values()), lr[0])
     else:
         for target, gradient in zip(targets, whole.values(), strict=True):
