@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from small import Net, ragged_task, start_of
 from torch import nn
 
+from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, evaluation
 from fedala.lanes.trees import share, take
 from fedala.methods import make
@@ -116,3 +117,49 @@ def test_losses_of_bf16_outputs_are_not_rounded_to_bf16(lanes):
         assert output.dtype == torch.bfloat16
         expected = F.cross_entropy(output.float(), task.y[rows], reduction="sum")
         torch.testing.assert_close(found[lane], expected)
+
+
+def test_no_batch_of_one_is_left_for_a_model_that_mixes_samples():
+    size = evaluation.MIXED_BATCH
+    batches = evaluation._split_batches(torch.zeros(1, size + 1))
+    assert [rows.shape[1] for rows in batches] == [size - 1, 2]
+    assert [rows.shape[1] for rows in evaluation._split_batches(torch.zeros(1, 1))] == [1]
+
+
+class NoSingleSample(Net):
+    """Fails on a batch of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.BatchNorm1d(3, track_running_stats=False)
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
+@pytest.mark.parametrize("lanes", [1, None])
+def test_a_single_test_sample_that_the_model_cannot_run_on_is_refused(lanes):
+    with pytest.raises(UserError, match="a single sample to test"):
+        list_losses(NoSingleSample, sizes=[9, 3], lanes=lanes)
+
+
+class DrawsAlways(Net):
+    """Draws random numbers in evaluation mode, too."""
+
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, training=True))
+
+
+def test_a_model_that_draws_in_evaluation_does_not_count_as_one_that_mixes():
+    assert not ragged_task([9, 9], model=DrawsAlways()).mixes_samples
+
+
+def test_a_method_without_a_global_model_for_absent_clients_is_refused():
+    class Homeless(type(make("fedavg"))):
+        def global_model(self, server):
+            return {}
+
+    task = ragged_task([9, 9])
+    simulation = Simulation(Homeless(), task, start_of(task), rounds=1, join_ratio=0.5)
+    with pytest.raises(UserError, match="has no global model to test absent clients with"):
+        list(simulation.run())

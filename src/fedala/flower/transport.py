@@ -42,6 +42,7 @@ class FlowerTransport(Transport):
         self.template = Message(shared, method.extra_template(task, initial))
         #: The last round of each client whose update was counted, from 1.
         self.counted: dict[int, int] = {}
+        self._reset: set[int] = set()  # clients that start over after this round
         empty: list[Any] = [range(0)] * nodes.population
         task.parts = {part: list(empty) for part in PARTS}
         self._update_sizes()
@@ -97,14 +98,20 @@ class FlowerTransport(Transport):
 
     def keep_states(self, result: CohortResult, policy: str) -> None:
         """Let a diverged client start over if that is the policy. Its node has saved nothing."""
-        for position in result.diverged:
-            if policy == "reset":
-                self.counted.pop(result.lanes[position][1], None)
+        if policy == "reset":
+            self._reset |= {result.lanes[position][1] for position in result.diverged}
 
     def finish_round(self, round: int, counted: Collection[Lane]) -> None:
         """Let these clients continue from the state of this round."""
         super().finish_round(round, counted)
+        for client in self._reset:
+            self.counted.pop(client, None)
+        self._reset = set()
         self.counted |= {client: round for _, client in counted}
+
+    def undo_round(self) -> None:
+        super().undo_round()
+        self._reset = set()
 
     def updates_needed(self) -> int:
         if self.setup.method.requires_all_clients:

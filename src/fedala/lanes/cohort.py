@@ -125,8 +125,9 @@ class Cohort:
         task = self.task
         learning = tuple(name for name in task.trainable if names is None or name in names)
         mu, anchor = proximal or (0.0, {})
-        rate = self.lr if lr is None else lr if isinstance(lr, Tensor) else self.constant(lr)
-        fixed: dict[str, Any] = {"lr": rate}
+        if not isinstance(lr, Tensor):
+            lr = self.lr if lr is None else self.constant(lr)
+        fixed: dict[str, Any] = {"lr": lr.expand(len(self))}
         if mu:
             fixed["anchor"] = {name: anchor[name] for name in learning}
         frozen: set[str] = set()

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedala.errors import UserError, first_line
 from fedala.lanes.features import Sharing, compute_features, select_rows
 from fedala.lanes.samples import Samples, to_device
 from fedala.lanes.task import Task, check_scores
@@ -97,12 +98,31 @@ def _score_each_alone(
     for position, lane in enumerate(order):
         state = tree_map(task.lay_out, take(params, slice(lane, lane + 1)))
         own = samples.matrix[position : position + 1, : samples.lengths[position]]
-        for rows in torch.split(own, MIXED_BATCH, 1):
+        for rows in _split_batches(own):
             if rows.shape[1]:
                 y = task.targets(rows)
-                output = task.per_lane(task.run_model, state, task.inputs(rows))
+                output = _run_mixed(task, state, rows)
                 check_scores(output, y.dim() + 1)
                 real = torch.ones_like(rows, dtype=torch.bool)
                 figures[0, position] += (output.argmax(-1) == y).sum()
                 figures[1, position] += task.summed_losses(output, y, real, [rows.shape[1]])[0]
     return figures
+
+
+def _split_batches(rows: Tensor) -> Sequence[Tensor]:
+    """Split [1, sample] into batches, none of them of a single sample if that can be helped."""
+    size = MIXED_BATCH - 1 if rows.shape[1] % MIXED_BATCH == 1 else MIXED_BATCH
+    return torch.split(rows, size, 1)
+
+
+def _run_mixed(task: Task, state: Params, rows: Tensor) -> Any:
+    """Run a model whose outputs depend on their batch, or that fails on a batch of one."""
+    try:
+        return task.per_lane(task.run_model, state, task.inputs(rows))
+    except Exception as error:  # whatever the user's model may raise
+        if rows.shape[1] > 1:
+            raise
+        raise UserError(
+            "A client has a single sample to test, and the model cannot run on a batch of one: "
+            f"{first_line(error)}. Give every client at least two."
+        ) from error

@@ -308,6 +308,11 @@ class Simulation:
         """Test the global model on the samples of absent clients, if it is their model."""
         if self.method.has_personal_models or self.join_ratio == 1:
             return
+        if not all(map(self.method.global_model, self.servers)):
+            raise UserError(
+                f"{self.method.title} has no global model to test absent clients with: override "
+                "global_model, or set has_personal_models."
+            )
         absent = [list_absent(self.population, joined) for joined in work.joined]
         models = [
             self._reset_transient(run, Message(self.method.global_model(server))).model
