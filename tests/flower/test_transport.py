@@ -146,9 +146,12 @@ def test_a_client_continues_from_its_last_confirmed_round(transport, grid, model
     transport.keep_states(diverged, "skip")
     assert transport.counted == {0: 1, 1: 1}
     transport.keep_states(diverged, "reset")
+    assert transport.counted == {0: 1, 1: 1}  # until the round is over
+    transport.finish_round(2, {(0, 0)})
+    assert transport.counted == {0: 2}
     grid.sent.clear()
-    run_round(transport, model, EVERYBODY, RoundRequest(2, train=True, evaluate=True))
-    assert [read_config(message, "since") for message in grid.sent] == [1, 0, 0]
+    run_round(transport, model, EVERYBODY, RoundRequest(3, train=True, evaluate=True))
+    assert [read_config(message, "since") for message in grid.sent] == [2, 0, 0]
 
 
 def test_a_restart_restores_rounds_and_owners(transport, grid, setup):
