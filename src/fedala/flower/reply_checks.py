@@ -1,4 +1,7 @@
-"""Why a server drops a client's reply: it is not what the request asked for."""
+"""Why a server drops a client's reply: it is not what the request asked for.
+
+Malformed records are refused in `messages.py`, tensors in `arrays.py`, unknown senders in `nodes.py`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

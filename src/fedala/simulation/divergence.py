@@ -1,18 +1,13 @@
 """Clients whose training ended with numbers that are not finite: who they are, what they keep."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fedala.lanes import Cohort, Message, State, broadcast_lanes
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, tree_map
-
-#: What happens to a client whose loss or model is not finite. Its round never counts.
-DIVERGENCE_POLICIES = {
-    "skip": "the client keeps its last good model",
-    "reset": "the client starts over from the initial model",
-    "stop": "the run ends",
-}
 
 
 def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
@@ -32,6 +27,14 @@ def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
     if not checks:
         return torch.ones(len(cohort), dtype=torch.bool)
     return torch.stack(checks).all(0)
+
+
+def state_after_divergence(policy: str, before: State, make_new: Callable[[], State]) -> State:
+    """Return what a diverged client keeps: its state from before the round, or a new one (reset).
+
+    If the policy is "stop", the run has ended before anybody asks.
+    """
+    return {**before, **make_new()} if policy == "reset" else before
 
 
 def choose_states(is_finite: Tensor, new: State, instead: State) -> State:

@@ -19,7 +19,7 @@ from fedala.simulation.client_round import (
     score_model,
 )
 from fedala.simulation.client_states import ClientStates, Lane
-from fedala.simulation.divergence import check_step, choose_states
+from fedala.simulation.divergence import check_step, choose_states, state_after_divergence
 from fedala.simulation.out_of_memory import free_memory, halve_lanes
 from fedala.simulation.participation import form_cohorts
 from fedala.simulation.transport import Setup, Transport
@@ -150,19 +150,18 @@ class LocalTransport(Transport):
     def _load_states(self, task: Task, lanes: Sequence[Lane]) -> State:
         return self.client_states.gather(lanes, lambda lane: self.setup.init_client(task, lane))
 
+    def _init_states(self, lanes: Sequence[Lane]) -> State:
+        task = self._thread_task()
+        new: State = join([self.setup.init_client(task, lane) for lane in lanes])
+        return new
+
     def keep_states(self, result: CohortResult, policy: str) -> None:
         if result.is_finite is not None and result.diverged:
-            instead = self._state_instead(result, policy)
+            instead = state_after_divergence(
+                policy, result.state_before, lambda: self._init_states(result.lanes)
+            )
             result.state = choose_states(result.is_finite, result.state, instead)
         self.client_states.scatter(result.lanes, result.state)
-
-    def _state_instead(self, result: CohortResult, policy: str) -> State:
-        """Return what diverged lanes get: their state from before the round, or a new one."""
-        if policy != "reset":
-            return result.state_before
-        task = self._thread_task()
-        new = [self.setup.init_client(task, lane) for lane in result.lanes]
-        return {**result.state_before, **join(new)}
 
     def state(self) -> State:
         return {}  # client states have files of their own
