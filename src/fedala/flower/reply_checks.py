@@ -1,6 +1,6 @@
 """Why a server drops a client's reply: it is not what the request asked for.
 
-Malformed records are refused in `messages.py`, tensors in `arrays.py`, unknown senders in `nodes.py`.
+`messages.py` refuses malformed records, `arrays.py` tensors, `nodes.py` unknown senders.
 """
 
 import math
