@@ -47,9 +47,10 @@ class FlowerTransport(Transport):
         task.parts = {part: list(empty) for part in PARTS}
         self._update_sizes()
 
-    def begin_round(self) -> None:
+    def begin_round(self) -> bool:
         self.nodes.wait_until_ready(self.deployment.start_timeout)
         self._update_sizes()
+        return True
 
     def _update_sizes(self) -> None:
         """Give the task the numbers of samples that the clients reported."""

@@ -45,11 +45,6 @@ def count_lanes(tree: Any) -> int:
     return 0 if leaf is None else len(leaf)
 
 
-def count_numbers(tree: Any) -> int:
-    """Return how many numbers a tree holds."""
-    return sum(leaf.numel() for _, leaf in leaves(tree))
-
-
 def count_bytes(tree: Any) -> int:
     """Return how many bytes the tensors of a tree take."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree))

@@ -172,9 +172,12 @@ class LocalTransport(Transport):
     def reduce_lanes(self) -> tuple[int, int] | None:
         everybody = len(self.setup.seeds) * self.setup.population
         before = min(self.lanes or everybody, everybody)
-        self.lanes = halve_lanes(before)
+        after = halve_lanes(before)
+        if after is None:
+            return None
+        self.lanes = after
         free_memory(self.setup.task)
-        return None if self.lanes is None else (before, self.lanes)
+        return before, after
 
     def find_first_bad_step(
         self,

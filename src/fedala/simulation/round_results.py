@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -92,13 +93,19 @@ class RoundResults:
             **cells,
         )
 
-    def _average_metrics(self, run: int) -> dict[str, float]:
-        """Return the mean of each metric over the participants of a run, without NaN."""
-        values: dict[str, list[float]] = {}
+    @cached_property
+    def _metrics_on_host(self) -> dict[str, dict[Lane, float]]:
+        """Each metric by lane, brought from the device once for all runs."""
+        values: dict[str, dict[Lane, float]] = {}
         for lanes, metrics in self._metrics:
             for name, figures in metrics.items():
-                own = values.setdefault(name, [])
-                for lane, figure in zip(lanes, figures.tolist(), strict=True):
-                    if lane[0] == run and not np.isnan(figure):
-                        own.append(figure)
-        return {name: float(np.mean(own)) if own else float("nan") for name, own in values.items()}
+                values.setdefault(name, {}).update(zip(lanes, figures.tolist(), strict=True))
+        return values
+
+    def _average_metrics(self, run: int) -> dict[str, float]:
+        """Return the mean of each metric over the participants of a run, without NaN."""
+        means = {}
+        for name, values in self._metrics_on_host.items():
+            own = [v for lane, v in values.items() if lane[0] == run and not np.isnan(v)]
+            means[name] = float(np.mean(own)) if own else float("nan")
+        return means

@@ -79,6 +79,7 @@ class Simulation:
             if transport
             else LocalTransport(setup, on_message=on_message, **local_options)
         )
+        self._sizes = self._list_sizes()
         everybody = list(range(self.population))
         self._shared = [method.shared_part(task, model) for model in self.initial]
         self.servers: list[State] = [
@@ -177,7 +178,8 @@ class Simulation:
 
     def _begin_round(self, round: int, train: bool) -> RoundResults:
         """Draw the participants, and make what the servers send."""
-        self.transport.begin_round()
+        if self.transport.begin_round():
+            self._sizes = self._list_sizes()
         began = time.perf_counter()
         evaluate = not train or (round - 1) % self.eval_every == 0
         every = self.record_weights
@@ -203,8 +205,11 @@ class Simulation:
         return RoundResults(request, joined, servers, sent, scores, keeps_absent, began)
 
     def _server_round(self, run: int, round: int, clients: Sequence[int]) -> ServerRound:
-        sizes = [self.task.size(client) for client in range(self.population)]
-        return ServerRound(self.seeds[run], round, self.rounds, clients, sizes)
+        return ServerRound(self.seeds[run], round, self.rounds, clients, self._sizes)
+
+    def _list_sizes(self) -> list[int]:
+        """Return every client's number of training samples."""
+        return [self.task.size(client) for client in range(self.population)]
 
     def _reset_transient(self, run: int, message: Message) -> Message:
         """Give a message the initial values of buffers that would not travel in a federation."""

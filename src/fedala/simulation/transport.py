@@ -44,9 +44,9 @@ class Transport(ABC):
     lanes: int | None = None
     threads: int = 1
 
-    def begin_round(self) -> None:
-        """Wait until a round can begin. Afterwards the task knows the clients' sizes."""
-        return
+    def begin_round(self) -> bool:
+        """Wait until a round can begin; tell whether the clients' sizes may be others now."""
+        return False
 
     @abstractmethod
     def run_round(
