@@ -67,6 +67,8 @@ class Evaluation:
     client_scores: np.ndarray
     """[client, (correct answers, summed loss, samples)] on the test samples."""
     weights: Sequence[WeightSummary] = ()
+    variant: int = 0
+    """The number of the method's variant, in a sweep."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class PersonalModel:
     """Parameters and buffers by name, [1, …]."""
     is_initial: bool = False
     """Whether it is the initial model, because the client never took part."""
+    variant: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Fault:
     lane: int
     step: int | None
     """The first training step of the round with such a number, from 1; None if it is not known."""
+    variant: int = 0
 
     def __str__(self) -> str:
         step = f", first in step {self.step}" if self.step else ""

@@ -94,11 +94,11 @@ def test_captured_steps_are_the_steps_themselves(monkeypatch):
         for n in start_of(task, small_cnn)(0)
     }
     cohort = Cohort(task, order, [0] * 7)
-    captured = [cohort.sgd(params, epochs=2, proximal=(0.1, params)) for _ in range(2)]
+    captured = [cohort.fit(params, epochs=2, proximal=(0.1, params)) for _ in range(2)]
     assert task.backend._captured
     monkeypatch.setattr(CudaBackend, "capture_steps", lambda *_: None)
     assert_close(captured[0], captured[1], 0)
-    assert_close(captured[0], cohort.sgd(params, epochs=2, proximal=(0.1, params)), 1e-6)
+    assert_close(captured[0], cohort.fit(params, epochs=2, proximal=(0.1, params)), 1e-6)
 
 
 @pytest.mark.parametrize("by_lane", [False, True], ids=["one rate", "a rate for each lane"])
@@ -114,7 +114,7 @@ def test_rounds_with_other_rates_replay_the_same_graphs(by_lane, monkeypatch):
 
     def train(round):
         cohort = Cohort(task, order, [0] * len(SIZES), round=round)
-        return cohort.sgd(params, lr=rates[round - 1])
+        return cohort.fit(params, lr=rates[round - 1])
 
     captured, graphs = [], []
     for round in (1, 2, 3):

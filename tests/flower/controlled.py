@@ -45,7 +45,7 @@ class Controlled(Method):
         return model, state
 
     def train(self, cohort, initialized, received, state):
-        trained = cohort.sgd(initialized)
+        trained = cohort.fit(initialized)
         moves = {n: trained[n] - received.model[n] for n in received.extra["control"]["moves"]}
         joined = torch.ones(len(cohort), dtype=torch.int64, device=cohort.task.device)
         return Message(trained, {"control": {"moves": moves}, "joined": joined}), state

@@ -54,12 +54,12 @@ def cohort(task):
 
 def test_sgd_in_lanes_is_each_clients_own_sgd(task, cohort):
     params = stacked(task, range(len(SIZES)))
-    together = cohort.sgd(params, epochs=2)
+    together = cohort.fit(params, epochs=2)
     for lane in range(len(SIZES)):
         own = take(params, slice(lane, lane + 1))
         assert_close(
             take(together, slice(lane, lane + 1)),
-            alone(task, cohort, lane).sgd(own, epochs=2),
+            alone(task, cohort, lane).fit(own, epochs=2),
             TOLERANCE[task.dtype],
         )
 
@@ -67,7 +67,7 @@ def test_sgd_in_lanes_is_each_clients_own_sgd(task, cohort):
 def test_sgd_leaves_its_start_alone_and_does_train(task, cohort):
     params = stacked(task, [0] * len(SIZES))
     before = {name: value.clone() for name, value in params.items()}
-    after = cohort.sgd(params)
+    after = cohort.fit(params)
     assert_close(params, before, 0)
     for lane, size in enumerate(SIZES):
         moved = (after["out.weight"][lane] - before["out.weight"][lane]).abs().max().item()
@@ -173,7 +173,7 @@ def test_the_gradient_of_a_padding_row_is_spared_in_every_lane():
     task = ragged_task([8, 8, 4], model=Words())
     task.x = torch.randint(0, 7, (len(task.x), 5), generator=torch.Generator().manual_seed(0))
     params = join([start_of(task, Words)(seed) for seed in range(3)])
-    trained = Cohort(task, [0, 1, 2], [0, 0, 0]).sgd(params)
+    trained = Cohort(task, [0, 1, 2], [0, 0, 0]).fit(params)
     assert trained["embedding.weight"][:, 0].abs().max() == 0
     assert (
         (trained["embedding.weight"] - params["embedding.weight"])[:, 1:].abs().amax((1, 2)) > 0
@@ -369,7 +369,7 @@ def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gi
     task, build = noticing_task(name, shuffle=False)
     model = build().double()
     model.load_state_dict({n: v[0] for n, v in state.items()})
-    trained = {n: v[0] for n, v in Cohort(task, [1], [0]).sgd(state).items()}
+    trained = {n: v[0] for n, v in Cohort(task, [1], [0]).fit(state).items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in (slice(0, 4), slice(4, 8)):
         rows = torch.as_tensor(task.parts["train"][1][batch])
@@ -449,11 +449,11 @@ def test_large_embeddings_learn_in_lanes_without_vmap():
     task = ragged_task([8, 8, 4], model=Words())
     task.x = torch.randint(0, 3000, (len(task.x), 5), generator=torch.Generator().manual_seed(0))
     params = join([start_of(task, Words)(seed) for seed in range(3)])
-    together = Cohort(task, [0, 1, 2], [0, 0, 0]).sgd(params)
+    together = Cohort(task, [0, 1, 2], [0, 0, 0]).fit(params)
     assert not task.uses_vmap
     for lane in range(3):
         own = slice(lane, lane + 1)
-        assert_close(take(together, own), Cohort(task, [lane], [0]).sgd(take(params, own)), 1e-12)
+        assert_close(take(together, own), Cohort(task, [lane], [0]).fit(take(params, own)), 1e-12)
 
 
 class ReturnsMore(Net):
@@ -492,15 +492,15 @@ def test_a_model_without_parameters_is_refused(make_model):
 def test_a_model_that_uses_none_of_its_parameters_is_refused():
     task = ragged_task([4], model=ReturnsMore(lambda z: z.detach()))
     with pytest.raises(UserError, match=r"does not depend on.*conv\.weight"):
-        Cohort(task, [0], [0]).sgd(start_of(task)(0))
+        Cohort(task, [0], [0]).fit(start_of(task)(0))
 
 
 def test_a_frozen_model_stays_as_it_is():
     task = ragged_task([8, 4], model=Net().requires_grad_(False))
     params = stacked(task, [0, 1])
-    after = Cohort(task, [0, 1], [0, 0]).sgd(params)
+    after = Cohort(task, [0, 1], [0, 0]).fit(params)
     assert torch.equal(after["out.weight"], params["out.weight"])
-    assert Cohort(task, [0, 1], [0, 0]).sgd(params)["norm.num_batches_tracked"].tolist() == [2, 1]
+    assert Cohort(task, [0, 1], [0, 0]).fit(params)["norm.num_batches_tracked"].tolist() == [2, 1]
 
 
 def test_a_lazy_model_is_refused():

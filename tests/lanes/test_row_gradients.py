@@ -7,7 +7,7 @@ from torch import nn
 
 from fedala.lanes import row_gradients as embedding
 from fedala.lanes.cohort import Cohort
-from fedala.lanes.training import descend, pull
+from fedala.lanes.optimizers import descend, pull
 from fedala.lanes.trees import join
 from fedala.models import fasttext
 
@@ -64,7 +64,7 @@ def test_training_by_rows_is_training_with_dense_gradients(model, lanes, monkeyp
         params = join([start_of(task, model)(seed) for seed in range(lanes)])
         anchor = join([start_of(task, model)(seed) for seed in range(50, 50 + lanes)])
         cohort = Cohort(task, list(range(lanes)), [0] * lanes)
-        results.append((cohort.sgd(params, epochs=2), cohort.sgd(params, proximal=(0.5, anchor))))
+        results.append((cohort.fit(params, epochs=2), cohort.fit(params, proximal=(0.5, anchor))))
     for rows, dense in zip(*results, strict=True):
         assert_close(rows, dense, 1e-12)
 

@@ -6,9 +6,9 @@ import torch
 from small import assert_close, ragged_task, start_of
 
 from fedala.cuda import backend as cuda_backend
-from fedala.lanes import SGD, Cohort, training
+from fedala.lanes import Cohort, Recipe, UpdateRule, optimizers
 from fedala.lanes.row_gradients import RowGradient
-from fedala.lanes.training import EagerRunner
+from fedala.lanes.training import EagerRunner, FitStep
 from fedala.lanes.trees import join, take
 
 #: Full batches of four, shorter ones, two clients of one size, none.
@@ -40,12 +40,12 @@ def test_rates_by_lane_are_each_lanes_own_rate(options, mu):
         rates = torch.tensor([schedule(lane, round) for lane in range(LANES)], dtype=task.dtype)
         cohort = Cohort(task, range(LANES), [7] * LANES, round=round)
         proximal = (mu, anchor) if mu else None
-        together = cohort.sgd(together, lr=rates, proximal=proximal, **options)
+        together = cohort.fit(together, lr=rates, proximal=proximal, **options)
         for lane in range(LANES):
             own = Cohort(task, [lane], [7], round=round)
             if mu:
                 proximal = (mu, take(anchor, slice(lane, lane + 1)))
-            alone[lane] = own.sgd(
+            alone[lane] = own.fit(
                 alone[lane], lr=schedule(lane, round), proximal=proximal, **options
             )
             assert_close(take(together, slice(lane, lane + 1)), alone[lane], 1e-10)
@@ -57,10 +57,10 @@ def test_rates_by_lane_are_each_lanes_own_rate(options, mu):
 def test_a_rate_for_all_lanes_is_the_tasks_rate_to_the_bit():
     task = ragged_task(SIZES, lr=0.05)
     cohort, params = Cohort(task, range(LANES), [7] * LANES), stack_models(task)
-    expected = cohort.sgd(params)
+    expected = cohort.fit(params)
     rates = torch.full((LANES,), 0.05, dtype=task.dtype)
     for lr in (0.05, cohort.lr, rates):
-        assert_close(cohort.sgd(params, lr=lr), expected, 0)
+        assert_close(cohort.fit(params, lr=lr), expected, 0)
 
 
 # --- captured steps ------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def train(task, round=1, lanes=LANES, **options):
     cohort = Cohort(task, range(lanes), [7] * lanes, round=round)
     params = take(stack_models(task), slice(0, lanes))
     plain = ragged_task(SIZES)
-    plain.lr = task.lr
-    trained = cohort.sgd(params, **options)
-    expected = Cohort(plain, range(lanes), [7] * lanes, round=round).sgd(params, **options)
+    plain.recipe = task.recipe
+    trained = cohort.fit(params, **options)
+    expected = Cohort(plain, range(lanes), [7] * lanes, round=round).fit(params, **options)
     assert_close(trained, expected, 0)
 
 
@@ -109,7 +109,7 @@ def test_a_capture_does_not_depend_on_the_value_of_the_rate(captured):
     task, made = captured
     for round, lr in enumerate((0.1, 0.05, 0.2), 1):
         train(task, round, lr=lr)
-        task.lr = lr / 2
+        task.recipe = Recipe(lr / 2)
         train(task, round)
         train(task, round, lr=torch.full((1,), lr, dtype=task.dtype).expand(LANES))
     assert len(made) == 1
@@ -145,7 +145,9 @@ def test_another_kind_of_training_is_another_capture(captured):
 
 
 def test_equal_steps_are_one_key():
-    assert len({SGD(("a",), 0.5), SGD(("a",), 0.5), SGD(("a",))}) == 2
+    plain, momentum = UpdateRule(), UpdateRule(has_momentum=True)
+    steps = [FitStep(plain, ("a",)), FitStep(UpdateRule(), ("a",)), FitStep(momentum, ("a",))]
+    assert len(set(steps)) == 2
 
 
 def test_nothing_is_fused_if_all_gradients_are_rows(monkeypatch):
@@ -154,10 +156,10 @@ def test_nothing_is_fused_if_all_gradients_are_rows(monkeypatch):
     def refuse_nothing(targets, gradients, lr):
         assert targets
 
-    monkeypatch.setattr(training, "_descend_fused", refuse_nothing)
+    monkeypatch.setattr(optimizers, "_descend_fused", refuse_nothing)
     table = torch.zeros(2, 5, 3)
     rows = RowGradient(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, 3), table.shape)
-    training.descend({"table": table}, {"table": rows}, torch.full((1,), 0.5).expand(2))
+    optimizers.descend({"table": table}, {"table": rows}, torch.full((1,), 0.5).expand(2))
     assert table.sum() == -0.5 * 2 * 2 * 3
 
 
@@ -166,5 +168,5 @@ def test_rows_may_be_one_array():
     task = ragged_task([8, 8])
     params = join([start_of(task)(0)] * 2)
     rows = [task.parts["train"][lane][:6] for lane in range(2)]
-    listed = Cohort(task, [0, 1], [0, 0]).sgd(params, rows=rows)
-    assert_close(Cohort(task, [0, 1], [0, 0]).sgd(params, rows=np.stack(rows)), listed, 0)
+    listed = Cohort(task, [0, 1], [0, 0]).fit(params, rows=rows)
+    assert_close(Cohort(task, [0, 1], [0, 0]).fit(params, rows=np.stack(rows)), listed, 0)

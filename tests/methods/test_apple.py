@@ -47,7 +47,7 @@ def by_autograd(task, start, rounds, eta, mu):
             own = {name: value.requires_grad_() for name, value in cores[client].items()}
             vector = p[client].requires_grad_()
             groups = [
-                {"params": list(own.values()), "lr": real * task.lr},
+                {"params": list(own.values()), "lr": real * task.recipe.lr},
                 {"params": [vector], "lr": eta},
             ]
             optimizer = torch.optim.SGD(groups)

@@ -59,7 +59,7 @@ def plain(task, rounds, *, alpha, lam, sigma, ala=False):
                 return cross_entropy(task)(model, rows) + lam / (2 * alpha) * distance
 
             start = initialized[i] if len(task.parts["train"][i]) else clouds[i]
-            local[i] = descend(start, loss, batches(task, i, round=round), task.lr)
+            local[i] = descend(start, loss, batches(task, i, round=round), task.recipe.lr)
         clouds = plain_clouds(local, task, alpha=alpha, sigma=sigma)
 
 

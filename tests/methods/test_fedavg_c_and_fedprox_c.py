@@ -30,9 +30,11 @@ def reference(task, start, mu, epochs, rounds):
         tuned, trained = [], []
         for client in range(len(SIZES)):
             tuning = plain.batches(task, client, round=round, epochs=epochs, purpose="tuning")
-            tuned.append(plain.descend(server, loss, tuning, task.lr))
+            tuned.append(plain.descend(server, loss, tuning, task.recipe.lr))
             trained.append(
-                plain.descend(tuned[-1], loss, plain.batches(task, client, round=round), task.lr)
+                plain.descend(
+                    tuned[-1], loss, plain.batches(task, client, round=round), task.recipe.lr
+                )
             )
         if round <= rounds:
             server = plain.mean(trained, SIZES)

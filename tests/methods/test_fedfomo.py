@@ -76,7 +76,7 @@ def by_plain_modules(task, start, rounds):
             _, rest = split(task, client)
             order = rest[draw(0, "batches", client=client, round=round).permutation(len(rest))]
             net = copy.deepcopy(initialized[client]).train()
-            optimizer = torch.optim.SGD(net.parameters(), task.lr)
+            optimizer = torch.optim.SGD(net.parameters(), task.recipe.lr)
             for first in range(0, len(order) - len(order) % 4, 4):
                 batch = order[first : first + 4]
                 optimizer.zero_grad()

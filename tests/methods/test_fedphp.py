@@ -17,7 +17,7 @@ from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
 from fedala.lanes.task import model_state
 from fedala.methods import make
-from fedala.methods.fedphp import FedPHP, Step, mmd
+from fedala.methods.fedphp import FedPHP, NearTeacher, mmd
 from fedala.models import cnn
 from fedala.simulation import Simulation
 
@@ -73,7 +73,7 @@ def plain(task, rounds, *, mu, lam, variant, ala=False):
                     model.out(under_w), task.y[rows]
                 ) + lam * distance
 
-            local[i] = descend(starts[i], loss, batches(task, i, round=round), task.lr)
+            local[i] = descend(starts[i], loss, batches(task, i, round=round), task.recipe.lr)
         part = mu * round / rounds
         historical = [
             combine([w, h], [1 - part, part]) for w, h in zip(local, historical, strict=True)
@@ -215,11 +215,11 @@ def test_its_schedule_depends_on_the_number_of_rounds():
 
 def test_steps_of_different_rounds_are_one_to_be_captured():
     task = ragged_task(SIZES)
-    one, other, deeper = (Step(0.1, Cut(task.model, p)) for p in (1, 1, 0))
+    one, other, deeper = (NearTeacher(Cut(task.model, p)) for p in (1, 1, 0))
     assert one == other
     assert hash(one) == hash(other)
     assert one != deeper
-    assert one != Step(0.1, Cut(Net(), 1))
+    assert one != NearTeacher(Cut(Net(), 1))
 
 
 class Scaled(Net):
@@ -279,5 +279,5 @@ def test_our_own_models_are_cut_where_they_say():
     loss = F.cross_entropy(model(task.x[rows]), task.y[rows])
     teacher(task.x[rows])
     (0.3 * loss + 0.7 * plain_mmd(seen[0], seen[1].detach())).backward()
-    torch.optim.SGD(model.parameters(), lr=task.lr).step()
+    torch.optim.SGD(model.parameters(), lr=task.recipe.lr).step()
     assert_close(upload.model, model_state(model), 1e-12)

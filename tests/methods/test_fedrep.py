@@ -37,7 +37,7 @@ def trained(model, task, client, round, epochs):
         for name, part in model.named_children():
             part.train(learns(name)).requires_grad_(learns(name))
         return plain.descend(
-            model, loss, plain.batches(task, client, round=round, **batches), task.lr
+            model, loss, plain.batches(task, client, round=round, **batches), task.recipe.lr
         )
 
     model = phase(model, lambda name: name == "out", epochs=epochs, purpose="head")
@@ -143,16 +143,16 @@ def test_the_frozen_part_runs_in_evaluation_mode(net):
     task = ragged_task([12, 9], model=net())
     start = join([start_of(task, net)(seed) for seed in (0, 1)])
     cohort = Cohort(task, [0, 1], [0, 0])
-    head = cohort.sgd(start, names=HEAD)
+    head = cohort.fit(start, names=HEAD)
     for name in start:
         assert torch.equal(head[name], start[name]) == (name not in HEAD), name
-    body = cohort.sgd(start, names=set(start) - set(HEAD))
+    body = cohort.fit(start, names=set(start) - set(HEAD))
     for name in set(start) - {"conv.bias"}:  # which a normalisation after it keeps from mattering
         assert torch.equal(body[name], start[name]) == (name in HEAD), name
     other = {**start, "norm.running_mean": start["norm.running_mean"] + 1}
-    assert not torch.allclose(cohort.sgd(other, names=HEAD)["out.weight"], head["out.weight"])
+    assert not torch.allclose(cohort.fit(other, names=HEAD)["out.weight"], head["out.weight"])
     assert torch.equal(
-        cohort.sgd(other, names=set(start) - set(HEAD))["hidden.weight"], body["hidden.weight"]
+        cohort.fit(other, names=set(start) - set(HEAD))["hidden.weight"], body["hidden.weight"]
     )
     assert all(module.training for module in task.model.modules())
 

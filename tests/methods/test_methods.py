@@ -164,7 +164,7 @@ def test_a_strong_proximal_term_holds_the_model_at_the_anchor():
     task = ragged_task([12], lr=0.1)
     start, anchor = (join([start_of(task)(seed)]) for seed in (1, 2))
     cohort = Cohort(task, [0], [0])
-    trained = cohort.sgd(start, proximal=(10.0, anchor))
+    trained = cohort.fit(start, proximal=(10.0, anchor))
     by_hand = {name: value.clone() for name, value in start.items()}
     order = cohort.shuffle(0, task.parts["train"][0], "batches", 0)
     for rows in order[:4], order[4:8], order[8:]:

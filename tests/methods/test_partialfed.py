@@ -12,11 +12,12 @@ from torch.func import functional_call
 
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.messages import Message
+from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.randomness import draw
 from fedala.lanes.trees import leaves, tree_map
 from fedala.lanes.weight_learning import Settings
-from fedala.methods import make
-from fedala.methods.partialfed import PartialFed
+from fedala.methods import make, partialfed
+from fedala.methods.partialfed import PartialFed, WeightStep, step_logits
 from fedala.methods.with_ala import WithALA
 from fedala.simulation import Simulation
 
@@ -194,21 +195,22 @@ def training(step, round=1):
     state = {"load": received, "keep": kept, "logits": logits, "batch": batch}
     fixed = {
         "lr": cohort.lr,
+        "optimizer": cohort.optimizer_numbers(),
         "gumbel": partial._draw_gumbel(cohort),
         "tau": torch.full((len(SIZES),), 2.0, dtype=torch.float64),
     }
-    return state, cohort.train(getattr(partial, step), tree_map(torch.clone, state), fixed)
+    return state, cohort.train(step, tree_map(torch.clone, state), fixed)
 
 
 def test_logits_are_moved_by_their_steps_alone_and_weights_by_the_others_alone():
-    before, after = training("step_logits")
+    before, after = training(step_logits)
     for part in ("load", "keep"):
         assert_close(before[part], after[part], 0)
     moved = after["logits"] - before["logits"]
     assert moved.abs().amax((1, 2)).gt(1e-4).all()
     assert torch.allclose(moved.sum(-1), torch.zeros(()).double(), atol=1e-14)
 
-    before, after = training("step_weights")
+    before, after = training(WeightStep(UpdateRule()))
     assert torch.equal(before["logits"], after["logits"])
     for part in ("load", "keep"):
         assert (before[part]["out.weight"] - after[part]["out.weight"])[0].abs().max() > 1e-3
@@ -217,7 +219,7 @@ def test_logits_are_moved_by_their_steps_alone_and_weights_by_the_others_alone()
 
 def test_only_the_chosen_copy_of_a_layer_steps():
     """The last client has one batch: every layer has moved in one copy and not in the other."""
-    before, after = training("step_weights")
+    before, after = training(WeightStep(UpdateRule()))
     lane = len(SIZES) - 1
     cohort, _, _, logits = setting()
     load = (logits + make("partialfed")._draw_gumbel(cohort)[:, 0])[lane]
@@ -264,11 +266,13 @@ def test_the_temperature_starts_at_tau_and_falls_by_the_decay(monkeypatch):
 def test_of_every_ten_batches_eight_step_the_weights_also_where_a_round_has_one(monkeypatch):
     """In ten rounds of one batch, the weights step eight times, and the logits twice."""
     taken = []
-    for name in ("step_weights", "step_logits"):
-        step = getattr(PartialFed, name)
-        monkeypatch.setattr(
-            PartialFed, name, lambda *a, name=name, step=step: taken.append(name) or step(*a)
-        )
+    step_weights = WeightStep.__call__
+    monkeypatch.setattr(
+        WeightStep, "__call__", lambda *a: taken.append("step_weights") or step_weights(*a)
+    )
+    monkeypatch.setattr(
+        partialfed, "step_logits", lambda *a: taken.append("step_logits") or step_logits(*a)
+    )
     simulate("partialfed", ragged_task([4]), rounds=10)
     assert taken == ["step_weights"] * 8 + ["step_logits"] * 2
 

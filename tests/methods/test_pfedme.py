@@ -46,7 +46,7 @@ def plain(task, rounds, *, personal_lr, lam, steps, beta, ala=False):
                         for name, p in theta.named_parameters():
                             p -= personal_lr * (p.grad + lam * (p - w[name]))
                 w = {
-                    name: w[name] - task.lr * lam * (w[name] - p.detach())
+                    name: w[name] - task.recipe.lr * lam * (w[name] - p.detach())
                     for name, p in theta.named_parameters()
                 }
             thetas[i], local[i] = theta, changed(theta, w)

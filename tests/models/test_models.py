@@ -201,7 +201,7 @@ def test_row_0_never_learns_in_any_lane_and_the_others_do():
         name: value.repeat(4, *[1] * (value.ndim - 1))
         for name, value in model_state(fasttext(7, 3)).items()
     }
-    trained = Cohort(text_task(), [0, 1, 2, 3], [0] * 4).sgd(start)
+    trained = Cohort(text_task(), [0, 1, 2, 3], [0] * 4).fit(start)
     assert (trained["embedding.weight"][:, 0] == 0).all()
     moved = (trained["embedding.weight"] != start["embedding.weight"]).any(-1)
     assert moved[:, 1:].any(1).all()

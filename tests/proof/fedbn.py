@@ -34,5 +34,5 @@ class FedBN(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        trained = cohort.sgd(initialized)
+        trained = cohort.fit(initialized)
         return Message(self.shared_part(cohort.task, trained)), {"local": trained}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, densify, descend, pull
+from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Uploads, densify
 from fedala.methods import Method, ServerRound
 from fedala.options import option
 
@@ -42,19 +42,24 @@ class FedDyn(Method):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         anchor = {name: received.model[name] for name in cohort.task.trainable}
-        fixed = {"lr": cohort.lr, "anchor": anchor, "g": state["g"]}
-        trained = cohort.train(self.step, initialized, fixed)
+        trained = cohort.fit(
+            initialized,
+            gradients=correct_gradients,
+            fixed={"g": state["g"]},
+            proximal=(self.alpha, anchor),
+        )
         g = {
             name: value - self.alpha * (trained[name] - anchor[name])
             for name, value in state["g"].items()
         }
         return Message(trained), {"g": g}
 
-    def step(self, task: Task, state: Params, fixed: State, x: Any, y: Any) -> Tensor:
-        """Take a step θ ← θ − η(∇f(θ) − g_i + α(θ − θ_server))."""
-        losses, gradients = task.gradients(state, x, y)
-        for name, value in densify(gradients).items():
-            gradients[name] = value - fixed["g"][name]
-        pull(state, gradients, fixed["anchor"], self.alpha)
-        descend(state, gradients, fixed["lr"])
-        return losses
+
+def correct_gradients(
+    task: Task, model: Params, fixed: State, x: Any, y: Any
+) -> tuple[Tensor, Gradients]:
+    """Return ∇f(θ) − g_i. The pull α(θ − θ_server) is the proximal term."""
+    losses, gradients = task.gradients(model, x, y)
+    for name, value in densify(gradients).items():
+        gradients[name] = value - fixed["g"][name]
+    return losses, gradients

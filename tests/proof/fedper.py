@@ -32,5 +32,5 @@ class FedPer(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        trained = cohort.sgd(initialized)
+        trained = cohort.fit(initialized)
         return Message(self.shared_part(cohort.task, trained)), {"local": trained}

@@ -65,5 +65,5 @@ class PFedHN(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        trained = cohort.sgd(initialized)
+        trained = cohort.fit(initialized)
         return Message(self.shared_part(cohort.task, trained)), {"local": trained}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedala.lanes import (
     Cohort,
+    Gradients,
     Message,
     Params,
     State,
@@ -16,7 +17,6 @@ from fedala.lanes import (
     Uploads,
     broadcast_lanes,
     densify,
-    descend,
 )
 from fedala.methods import Method, ServerRound
 
@@ -28,6 +28,7 @@ class Scaffold(Method):
     name = "scaffold"
     title = "SCAFFOLD"
     summary = "control variates correct the drift of local steps"
+    refuses_slots = "its control variates are the mean of plain steps"
     has_personal_models = False
 
     def extra_template(self, task: Task, initial: Params) -> State:
@@ -54,7 +55,9 @@ class Scaffold(Method):
     ) -> tuple[Message, State]:
         own, c = state["c"], received.extra["c"]
         correction = {name: value - own[name] for name, value in c.items()}
-        trained = cohort.train(self.step, initialized, {"lr": cohort.lr, "correction": correction})
+        trained = cohort.fit(
+            initialized, gradients=correct_gradients, fixed={"correction": correction}
+        )
         change, steps = {}, cohort.lr.new_tensor(cohort.local_steps())
         for name, value in c.items():
             scale = broadcast_lanes(steps.clamp(min=1) * cohort.lr, value)
@@ -63,10 +66,12 @@ class Scaffold(Method):
         new = {name: value + change[name] for name, value in own.items()}
         return Message(trained, {"c": change}), {"c": new}
 
-    def step(self, task: Task, state: Params, fixed: State, x: Any, y: Any) -> Tensor:
-        """Take a step y ← y − η(∇f(y) + c − c_i)."""
-        losses, gradients = task.gradients(state, x, y)
-        for name, value in densify(gradients).items():
-            gradients[name] = value + fixed["correction"][name]
-        descend(state, gradients, fixed["lr"])
-        return losses
+
+def correct_gradients(
+    task: Task, model: Params, fixed: State, x: Any, y: Any
+) -> tuple[Tensor, Gradients]:
+    """Return ∇f(y) + c − c_i."""
+    losses, gradients = task.gradients(model, x, y)
+    for name, value in densify(gradients).items():
+        gradients[name] = value + fixed["correction"][name]
+    return losses, gradients

@@ -213,7 +213,7 @@ class Prototypes(Method):
         return state["local"], state
 
     def train(self, cohort: Cohort, initialized: Params, received: Message, state: State):
-        trained = cohort.sgd(initialized)
+        trained = cohort.fit(initialized)
         bias = {**trained, "out.bias": trained["out.bias"] + 0.1 * received.extra["mean"]}
         return Message(extra={"mean": trained["out.bias"]}), {"local": bias}
 
@@ -248,7 +248,7 @@ def train_plainly(task, model, client, round, correction):
         loss(model, rows).backward()
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p -= task.lr * (p.grad + correction[name])
+                p -= task.recipe.lr * (p.grad + correction[name])
     return model
 
 
@@ -278,7 +278,7 @@ def test_scaffold_is_its_paper(join_ratio):
             y = train_plainly(task, x, i, round, correction)
             steps = len(list(batches(task, i, round=round)))
             new = {
-                n: own[i][n] - c[n] + (x.get_parameter(n).detach() - p) / (steps * task.lr)
+                n: own[i][n] - c[n] + (x.get_parameter(n).detach() - p) / (steps * task.recipe.lr)
                 for n, p in list_values(y).items()
             }
             changes.append({n: new[n] - own[i][n] for n in c})
@@ -313,7 +313,7 @@ def test_feddyn_is_its_paper(join_ratio):
         models, before = [], list_values(server)
         for i in clients:
             model, loss = copy.deepcopy(server), cross_entropy(task)
-            optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
+            optimizer = torch.optim.SGD(model.parameters(), lr=task.recipe.lr)
             for rows in batches(task, i, round=round):
                 optimizer.zero_grad()
                 objective = loss(model, rows)

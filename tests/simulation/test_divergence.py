@@ -93,7 +93,7 @@ def test_the_aggregate_is_that_of_the_others(poisoned):
     trained = []
     for client in [c for c in range(len(SIZES)) if c != BAD]:
         alone = Cohort(task, [client], [0], round=1)
-        trained.append((len(task.parts["train"][client]), alone.sgd(start_of(task)(0))))
+        trained.append((len(task.parts["train"][client]), alone.fit(start_of(task)(0))))
     total = sum(size for size, _ in trained)
     by_hand = {
         name: sum(size / total * model[name] for size, model in trained)

@@ -11,8 +11,9 @@ from fedala.cuda import has_kernels
 from fedala.cuda.ala_learner import is_plain_head, learn_head
 from fedala.cuda.graphs import CapturedRunner, CapturedSteps
 from fedala.lanes.backend import Backend
+from fedala.lanes.optimizers import Numbers, UpdateRule
 from fedala.lanes.task import Task
-from fedala.lanes.trees import is_shared, leaves
+from fedala.lanes.trees import Params, State, is_shared, leaves
 from fedala.lanes.weight_learning import Learner, Problem
 
 #: Bytes of activations for each number of a sample: the widest layers of image models are some
@@ -71,17 +72,36 @@ class CudaBackend(Backend):
         fixed: Any,
         lanes: int,
     ) -> CapturedRunner:
-        shapes = tuple((name, *value.shape[1:]) for name, value in leaves((state, fixed)))
-        shared = tuple(is_shared(value) for _, value in leaves(fixed))
-        key = (frozenset(steps), batch_size, frozenset(frozen), shapes, shared)
+        kinds = tuple((name, *value.shape[1:]) for name, value in leaves(state))
+        constants = tuple((name, *_describe_constant(value)) for name, value in leaves(fixed))
+        key = (frozenset(steps), batch_size, frozenset(frozen), kinds, constants)
         known = self._captured.get(key)
         if known is None or known.lanes < lanes:
             known = CapturedSteps(task, batch_size, lanes, state, fixed)
             self._captured[key] = known
         return CapturedRunner(known, state, fixed, lanes)
 
+    def update_lanes(
+        self,
+        rule: UpdateRule,
+        params: Params,
+        gradients: Params,
+        slots: State,
+        numbers: Numbers,
+    ) -> bool:
+        from fedala.cuda import updates
+
+        return updates.update_lanes(rule, params, gradients, slots, numbers)
+
     def find_weight_learner(self, problem: Problem) -> Learner | None:
         return learn_head if is_plain_head(problem) else None
 
     def free_caches(self) -> None:
         self._captured.clear()
+
+
+def _describe_constant(value: Any) -> tuple[Any, ...]:
+    """Return what a captured step depends on: the shape of a tensor, or a number itself."""
+    if isinstance(value, torch.Tensor):
+        return (is_shared(value), *value.shape[1:])
+    return (value,)

@@ -27,7 +27,9 @@ class CapturedSteps:
         def make_buffer(value: torch.Tensor) -> torch.Tensor:
             return value.new_empty(lanes, *value.shape[1:])
 
-        def make_constant(value: torch.Tensor) -> torch.Tensor:
+        def make_constant(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):  # a number: it is part of the key
+                return value
             if not is_shared(value):
                 return make_buffer(value)
             one: torch.Tensor = share(value.new_empty(1, *value.shape[1:]), lanes)
@@ -38,15 +40,16 @@ class CapturedSteps:
         self.order = torch.zeros(lanes, longest, dtype=torch.int64, device=task.device)
         self.column = torch.arange(size, device=task.device)
         self.total = torch.zeros(lanes, device=task.device, dtype=task.dtype)
-        self.graphs: dict[tuple[int, Step], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, int, Step], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def load(self, state: Any, fixed: Any) -> None:
         """Copy what a training starts from into the buffers."""
         for buffers, values in ((self.state, state), (self.fixed, fixed)):
             for (_, buffer), (_, value) in zip(leaves(buffers), leaves(values), strict=True):
-                count = 1 if is_shared(buffer) else len(value)
-                buffer[:count].copy_(value[:count])
+                if isinstance(buffer, torch.Tensor):
+                    count = 1 if is_shared(buffer) else len(value)
+                    buffer[:count].copy_(value[:count])
         self.total.zero_()
 
     def begin_epoch(self, order: torch.Tensor) -> None:
@@ -54,13 +57,14 @@ class CapturedSteps:
         self.order[: order.shape[0], : order.shape[1]].copy_(order)
         torch.arange(self.size, out=self.column)
 
-    def replay(self, step: Step, lanes: int) -> None:
-        """Take the next step of the first `lanes` lanes."""
-        if (lanes, step) not in self.graphs:
-            self.graphs[lanes, step] = self._capture(step, lanes)
-        self.graphs[lanes, step].replay()
+    def replay(self, step: Step, lanes: slice) -> None:
+        """Take the next step of some lanes."""
+        key = lanes.start, lanes.stop, step
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(step, lanes)
+        self.graphs[key].replay()
 
-    def _capture(self, step: Step, lanes: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Step, lanes: slice) -> torch.cuda.CUDAGraph:
         changing = self.state, self.column, self.total
         before = tree_map(torch.clone, changing)
         side = torch.cuda.Stream()
@@ -76,11 +80,11 @@ class CapturedSteps:
             buffer.copy_(value)
         return graph
 
-    def _take_step(self, step: Step, lanes: int) -> None:
-        rows, part = self.order[:lanes, self.column], slice(0, lanes)
+    def _take_step(self, step: Step, lanes: slice) -> None:
+        rows = self.order[lanes, self.column]
         x, y = self.task.inputs(rows), self.task.targets(rows)
-        losses = step(self.task, take(self.state, part), take(self.fixed, part), x, y)
-        self.total[part] += losses
+        losses = step(self.task, take(self.state, lanes), take(self.fixed, lanes), x, y)
+        self.total[lanes] += losses
         self.column += self.size
 
 
@@ -100,7 +104,7 @@ class CapturedRunner(EagerRunner):
 
     def step(self, step: Step, lanes: slice, columns: slice) -> None:
         if columns.stop - columns.start == self.captured.size:
-            self.captured.replay(step, lanes.stop)
+            self.captured.replay(step, lanes)
         else:
             super().step(step, lanes, columns)
 

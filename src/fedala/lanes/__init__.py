@@ -2,21 +2,27 @@
 
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.messages import Message
+from fedala.lanes.optimizers import Number, UpdateRule, align, densify, descend, pull
+from fedala.lanes.recipe import Optimizer, Recipe, Schedule
 from fedala.lanes.row_gradients import Gradients
 from fedala.lanes.task import Task
-from fedala.lanes.training import SGD, densify, descend, pull
 from fedala.lanes.trees import Params, State, broadcast_lanes, tree_map
 from fedala.lanes.uploads import Uploads
 
 __all__ = [
-    "SGD",
     "Cohort",
     "Gradients",
     "Message",
+    "Number",
+    "Optimizer",
     "Params",
+    "Recipe",
+    "Schedule",
     "State",
     "Task",
+    "UpdateRule",
     "Uploads",
+    "align",
     "broadcast_lanes",
     "densify",
     "descend",

@@ -50,6 +50,12 @@ class Backend:
         """Return a runner that replays captured steps; None if this device captures none."""
         return None
 
+    def update_lanes(
+        self, rule: Any, params: Any, gradients: Any, slots: Any, numbers: Any
+    ) -> bool:
+        """Take an optimiser's step in a kernel; tell whether this device has one for it."""
+        return False
+
     def find_weight_learner(self, problem: Any) -> Any:
         """Return a fast learner of ALA's weights for a problem; None if there is none."""
         return None

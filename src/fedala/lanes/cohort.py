@@ -18,18 +18,13 @@ from fedala.lanes.evaluation import Score, score_lanes
 from fedala.lanes.features import Sharing, compute_features, select_rows
 from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
+from fedala.lanes.optimizers import Number, Numbers
 from fedala.lanes.randomness import draw
-from fedala.lanes.samples import (
-    Samples,
-    count_steps,
-    iterate_steps,
-    order_samples,
-    pad_rows,
-    to_device,
-)
+from fedala.lanes.recipe import Recipe, is_constant
+from fedala.lanes.samples import Samples, order_samples, pad_rows, to_device
 from fedala.lanes.task import Task
-from fedala.lanes.training import SGD, OnStep, Step, make_runner
-from fedala.lanes.trees import Params
+from fedala.lanes.training import FitStep, GradientFunction, OnStep, Step, make_runner
+from fedala.lanes.trees import Params, State
 
 T = TypeVar("T")
 
@@ -46,6 +41,10 @@ class Cohort:
     #: What the server sent, per lane, and the number of the message that each lane got.
     received: Message = field(default_factory=Message)
     source: Sequence[int] = ()
+    #: How each lane trains; empty: all lanes as the task says.
+    recipes: Sequence[Recipe] = ()
+    #: The optimisers' slots that stay from round to round, by training; None: none stay.
+    kept_slots: dict[str, State] | None = None
     #: What the clients report of the round, by name, [lane].
     metrics: dict[str, Tensor] = field(default_factory=dict)
     #: Called after every step of a training, to find out where it went wrong.
@@ -70,28 +69,61 @@ class Cohort:
         seed, client = self.seeds[lane], self.clients[lane]
         return draw(seed, purpose, client=client, round=self.round, epoch=epoch)
 
-    def constant(self, value: float) -> Tensor:
+    def constant(self, value: Number) -> Tensor:
         """Return a number for every lane, [lane], as steps take it in `fixed`.
 
         A number that changes from round to round (a schedule) reaches a step in this way.
         """
+        if isinstance(value, Tensor):
+            return value.to(self.task.dtype)
         one = torch.full((1,), value, dtype=self.task.dtype, device=self.task.device)
         return one.expand(len(self))
+
+    def spread(self, values: Sequence[float]) -> Tensor:
+        """Return one number per lane, or one for all lanes, as [lane]."""
+        values = values[:1] if is_constant(values) else values
+        numbers = to_device(self.task.device, torch.tensor(values, dtype=torch.float64))
+        return numbers.expand(len(self))
+
+    @property
+    def _lane_recipes(self) -> Sequence[Recipe]:
+        """Each lane's recipe, or one for all."""
+        return self.recipes or (self.task.recipe,)
 
     @property
     def lr(self) -> Tensor:
         """Return this round's learning rate of each lane, [lane]."""
         return self.scale_lr(1.0)
 
-    def scale_lr(self, factor: float) -> Tensor:
+    def scale_lr(self, factor: Number) -> Tensor:
         """Return this round's learning rate times `factor`, [lane]."""
-        return self.constant(self.task.lr * factor)
+        if isinstance(factor, Tensor):
+            return (self.lr * factor).to(self.task.dtype)
+        rates = [one.rate(self.round, self.rounds) * factor for one in self._lane_recipes]
+        return self.constant(rates[0] if is_constant(rates) else self.spread(rates))
 
-    def local_steps(self, *, epochs: int | None = None, batch_size: int | None = None) -> list[int]:
+    def optimizer_numbers(self, lr: Number | None = None) -> Numbers:
+        """Return the numbers of this round's optimiser steps, for `UpdateRule.update`."""
+        optimizers = [one.optimizer for one in self._lane_recipes]
+        rates = self.lr if lr is None else self.constant(lr).expand(len(self))
+        return {"lr": rates, **self.task.rule.select_numbers(optimizers, self.spread)}
+
+    def load_slots(self, training: str, params: Params) -> State:
+        """Return the optimiser's slots that a training starts from: zero, or kept ones."""
+        kept = (self.kept_slots or {}).get(training)
+        return self.task.rule.init_slots(params) if kept is None else kept
+
+    def keep_slots(self, training: str, slots: State) -> None:
+        """Keep the slots for the next round, if the run keeps them."""
+        if self.kept_slots is not None:
+            self.kept_slots[training] = slots
+
+    def local_steps(
+        self, *, epochs: int | None = None, batch_size: int | None = None
+    ) -> Sequence[int]:
         """Return how many steps each lane takes in a training."""
-        epochs = self.task.epochs if epochs is None else epochs
-        size = batch_size or self.task.batch_size
-        return [count_steps(length, size, epochs) for length in self.sizes()]
+        length, size = self.task.training_length(epochs), batch_size or self.task.batch_size
+        return [length.count_steps(samples, size) for samples in self.sizes()]
 
     @property
     def most_local_steps(self) -> int:
@@ -100,43 +132,48 @@ class Cohort:
         A tensor in `fixed` with an entry per step has this length, in every cohort and round.
         """
         task = self.task
-        return max(
-            count_steps(len(rows), task.batch_size, task.epochs) for rows in task.parts["train"]
-        )
+        length = task.training_length(None)
+        return max(length.count_steps(len(rows), task.batch_size) for rows in task.parts["train"])
 
     # --- local training ------------------------------------------------------------------------
 
-    def sgd(
+    def fit(
         self,
         params: Params,
         *,
-        epochs: int | None = None,
-        lr: float | Tensor | None = None,
-        proximal: tuple[float, Params] | None = None,
+        gradients: GradientFunction | None = None,
+        fixed: Any = None,
+        lr: Number | None = None,
+        proximal: tuple[Number, Params] | None = None,
         names: Collection[str] | None = None,
+        training: str = "local",
         **options: Any,
     ) -> Params:
-        """Train a copy of `params` by plain SGD on each lane's samples.
+        """Train a copy of `params` with the run's optimiser on each lane's samples.
 
-        `lr` is a number or [lane]. `proximal = (μ, anchor)` adds μ/2·‖w − anchor‖² to the loss.
-        `names` (parameters and buffers) is the part that learns; the rest is frozen and runs in
-        evaluation mode. `options` are those of `train`.
+        `gradients(task, model, fixed, x, y)` replaces the gradients of the loss by a method's own;
+        it is hashable, as a step is. `lr` is a number or [lane]. `proximal = (μ, anchor)` adds
+        μ/2·‖w − anchor‖² to the loss. `names` (parameters and buffers) is the part that learns; the
+        rest is frozen and runs in evaluation mode. `training` names the optimiser's slots if the
+        run keeps them (`Method.trainings`). `options` are those of `train`.
         """
         task = self.task
         learning = tuple(name for name in task.trainable if names is None or name in names)
         mu, anchor = proximal or (0.0, {})
-        if not isinstance(lr, Tensor):
-            lr = self.lr if lr is None else self.constant(lr)
-        fixed: dict[str, Any] = {"lr": lr.expand(len(self))}
-        if mu:
-            fixed["anchor"] = {name: anchor[name] for name in learning}
+        is_proximal = isinstance(mu, Tensor) or mu != 0
+        constants: dict[str, Any] = {"optimizer": self.optimizer_numbers(lr), "own": fixed or {}}
+        if is_proximal:
+            constants |= {"anchor": {name: anchor[name] for name in learning}, "mu": mu}
         frozen: set[str] = set()
         if names is not None:
             frozen = {name for layer in task.layers for name in layer} - set(names)
-        trained: Params = self.train(
-            SGD(learning, mu), params, fixed, epochs=epochs, frozen=frozen, **options
-        )
-        return trained
+        slots = self.load_slots(training, {name: params[name] for name in learning})
+        step = FitStep(task.rule, learning, gradients, is_proximal)
+        begin = {"model": params, "slots": slots}
+        trained = self.train(step, begin, constants, frozen=frozen, **options)
+        self.keep_slots(training, trained["slots"])
+        model: Params = trained["model"]
+        return model
 
     def train(
         self,
@@ -164,19 +201,19 @@ class Cohort:
         trained = [task.parts["train"][client] for client in self.clients]
         own = trained if rows is None else rows
         lengths = [len(samples) for samples in own]
-        epochs = task.epochs if epochs is None else epochs
+        length = task.training_length(epochs)
         with task.use_mode(training=True, frozen=frozen), torch.no_grad():
             runner = make_runner(
                 task, steps, size, frozen, state, fixed or {}, len(self), self.on_step
             )
-            for epoch in range(epochs):
+            for epoch in range(length.count_epochs(lengths, size)):
                 runner.begin_epoch(self._order_samples(own, purpose, epoch, is_own=rows is None))
-                for lanes, columns in iterate_steps(lengths, size, drop_last=True):
+                for lanes, columns in length.iterate_steps(lengths, size, epoch):
                     turn = columns.start // size % len(steps)
                     runner.step(steps[turn], lanes, columns)
             state, total = runner.finish()
         if report_loss:
-            taken = [count_steps(length, size, epochs) for length in lengths]
+            taken = [length.count_steps(samples, size) for samples in lengths]
             self.metrics["train_loss"] = total / to_device(task.device, taken)
         return state
 

@@ -1,6 +1,7 @@
 """Which samples a step takes: ragged lanes, as positions in the dataset."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -63,9 +64,50 @@ def iterate_steps(
             lane = end
 
 
-def count_steps(length: int, size: int, epochs: int = 1) -> int:
-    """Return how many training steps a lane of `length` samples takes (see `iterate_steps`)."""
-    return epochs * max(length // size, int(length > 0))
+@dataclass(frozen=True)
+class TrainingLength:
+    """How long a client trains: so many epochs, or so many steps in as many epochs as they take.
+
+    A lane's last partial batch is dropped, unless it is its first.
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+
+    def count_steps(self, samples: int, size: int) -> int:
+        """Return how many steps a lane of so many samples takes."""
+        if self.steps is not None:
+            return self.steps if samples else 0
+        return self.epochs * _steps_per_epoch(samples, size)
+
+    def count_epochs(self, samples: Sequence[int], size: int) -> int:
+        """Return how many epochs the lanes begin."""
+        if self.steps is None:
+            return self.epochs
+        shortest = min((_steps_per_epoch(own, size) for own in samples if own), default=1)
+        return -(-self.steps // shortest)
+
+    def iterate_steps(
+        self, samples: Sequence[int], size: int, epoch: int
+    ) -> Iterator[tuple[slice, slice]]:
+        """Yield the steps of one epoch, as `iterate_steps` does."""
+        for lanes, columns in iterate_steps(samples, size, drop_last=True):
+            if self.steps is None:
+                yield lanes, columns
+                continue
+            # The longest lanes come first. They take the most steps in an epoch and end first.
+            first = lanes.start
+            before = columns.start // size
+            while first < lanes.stop and (
+                epoch * _steps_per_epoch(samples[first], size) + before >= self.steps
+            ):
+                first += 1
+            if first < lanes.stop:
+                yield slice(first, lanes.stop), columns
+
+
+def _steps_per_epoch(samples: int, size: int) -> int:
+    return max(samples // size, int(samples > 0))
 
 
 def order_samples(rows: np.ndarray, draw: np.random.Generator | None) -> np.ndarray:

@@ -22,8 +22,10 @@ from fedala.errors import UserError, printable
 from fedala.lanes.backend import backend_for
 from fedala.lanes.foreign_model import Trial
 from fedala.lanes.layers import Cut, Layered, call, layers_of
+from fedala.lanes.optimizers import UpdateRule
+from fedala.lanes.recipe import Optimizer, Recipe, Schedule
 from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
-from fedala.lanes.samples import Samples
+from fedala.lanes.samples import Samples, TrainingLength
 from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
 
 Loss = Callable[[Any, Any], Tensor]
@@ -57,7 +59,11 @@ class Task:
         loss: Loss = F.cross_entropy,
         batch_size: int = 10,
         lr: float = 0.005,
+        optimizer: Optimizer | None = None,
+        schedule: Schedule | None = None,
+        keeps_optimizer: bool = False,
         epochs: int = 1,
+        local_steps: int | None = None,
         shuffle: bool = True,
         device: torch.device | str = "cpu",
         precision: str = "float32",
@@ -66,6 +72,9 @@ class Task:
     ) -> None:
         """`train`, `test` and `validation` hold each client's positions in `x` and `y`.
 
+        A batch of size 0 is all of a client's samples. With `local_steps`, a round has so many
+        steps instead of `epochs`. With `keeps_optimizer`, momentum and the like stay with a client
+        from round to round.
         With `scale`, the model gets images of bytes as (x/255 − 0.5)/0.5. `feature_memory` bounds
         the bytes of features under the upper layers that are kept at a time. Features that do not
         fit are computed at each use.
@@ -86,7 +95,11 @@ class Task:
         default = self.backend.feature_memory()
         self.feature_memory = default if feature_memory is None else feature_memory
         self._feature_bytes: dict[int, int] = {}
-        self.batch_size, self.lr, self.epochs, self.shuffle = batch_size, lr, epochs, shuffle
+        self.recipe = Recipe(lr, optimizer or Optimizer(), schedule or Schedule())
+        self.rule = UpdateRule.of([self.recipe.optimizer])
+        self.keeps_optimizer = keeps_optimizer
+        self.batch_size = batch_size or max([1, *map(len, train)])
+        self.epochs, self.local_steps, self.shuffle = epochs, local_steps, shuffle
         self.layers = layers_of(model)
         if not any(True for _ in model.parameters()):
             raise UserError("The model has no parameters, so there is nothing to learn.")
@@ -180,6 +193,12 @@ class Task:
     def size(self, client: int, part: str = "train") -> int:
         """Return the number of a client's samples."""
         return len(self.parts[part][client])
+
+    def training_length(self, epochs: int | None) -> TrainingLength:
+        """Return how long a training of so many epochs is; None: the round's own training."""
+        if epochs is not None:
+            return TrainingLength(epochs)
+        return TrainingLength(self.epochs, self.local_steps)
 
     def inputs(self, rows: Tensor) -> Any:
         """Return the samples at `rows`, ready for the model."""

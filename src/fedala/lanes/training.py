@@ -3,7 +3,7 @@
 A step is a function (task, state, fixed, x, y) of the lanes that have a batch. It changes `state`
 in place and returns the lanes' losses. It may depend on nothing else that changes from round to
 round, because a GPU captures it once and replays it: a learning rate, a schedule or an anchor is a
-tensor in `fixed`.
+tensor in `fixed`. A number that stays the same in all rounds may be a float there.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,84 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedala.lanes.row_gradients import Gradients, RowGradient
+from fedala.lanes.optimizers import UpdateRule, pull
+from fedala.lanes.row_gradients import Gradients
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, broadcast_lanes, is_shared, take, tree_map
+from fedala.lanes.trees import Params, State, take, tree_map
 
 Step = Callable[[Task, Any, Any, Any, Any], Tensor]
+GradientFunction = Callable[[Task, Params, Any, Any, Any], tuple[Tensor, Gradients]]
+"""Of (task, model, fixed, x, y) to the lanes' losses and the gradients that a step takes."""
 OnStep = Callable[[Tensor, Any], None]
 """Called with the losses and the state after each step."""
 
 
-def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
-    """Take one step of gradient descent, in place. `lr` is [lane]."""
-    whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
-    targets = [params[name].detach() for name in whole]
-    # A model may learn nothing but row gradients: a kernel wants at least one tensor.
-    if targets and is_shared(lr) and all(map(_can_fuse, targets, whole.values())):
-        _descend_fused(targets, list(whole.values()), lr[0])
-    else:
-        for target, gradient in zip(targets, whole.values(), strict=True):
-            target.addcmul_(gradient, broadcast_lanes(lr, gradient).to(target.dtype), value=-1)
-    for name, value in gradients.items():
-        if isinstance(value, RowGradient):
-            value.add_to(params[name].detach(), -lr)
-
-
-def _can_fuse(target: Tensor, gradient: Tensor) -> bool:
-    """Tell whether one GPU kernel can step this parameter together with others."""
-    return (
-        target.is_cuda
-        and target.dtype == gradient.dtype == torch.float32
-        and target.stride() == gradient.stride()
-    )
-
-
-def _descend_fused(targets: list[Tensor], gradients: list[Tensor], lr: Tensor) -> None:
-    """Take the step for all parameters in one kernel."""
-    torch._fused_sgd_(
-        targets,
-        gradients,
-        [],
-        weight_decay=0.0,
-        momentum=0.0,
-        lr=lr.float(),
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-    )
-
-
-def densify(gradients: Gradients) -> Params:
-    """Return gradients as whole tensors, for arithmetic that needs them so."""
-    return {
-        name: value.densify() if isinstance(value, RowGradient) else value
-        for name, value in gradients.items()
-    }
-
-
-def pull(params: Params, gradients: Gradients, anchor: Params, mu: float) -> None:
-    """Add the gradient of a proximal term, μ/2·‖w − anchor‖², in place."""
-    for name, value in densify(gradients).items():
-        gradients[name] = value.add_(params[name] - anchor[name], alpha=mu)
-
-
 @dataclass(frozen=True)
-class SGD:
-    """The step of plain SGD on the named parameters, at the rates `fixed["lr"]`, [lane].
+class FitStep:
+    """A step of `Cohort.fit`: gradients of the named parameters, and the optimiser's rule.
 
-    With μ > 0, a proximal term of strength μ pulls towards `fixed["anchor"]`.
+    With `gradients`, these replace those of the loss. If `is_proximal`, a proximal term of strength
+    `fixed["mu"]` pulls towards `fixed["anchor"]`.
     """
 
+    rule: UpdateRule
     names: tuple[str, ...]
-    mu: float = 0.0
+    gradients: GradientFunction | None = None
+    is_proximal: bool = False
 
-    def __call__(self, task: Task, state: Params, fixed: Any, x: Any, y: Any) -> Tensor:
-        losses, gradients = task.gradients(state, x, y, self.names)
-        if self.mu:
-            pull(state, gradients, fixed["anchor"], self.mu)
-        descend(state, gradients, fixed["lr"])
+    def __call__(self, task: Task, state: State, fixed: Any, x: Any, y: Any) -> Tensor:
+        model = state["model"]
+        if self.gradients:
+            losses, gradients = self.gradients(task, model, fixed["own"], x, y)
+        else:
+            losses, gradients = task.gradients(model, x, y, self.names)
+        if self.is_proximal:
+            pull(model, gradients, fixed["anchor"], fixed["mu"])
+        self.rule.update(task, model, gradients, state["slots"], fixed["optimizer"])
         return losses
 
 

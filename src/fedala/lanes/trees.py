@@ -56,8 +56,11 @@ def join(trees: Sequence[Any]) -> Any:
 
 
 def take(tree: Any, lanes: Any) -> Any:
-    """Take some of the lanes. A slice gives views; a list or a tensor of lanes gives copies."""
-    return tree_map(lambda leaf: leaf[lanes], tree)
+    """Take some of the lanes. A slice gives views; a list or a tensor of lanes gives copies.
+
+    A number that is not a tensor stays the number of all lanes.
+    """
+    return tree_map(lambda leaf: leaf[lanes] if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def share(tree: Any, lanes: int) -> Any:

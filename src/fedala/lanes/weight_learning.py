@@ -13,7 +13,7 @@ by element, on the upper p layers (equation 4). It learns the weights W on the c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
+from fedala.lanes.optimizers import Number, align
 from fedala.lanes.samples import Samples, iterate_steps, to_device
 from fedala.lanes.task import list_few
 from fedala.lanes.trees import Params, take
@@ -34,6 +35,8 @@ WINDOW = 10
 @dataclass(frozen=True)
 class Settings:
     """ALA's hyperparameters, with the paper's defaults."""
+
+    lane_numbers: ClassVar[frozenset[str]] = frozenset({"eta"})
 
     layers: int = option(
         1, "p: how many layers ALA governs, counted from the output; 0 switches it off", least=0
@@ -151,6 +154,7 @@ class _LaneGroup:
     update: Params
     ungoverned: Params
     weights: Params
+    eta: Number
 
     @classmethod
     def gather(
@@ -164,7 +168,13 @@ class _LaneGroup:
             samples.matrix[lanes],
             *(
                 take(tree, lanes)
-                for tree in (problem.local, problem.update, problem.ungoverned, problem.weights)
+                for tree in (
+                    problem.local,
+                    problem.update,
+                    problem.ungoverned,
+                    problem.weights,
+                    problem.settings.eta,
+                )
             ),
         )
 
@@ -201,7 +211,10 @@ class _LaneGroup:
         gradients = torch.autograd.grad(loss.sum(), list(blended.values()), materialize_grads=True)
         for name, gradient in zip(update, gradients, strict=True):
             step = gradient * update[name]
-            weights[name].sub_(step, alpha=self.problem.settings.eta).clamp_(0, 1)
+            if isinstance(self.eta, Tensor):
+                weights[name].sub_(step * align(self.eta[lanes], step)).clamp_(0, 1)
+            else:
+                weights[name].sub_(step, alpha=self.eta).clamp_(0, 1)
         return loss.detach()
 
 

@@ -14,6 +14,7 @@ from fedala.lanes import (
     Params,
     State,
     Task,
+    UpdateRule,
     Uploads,
     broadcast_lanes,
     densify,
@@ -86,9 +87,13 @@ class APPLE(Method):
             "own": mark_own(cohort, p_0),
             "p_0": p_0,
             "pull": cohort.constant(self.mu * self.schedule(cohort.round, cohort.rounds)),
-            "rate": cohort.lr * scale.to(p_0),
+            "optimizer": cohort.optimizer_numbers(cohort.lr * scale.to(p_0)),
         }
-        trained = cohort.train(self.step, {"core": state["core"], "p": state["p"]}, fixed)
+        core = {name: state["core"][name] for name in task.trainable}
+        slots = cohort.load_slots("local", core)
+        begin = {"core": state["core"], "p": state["p"], "slots": slots}
+        trained = cohort.train(Step(task.rule, self.eta), begin, fixed)
+        cohort.keep_slots("local", trained.pop("slots"))
         return Message(trained["core"]), trained
 
     def schedule(self, round: int, rounds: int) -> float:
@@ -96,21 +101,37 @@ class APPLE(Method):
         until = self.scheduled * rounds
         return (math.cos(math.pi * (round - 1) / until) + 1) / 2 if round - 1 < until else 0.0
 
-    def step(self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
-        """Step core_i and p_i. By the chain rule, with w = Σ_j p_ij·core_j and g = ∂L/∂w:
 
-        ∂L/∂p_ij = ⟨g, core_j⟩ and ∂L/∂core_i = p_ii·g.
-        """
+@dataclass(frozen=True)
+class Step:
+    """Steps core_i and p_i. By the chain rule, with w = Σ_j p_ij·core_j and g = ∂L/∂w:
+
+    ∂L/∂p_ij = ⟨g, core_j⟩ and ∂L/∂core_i = p_ii·g. The optimiser steps the core; p_i takes plain
+    steps at the rate η₂.
+    """
+
+    rule: UpdateRule
+    eta: float
+
+    def __call__(self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
         core, p, own, p_0 = state["core"], state["p"], fixed["own"], fixed["p_0"]
         model = compose(task, core, p, fixed["cores"], own)
         losses, gradients = task.gradients(model, x, y)
         by_other, by_own = torch.zeros_like(p), torch.zeros_like(p[:, 0])
-        rate = fixed["rate"] * (p * own).sum(1)
+        self_weight, slopes = (p * own).sum(1), dict[str, Any]()
         for name, gradient in densify(gradients).items():
             flat = gradient.flatten(1)
             by_other += flat @ fixed["cores"][name][0].flatten(1).T
             by_own += (flat * core[name].flatten(1)).sum(1)
-            core[name].sub_(broadcast_lanes(rate, gradient) * gradient)
+            slopes[name] = gradient
+        numbers = fixed["optimizer"]
+        if self.rule.is_plain:
+            numbers = {"lr": numbers["lr"] * self_weight}
+        else:
+            slopes = {
+                name: broadcast_lanes(self_weight, value) * value for name, value in slopes.items()
+            }
+        self.rule.update(task, core, slopes, state["slots"], numbers)
         slope = torch.where(own > 0, by_own[:, None], by_other)
         slope = slope + fixed["pull"][:, None] * (p - p_0)
         p.sub_(torch.where(p_0 > 0, slope, 0), alpha=self.eta)

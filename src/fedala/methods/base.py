@@ -1,6 +1,6 @@
 """What a federated method is: FedAvg, and the two or three functions in which it differs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
+from fedala.errors import UserError
+from fedala.lanes import Cohort, Message, Params, State, Task, UpdateRule, Uploads
 from fedala.lanes.layers import upper
 from fedala.lanes.randomness import draw, torch_generator
 
@@ -63,11 +64,31 @@ class Method:
     schedule_depends_on_rounds: ClassVar[bool] = False
     #: The names of what a client reports (`Cohort.metrics`). A server accepts no others.
     metrics: ClassVar[frozenset[str]] = frozenset({"train_loss"})
+    #: Hyperparameters that may be [lane] instead of a number, in a cohort of runs that differ in
+    #: them. If the message is a stack of models, cohorts never mix runs, and all may differ.
+    lane_numbers: ClassVar[frozenset[str]] = frozenset()
+    #: Why an optimiser that remembers earlier steps makes no sense, to end the sentence
+    #: "x cannot train with momentum or Adam: …"; empty if it does.
+    refuses_slots: ClassVar[str] = ""
     #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty if it does.
     refuses_ala: ClassVar[str] = ""
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this method cannot work with, by a `UserError`."""
+
+    def check_optimizer(self, rule: UpdateRule) -> None:
+        """Refuse an optimiser that this method cannot train with, by a `UserError`."""
+        if rule.keeps_slots and self.refuses_slots:
+            raise UserError(
+                f"{self.title} cannot train with momentum or Adam: {self.refuses_slots}."
+            )
+
+    def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
+        """Return the names of the trainings in a round, and the parameters that each one steps.
+
+        If a run keeps the optimisers' slots from round to round, each training has its own.
+        """
+        return {"local": task.trainable}
 
     # --- what travels --------------------------------------------------------------------------
 
@@ -129,7 +150,7 @@ class Method:
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         """Train; return the upload and the client's new state."""
-        return Message(cohort.sgd(initialized)), state
+        return Message(cohort.fit(initialized)), state
 
     def model_when_absent(self, upload: Message, state: State) -> Params:
         """Return the personal model of a client until it takes part again.

@@ -1,6 +1,7 @@
 """Ditto: Li, Hu, Beirami, Smith. Ditto: Fair and Robust Federated Learning Through Personalization.
 ICML 2021."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from fedala.lanes import Cohort, Message, Params, State, Task
@@ -15,6 +16,7 @@ class Ditto(Method):
     name = "ditto"
     title = "Ditto"
     summary = "FedAvg, and a second, personal model near the global one"
+    lane_numbers = frozenset({"lam"})
 
     lam: float = option(0.1, "λ: strength of the personal model's proximal term", least=0)
     epochs: int = option(2, "s: local epochs of the personal model", least=1)
@@ -28,5 +30,13 @@ class Ditto(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        personal = cohort.sgd(initialized, epochs=self.epochs, proximal=(self.lam, received.model))
-        return Message(cohort.sgd(received.model)), {"local": personal}
+        personal = cohort.fit(
+            initialized,
+            epochs=self.epochs,
+            proximal=(self.lam, received.model),
+            training="personal",
+        )
+        return Message(cohort.fit(received.model)), {"local": personal}
+
+    def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
+        return {"personal": task.trainable, "local": task.trainable}

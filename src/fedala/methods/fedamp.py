@@ -25,6 +25,7 @@ class FedAMP(Method):
     title = "FedAMP"
     summary = "each client is pulled towards the models that are like its own"
     requires_all_clients = True
+    lane_numbers = frozenset({"alpha", "lam", "sigma"})
 
     alpha: float = option(
         1000.0, "α: the server's step size; also divides the clients' pull", above=0
@@ -79,7 +80,7 @@ class FedAMP(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        local = cohort.sgd(initialized, proximal=(self.lam / self.alpha, received.model))
+        local = cohort.fit(initialized, proximal=(self.lam / self.alpha, received.model))
         # Without samples, the pull is the whole objective, and u its minimum.
         empty = slice(sum(size > 0 for size in cohort.sizes()), None)
         for name, value in local.items():

@@ -2,9 +2,10 @@
 FedALA: Adaptive Local Aggregation for Personalized Federated Learning. AAAI 2023, where ALA is
 compared with it."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from fedala.lanes import Cohort, Message, Params, State, Task
+from fedala.lanes import Cohort, Message, Number, Params, State, Task
 from fedala.methods.base import Method
 from fedala.options import option
 
@@ -24,10 +25,11 @@ class FedAvgC(Method):
         return {"local": initial}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        tuned = cohort.sgd(
+        tuned = cohort.fit(
             received.model,
             epochs=self.epochs,
             proximal=self.proximal(received),
+            training="tuning",
             purpose="tuning",
             report_loss=False,
         )
@@ -36,9 +38,12 @@ class FedAvgC(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        trained = cohort.sgd(initialized, proximal=self.proximal(received))
+        trained = cohort.fit(initialized, proximal=self.proximal(received))
         return Message(trained), {"local": trained}  # for the rounds without this client
 
-    def proximal(self, received: Message) -> tuple[float, Params] | None:
+    def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
+        return {"tuning": task.trainable, "local": task.trainable}
+
+    def proximal(self, received: Message) -> tuple[Number, Params] | None:
         """Return a proximal term to add to the loss; here there is none."""
         return None

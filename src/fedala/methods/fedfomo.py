@@ -115,7 +115,7 @@ class FedFomo(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        trained = cohort.sgd(initialized, rows=[rest for _, rest in self._split(cohort)])
+        trained = cohort.fit(initialized, rows=[rest for _, rest in self._split(cohort)])
         return Message(trained), {"local": trained, "previous": initialized}
 
     def _split(self, cohort: Cohort) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -2,12 +2,13 @@
 Models. ECML PKDD 2021."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fedala.errors import UserError
-from fedala.lanes import Cohort, Message, Params, State, Task, descend
+from fedala.lanes import Cohort, Gradients, Message, Number, Params, State, Task, align
 from fedala.lanes.layers import Cut
 from fedala.lanes.trees import count_lanes
 from fedala.methods.base import Method
@@ -31,6 +32,7 @@ class FedPHP(Method):
     title = "FedPHP"
     summary = "the global model, with more and more of the client's own mixed in"
     schedule_depends_on_rounds = True
+    lane_numbers = frozenset({"mu", "lam"})
 
     mu: float = option(
         0.9,
@@ -63,9 +65,9 @@ class FedPHP(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        step = Step(self.lam, find_last_cut(cohort.task, initialized))
-        fixed = {"lr": cohort.lr, "teacher": state.get("personal", received.model)}
-        local = cohort.train(step, initialized, fixed)
+        gradients = NearTeacher(find_last_cut(cohort.task, initialized))
+        fixed = {"lam": self.lam, "teacher": state.get("personal", received.model)}
+        local = cohort.fit(initialized, gradients=gradients, fixed=fixed)
         if self.variant == "historical":
             personal = self._mix(local, state["personal"], cohort.round / cohort.rounds)
             return Message(local), {"personal": personal}
@@ -77,7 +79,7 @@ class FedPHP(Method):
         `part` is the share of the rounds that have been trained.
         """
         return {
-            name: torch.lerp(value, old[name], self.mu * part)
+            name: torch.lerp(value, old[name], align(self.mu * part, value))
             if value.is_floating_point()
             else value
             for name, value in new.items()
@@ -85,18 +87,19 @@ class FedPHP(Method):
 
 
 @dataclass(frozen=True)
-class Step:
-    """SGD on (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
+class NearTeacher:
+    """The gradients of (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
 
-    lam: float
     cut: Cut
 
-    def __call__(self, task: Task, state: Params, fixed: State, x: Tensor, y: Tensor) -> Tensor:
-        def objective(w: Params, x: Tensor, y: Tensor, teacher: Params) -> Tensor:
+    def __call__(
+        self, task: Task, model: Params, fixed: State, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Gradients]:
+        def objective(w: Params, x: Tensor, y: Tensor, teacher: Params, lam: Number) -> Tensor:
             features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
             loss = task.loss(self.cut.upper(w, features), y)
             distance = mmd(features.to(task.dtype), others.to(task.dtype))
-            return (1 - self.lam) * loss + self.lam * distance
+            return (1 - lam) * loss + lam * distance
 
         # The teacher runs as w does, on the batch's statistics: equal models have equal features.
         # Its running statistics are copies, so that they stay as they are.
@@ -104,9 +107,10 @@ class Step:
             name: value if name in task.trainable else value.clone()
             for name, value in fixed["teacher"].items()
         }
-        losses, gradients = task.gradients(state, x, y, None, objective, teacher)
-        descend(state, gradients, fixed["lr"])
-        return losses
+        lam = fixed["lam"]
+        if isinstance(lam, Tensor):
+            return task.gradients(model, x, y, None, objective, teacher, lam.to(task.dtype))
+        return task.gradients(model, x, y, None, partial(objective, lam=lam), teacher)
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ class FedProx(Method):
     title = "FedProx"
     summary = "FedAvg with a pull towards the global model"
     has_personal_models = False
+    lane_numbers = frozenset({"mu"})
 
     mu: float = option(0.001, "μ: strength of the proximal term", least=0)
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        return Message(cohort.sgd(initialized, proximal=(self.mu, received.model))), state
+        return Message(cohort.fit(initialized, proximal=(self.mu, received.model))), state

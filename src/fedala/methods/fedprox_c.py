@@ -4,7 +4,7 @@ is compared with it."""
 
 from dataclasses import dataclass
 
-from fedala.lanes import Message, Params
+from fedala.lanes import Message, Number, Params
 from fedala.methods.fedavg_c import FedAvgC
 from fedala.options import option
 
@@ -16,8 +16,9 @@ class FedProxC(FedAvgC):
     name = "fedprox-c"
     title = "FedProx-C"
     summary = "FedProx, with the global model fine-tuned by each client first"
+    lane_numbers = frozenset({"mu"})
 
     mu: float = option(0.001, "μ: strength of the proximal term", least=0)
 
-    def proximal(self, received: Message) -> tuple[float, Params]:
+    def proximal(self, received: Message) -> tuple[Number, Params]:
         return self.mu, received.model

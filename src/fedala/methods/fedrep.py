@@ -1,6 +1,7 @@
 """FedRep: Collins, Hassani, Mokhtari, Shakkottai. Exploiting Shared Representations for
 Personalized Federated Learning. ICML 2021."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -42,11 +43,20 @@ class FedRep(Method):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         head = cohort.task.layers[0]
-        trained = cohort.sgd(
-            initialized, names=head, epochs=self.epochs, purpose="head", report_loss=False
+        trained = cohort.fit(
+            initialized,
+            names=head,
+            epochs=self.epochs,
+            training="head",
+            purpose="head",
+            report_loss=False,
         )
-        trained = cohort.sgd(trained, names=initialized.keys() - set(head))
+        trained = cohort.fit(trained, names=initialized.keys() - set(head))
         return Message(self.shared_part(cohort.task, trained)), {"local": trained}
+
+    def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
+        head = [name for name in task.trainable if name in task.layers[0]]
+        return {"head": head, "local": [name for name in task.trainable if name not in head]}
 
     def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         """Return the upper layers of the body: the head is not received, so it is not blended."""

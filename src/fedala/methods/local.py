@@ -27,4 +27,4 @@ class Local(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        return Message(), {"local": cohort.sgd(initialized)}
+        return Message(), {"local": cohort.fit(initialized)}

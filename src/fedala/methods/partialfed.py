@@ -15,6 +15,7 @@ from fedala.lanes import (
     Params,
     State,
     Task,
+    UpdateRule,
     broadcast_lanes,
     densify,
     descend,
@@ -31,6 +32,8 @@ class PartialFed(Method):
     name = "partialfed"
     title = "PartialFed"
     summary = "each client learns which layers to load and which to keep"
+    lane_numbers = frozenset({"tau", "decay", "floor"})
+    refuses_slots = "each batch steps another choice of two copies of the layers"
 
     tau: float = option(5.0, "τ: temperature of the Gumbel-softmax in the first round", above=0)
     decay: float = option(0.965, "factor of τ after each round", above=0, most=1)
@@ -62,13 +65,14 @@ class PartialFed(Method):
         task = cohort.task
         begin = {"load": received.model, "keep": initialized, "logits": state["logits"]}
         begin["batch"] = torch.zeros(len(cohort), dtype=torch.int64, device=task.device)
-        tau = max(self.floor, self.tau * self.decay ** (cohort.round - 1))
+        tau = cohort.constant(self.tau * self.decay ** (cohort.round - 1))
         fixed = {
             "lr": cohort.lr,
+            "optimizer": cohort.optimizer_numbers(),
             "gumbel": self._draw_gumbel(cohort),
-            "tau": cohort.constant(tau),
+            "tau": tau.maximum(cohort.constant(self.floor)),
         }
-        steps = [self.step_weights] * self.f_m + [self.step_logits] * self.f_s
+        steps = [WeightStep(task.rule)] * self.f_m + [step_logits] * self.f_s
         # The cycle begins one step later in every round: otherwise clients of few batches would
         # never step their logits.
         first = (cohort.round - 1) % len(steps)
@@ -85,37 +89,44 @@ class PartialFed(Method):
             own[:] = cohort.draw(lane, "gumbel").gumbel(size=own.shape)
         return torch.from_numpy(noise).to(task.device, task.dtype)
 
-    def step_weights(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
-        """Step the chosen copy of each layer, its running statistics too. The choice is hard."""
+
+@dataclass(frozen=True)
+class WeightStep:
+    """Steps the chosen copy of each layer, its running statistics too. The choice is hard."""
+
+    rule: UpdateRule
+
+    def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
         load = is_loaded(add_noise(state, fixed))
         model = choose(task, load, state["load"], state["keep"])
         losses, gradients = task.gradients(model, x, y)
-        descend(model, gradients, fixed["lr"])
+        self.rule.update(task, model, gradients, {}, fixed["optimizer"])
         for copy, changed in ((state["load"], load), (state["keep"], ~load)):
             for name, value in choose(task, changed, model, copy).items():
                 copy[name].copy_(value)
         return losses
 
-    def step_logits(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
-        """Step the logits. The model is the soft mixture; its running statistics are dropped."""
-        load, keep, logits = state["load"], state["keep"], state["logits"]
-        tau = fixed["tau"][:, None]
-        share, other = (add_noise(state, fixed) / tau[..., None]).softmax(-1).unbind(-1)
-        model = {}
-        for name, layer in layer_numbers(task, load).items():
-            if load[name].is_floating_point():
-                weight = broadcast_lanes(share[:, layer], load[name])
-                model[name] = torch.lerp(keep[name], load[name], weight)
-            else:
-                model[name] = load[name].clone()
-        losses, gradients = task.gradients(model, x, y)
-        slope = torch.zeros_like(share)  # ∂L/∂share of each layer: ⟨∂L/∂w, load − keep⟩
-        whole = densify(gradients)
-        for name, layer in layer_numbers(task, whole).items():
-            slope[:, layer] += (whole[name] * (load[name] - keep[name])).flatten(1).sum(1)
-        slope = slope * share * other / tau
-        descend({"logits": logits}, {"logits": torch.stack([slope, -slope], -1)}, fixed["lr"])
-        return losses
+
+def step_logits(task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
+    """Step the logits. The model is the soft mixture; its running statistics are dropped."""
+    load, keep, logits = state["load"], state["keep"], state["logits"]
+    tau = fixed["tau"][:, None]
+    share, other = (add_noise(state, fixed) / tau[..., None]).softmax(-1).unbind(-1)
+    model = {}
+    for name, layer in layer_numbers(task, load).items():
+        if load[name].is_floating_point():
+            weight = broadcast_lanes(share[:, layer], load[name])
+            model[name] = torch.lerp(keep[name], load[name], weight)
+        else:
+            model[name] = load[name].clone()
+    losses, gradients = task.gradients(model, x, y)
+    slope = torch.zeros_like(share)  # ∂L/∂share of each layer: ⟨∂L/∂w, load − keep⟩
+    whole = densify(gradients)
+    for name, layer in layer_numbers(task, whole).items():
+        slope[:, layer] += (whole[name] * (load[name] - keep[name])).flatten(1).sum(1)
+    slope = slope * share * other / tau
+    descend({"logits": logits}, {"logits": torch.stack([slope, -slope], -1)}, fixed["lr"])
+    return losses
 
 
 def add_noise(state: State, fixed: State) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedala.lanes import SGD, Cohort, Message, Params, State, Task, descend
+from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, descend
 from fedala.lanes.trees import first_leaf, tree_map
 from fedala.methods.base import Method
 from fedala.options import option
@@ -20,6 +20,7 @@ class PerFedAvg(Method):
     name = "per-fedavg"
     title = "Per-FedAvg"
     summary = "a global model that one local step makes personal (first-order MAML)"
+    lane_numbers = frozenset({"alpha", "beta"})
 
     alpha: float | None = option(
         None, "α: learning rate of adapting; by default, the run's learning rate", least=0
@@ -39,21 +40,24 @@ class PerFedAvg(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        beta = cohort.lr if self.beta is None else cohort.constant(self.beta)
-        rates = {"alpha": self._alpha(cohort), "beta": beta}
-        batch_size = 2 * cohort.task.batch_size
-        trained = cohort.train(meta_step, initialized, rates, batch_size=batch_size)
+        trained = cohort.fit(
+            initialized,
+            gradients=meta_gradients,
+            fixed={"alpha": self._alpha(cohort)},
+            lr=self.beta,
+            batch_size=2 * cohort.task.batch_size,
+        )
         # The adapted model is the personal one, for the rounds without this client.
         return Message(trained), {"personal": self.adapt(cohort, trained)}
 
     def adapt(self, cohort: Cohort, model: Params) -> Params:
-        """Take one step on the client's first B samples; its running statistics stay."""
+        """Take one plain step on the client's first B samples; its running statistics stay."""
         task = cohort.task
         first = [task.parts["train"][client][: task.batch_size] for client in cohort.clients]
         stepped = cohort.train(
-            SGD(task.trainable),
+            adapting_step,
             model,
-            {"lr": self._alpha(cohort)},
+            {"alpha": self._alpha(cohort)},
             rows=first,
             epochs=1,
             purpose="adapting",
@@ -65,17 +69,24 @@ class PerFedAvg(Method):
         return cohort.lr if self.alpha is None else cohort.constant(self.alpha)
 
 
-def meta_step(task: Task, state: Params, rates: State, x: Any, y: Any) -> Tensor:
-    """w' = w − α∇f(w; first half of the batch); w ← w − β∇f(w'; second half)."""
+def adapting_step(task: Task, model: Params, rates: State, x: Any, y: Any) -> Tensor:
+    """w ← w − α∇f(w)."""
+    losses, gradients = task.gradients(model, x, y)
+    descend(model, gradients, rates["alpha"])
+    return losses
+
+
+def meta_gradients(
+    task: Task, model: Params, rates: State, x: Any, y: Any
+) -> tuple[Tensor, Gradients]:
+    """w' = w − α∇f(w; first half of the batch); the gradient is ∇f(w'; second half)."""
     targets = first_leaf(y)
     assert targets is not None
     half = targets.shape[1] // 2
     first, second = slice(0, max(half, 1)), slice(half, None)  # a single sample is both halves
     # w' is a copy with its buffers, so that the running statistics of w stay as they are.
-    adapted = tree_map(lambda value: value.clone(), state)
+    adapted = tree_map(lambda value: value.clone(), model)
     _, gradients = task.gradients(adapted, *tree_map(lambda t: t[:, first], (x, y)))
     descend(adapted, gradients, rates["alpha"])
-    at_adapted = {**state, **{name: adapted[name] for name in gradients}}
-    losses, gradients = task.gradients(at_adapted, *tree_map(lambda t: t[:, second], (x, y)))
-    descend(state, gradients, rates["beta"])
-    return losses
+    at_adapted = {**model, **{name: adapted[name] for name in gradients}}
+    return task.gradients(at_adapted, *tree_map(lambda t: t[:, second], (x, y)))

@@ -8,11 +8,14 @@ from torch import Tensor, lerp
 
 from fedala.lanes import (
     Cohort,
+    Gradients,
     Message,
     Params,
     State,
     Task,
+    UpdateRule,
     Uploads,
+    align,
     broadcast_lanes,
     descend,
     pull,
@@ -28,6 +31,7 @@ class PFedMe(Method):
     name = "pfedme"
     title = "pFedMe"
     summary = "a personal model near the local one, which follows it"
+    lane_numbers = frozenset({"personal_lr", "lam", "beta"})
 
     personal_lr: float = option(0.01, "learning rate of the personal model θ", above=0)
     lam: float = option(
@@ -51,18 +55,42 @@ class PFedMe(Method):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         w = {name: initialized[name] for name in cohort.task.trainable}
-        rates = {"theta": cohort.constant(self.personal_lr), "w": cohort.scale_lr(self.lam)}
-        trained = cohort.train(self.step, {"w": w, "theta": initialized}, rates)
+        fixed = {
+            "theta_lr": cohort.constant(self.personal_lr),
+            "lam": self.lam,
+            "w_lr": cohort.scale_lr(self.lam),
+            "optimizer": cohort.optimizer_numbers(),
+        }
+        begin = {"w": w, "theta": initialized, "slots": cohort.load_slots("local", w)}
+        trained = cohort.train(EnvelopeStep(cohort.task.rule, self.steps), begin, fixed)
+        cohort.keep_slots("local", trained["slots"])
         # Running statistics are those of θ: w itself never sees a sample.
         return Message({**trained["theta"], **trained["w"]}), {"personal": trained["theta"]}
 
-    def step(self, task: Task, state: State, rates: State, x: Any, y: Any) -> Tensor:
-        """Take K steps θ ← θ − personal_lr·(∇f(θ) + λ(θ − w)), then w ← w − lr·λ(w − θ)."""
+
+@dataclass(frozen=True)
+class EnvelopeStep:
+    """K steps θ ← θ − personal_lr·(∇f(θ) + λ(θ − w)), then w ← w − lr·λ(w − θ).
+
+    The steps of θ are plain. The optimiser steps w, along the envelope's gradient λ(w − θ).
+    """
+
+    rule: UpdateRule
+    steps: int
+
+    def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
         w, theta = state["w"], state["theta"]
         for _ in range(self.steps):
             losses, gradients = task.gradients(theta, x, y)
-            pull(theta, gradients, w, self.lam)
-            descend(theta, gradients, rates["theta"])
-        for name, value in w.items():
-            value.lerp_(theta[name], broadcast_lanes(rates["w"], value))
+            pull(theta, gradients, w, fixed["lam"])
+            descend(theta, gradients, fixed["theta_lr"])
+        if self.rule.is_plain:
+            for name, value in w.items():
+                value.lerp_(theta[name], broadcast_lanes(fixed["w_lr"], value))
+        else:
+            slopes: Gradients = {
+                name: align(fixed["lam"], value) * (value - theta[name])
+                for name, value in w.items()
+            }
+            self.rule.update(task, w, slopes, state["slots"], fixed["optimizer"])
         return losses

@@ -1,10 +1,20 @@
 """ALA on any method, `method+ala`: it replaces the local initialisation and nothing else."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, local_aggregation
+from fedala.lanes import (
+    Cohort,
+    Message,
+    Params,
+    State,
+    Task,
+    UpdateRule,
+    Uploads,
+    local_aggregation,
+)
 from fedala.lanes.local_aggregation import Outcome
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method, ServerRound
@@ -34,6 +44,12 @@ class InitializedByALA(Method):
 
     def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.ala_parameters(model, layers)
+
+    def check_optimizer(self, rule: UpdateRule) -> None:
+        self.base.check_optimizer(rule)
+
+    def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
+        return self.base.trainings(task)
 
     def shared_part(self, task: Task, model: Params) -> Params:
         return self.base.shared_part(task, model)

@@ -15,7 +15,7 @@ from fedala.simulation import Simulation
 
 def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
     """Return the task, and a function that makes the initial model Θ⁰ of a seed."""
-    config, federation = plan.config, plan.federation
+    config, federation, recipe = plan.config, plan.federation, plan.config.recipe()
     task = Task(
         plan.make_skeleton(),
         federation.dataset.x,
@@ -24,8 +24,12 @@ def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
         federation.test,
         federation.validation,
         batch_size=config.batch_size,
-        lr=float(config.lr or 0),
+        lr=recipe.lr,
+        optimizer=recipe.optimizer,
+        schedule=recipe.schedule,
+        keeps_optimizer=config.keep_optimizer,
         epochs=config.local_epochs,
+        local_steps=config.local_steps,
         shuffle=config.shuffle,
         device=plan.device,
         precision=config.precision,

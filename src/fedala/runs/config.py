@@ -14,6 +14,7 @@ from typing import Any
 
 from fedala.errors import UserError
 from fedala.io.untrusted import read_file
+from fedala.lanes.recipe import OPTIMIZERS, SCHEDULES, Optimizer, Recipe, Schedule
 from fedala.options import build, option, suggest
 
 LARGEST = 2**20  # bytes of a config file
@@ -54,14 +55,56 @@ class Config:
     rounds: int | None = option(
         None, "T: number of rounds; without it, 30 for digits, otherwise the paper's 2000", least=1
     )
-    batch_size: int = option(10, "B: samples per local step", least=1)
+    batch_size: int = option(
+        10, "B: samples per local step; full (or 0): all of a client's samples", least=0
+    )
     lr: float | None = option(
         None,
         "local learning rate; without it, the paper's for the dataset and model",
         above=0,
         most=1e9,
     )
+    optimizer: str = option(
+        "sgd", "the clients' optimiser, as torch.optim has it", choices=OPTIMIZERS
+    )
+    momentum: float | None = option(
+        None, "momentum of sgd, by default 0; β₁ of adam and adamw, by default 0.9", least=0, most=1
+    )
+    nesterov: bool = option(False, "Nesterov's momentum, for sgd")
+    weight_decay: float | None = option(
+        None,
+        "weight decay; without it, 0.01 for adamw and 0 for the others",
+        least=0,
+        most=1e9,
+    )
+    beta2: float = option(0.999, "β₂ of adam and adamw", least=0, most=0.999999)
+    clip: float | None = option(
+        None, "the largest norm of a client's gradient; a longer one is scaled down", above=0
+    )
+    keep_optimizer: bool = option(
+        False,
+        "keep momentum and the like from round to round; without it, every round starts afresh",
+    )
+    schedule: str = option(
+        "constant",
+        "how the learning rate changes over the rounds, after the warm-up",
+        choices=SCHEDULES,
+    )
+    warmup: int = option(0, "rounds in which the learning rate rises linearly", least=0)
+    decay: float | None = option(
+        None,
+        "factor of the learning rate: after every round of the exponential schedule (0.99), "
+        "or at every step of the step schedule (0.1)",
+        above=0,
+        most=1,
+    )
+    decay_every: int | None = option(
+        None, "rounds between two steps of the step schedule; without it, a third of all", least=1
+    )
     local_epochs: int = option(1, "local epochs per round", least=1)
+    local_steps: int | None = option(
+        None, "local steps per round and client, instead of local epochs", least=1
+    )
     shuffle: bool = option(
         True, "reshuffle the batches every epoch; the paper's presets keep a fixed order"
     )
@@ -131,6 +174,8 @@ class Config:
             from fedala.methods import list_methods
 
             plain["method"] = ",".join(list_methods())
+        if plain.get("batch_size") == "full":
+            plain["batch_size"] = 0
         config = replace(build(cls, plain), set=flatten_settings(values.get("set", {})))
         if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
@@ -138,6 +183,7 @@ class Config:
             raise UserError(
                 f"method must name different methods, separated by commas, not {config.method!r}."
             )
+        config.recipe()  # refuses what does not go together
         return config
 
     @classmethod
@@ -171,6 +217,26 @@ class Config:
     @property
     def methods(self) -> tuple[str, ...]:
         return tuple(name.strip().lower() for name in self.method.split(",") if name.strip())
+
+    def recipe(self) -> Recipe:
+        """Return how the clients train, with the usual values of each optimiser and schedule."""
+        is_adam = self.optimizer != "sgd"
+        momentum = self.momentum if self.momentum is not None else 0.9 * is_adam
+        decay = self.weight_decay
+        if decay is None:
+            decay = 0.01 if self.optimizer == "adamw" else 0.0
+        optimizer = Optimizer(
+            self.optimizer,
+            momentum,
+            self.nesterov,
+            decay,
+            self.beta2,
+            clip=math.inf if self.clip is None else self.clip,
+        )
+        usual = {"step": 0.1, "exponential": 0.99}.get(self.schedule, 1.0)
+        every = self.decay_every or max(1, (self.rounds or 0) // 3)
+        schedule = Schedule(self.schedule, self.warmup, self.decay or usual, every)
+        return Recipe(float(self.lr or 0), optimizer, schedule)
 
     def values(self) -> dict[str, Any]:
         """Return every option and its value."""

@@ -13,6 +13,7 @@ from torch import nn
 from fedala.data import Dataset, Federation, federate, known_datasets, load
 from fedala.errors import UserError, byte_size, first_line
 from fedala.io.untrusted import free_memory
+from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, catalogue, make, setting_prefixes
@@ -20,6 +21,7 @@ from fedala.models import build_model
 from fedala.options import suggest
 from fedala.runs.config import Config
 from fedala.runs.folder import nearest_existing_parent
+from fedala.simulation.client_round import init_client_state
 
 MakeModel = Callable[[], nn.Module]
 
@@ -71,11 +73,14 @@ def plan(
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
     skeleton = _make_skeleton(make_model, is_own=model is not None)
+    rule = UpdateRule.of([config.recipe().optimizer])
     for method in methods:
         method.check_model(skeleton)
+        method.check_optimizer(rule)
+    _check_schedule(config)
     if model is not None:
         _try_model(skeleton, federation.dataset)
-    state_bytes = _rehearse(methods, make_model(), federation)
+    state_bytes = _rehearse(methods, make_model(), federation, config)
     checked = Plan(config, federation, make_model, methods, device, state_bytes)
     _check_memory(checked)
     return checked
@@ -143,8 +148,28 @@ def _resolve(config: Config, federation: Federation) -> Config:
         values["lr"] = 0.1
     rounds = int(config.rounds or values["rounds"])
     values["record_weights"] = -(-rounds // 20)  # about 20 times
+    if config.schedule == "step":
+        values["decay_every"] = max(1, rounds // 3)  # more rounds later do not change it
     missing = {name: value for name, value in values.items() if getattr(config, name) is None}
     return replace(config, clients=len(federation.train), **missing)
+
+
+def _check_schedule(config: Config) -> None:
+    """Refuse options that would have no effect, and a warm-up without an end."""
+    uses = {"decay": ("step", "exponential"), "decay_every": ("step",)}
+    for name, schedules in uses.items():
+        if getattr(config, name) is not None and config.schedule not in schedules:
+            raise UserError(
+                f"{name} is for the schedule {' or '.join(schedules)}, "
+                f"and this run's is {config.schedule}."
+            )
+    if config.warmup and config.warmup >= int(config.rounds or 0):
+        raise UserError(
+            f"A warm-up of {config.warmup} rounds needs a run of more rounds than that, "
+            f"and this one has {config.rounds}."
+        )
+    if config.local_steps is not None and config.local_epochs != 1:
+        raise UserError("Give local_steps or local_epochs, not both.")
 
 
 def _make_skeleton(make_model: MakeModel, *, is_own: bool) -> nn.Module:
@@ -181,7 +206,7 @@ def _try_model(model: nn.Module, data: Dataset) -> None:
 
 
 def _rehearse(
-    methods: tuple[Method, ...], model: nn.Module, federation: Federation
+    methods: tuple[Method, ...], model: nn.Module, federation: Federation, config: Config
 ) -> dict[str, int]:
     """Make server and client once, with two samples, so that a method can refuse the model.
 
@@ -189,11 +214,19 @@ def _rehearse(
     """
     data, rows = federation.dataset, [np.arange(2)]
     start = model_state(model)
-    task = Task(model, data.x[:2], data.y[:2], rows, rows)
+    task = Task(
+        model,
+        data.x[:2],
+        data.y[:2],
+        rows,
+        rows,
+        optimizer=config.recipe().optimizer,
+        keeps_optimizer=config.keep_optimizer,
+    )
     state_bytes = {}
     for method in methods:
         method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
-        state_bytes[method.name] = count_bytes(method.init_client(task, start))
+        state_bytes[method.name] = count_bytes(init_client_state(method, task, start))
     return state_bytes
 
 

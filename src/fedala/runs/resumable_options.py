@@ -31,6 +31,22 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
     return changed
 
 
+#: Options that every run has named since the first version that recorded an identity.
+_FIRST_OPTIONS = {
+    "method", "set", "dataset", "model", "partition", "partition_seed", "clients", "join_ratio",
+    "batch_size", "lr", "local_epochs", "shuffle", "seeds", "seed", "eval_every", "eval_clients",
+    "validation", "precision",
+}  # fmt: skip
+
+
 def identify(config: Config) -> dict[str, Any]:
-    """Return the options that may not change."""
-    return {name: value for name, value in config.values().items() if name not in CHANGEABLE}
+    """Return the options that may not change.
+
+    Later options count only if they are used, so that older runs keep their identity.
+    """
+    usual = Config().values()
+    return {
+        name: value
+        for name, value in config.values().items()
+        if name not in CHANGEABLE and (name in _FIRST_OPTIONS or value != usual[name])
+    }

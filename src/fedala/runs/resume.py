@@ -85,8 +85,15 @@ def reopen(
 
 
 def _check_schedules(plan: Plan, before: Config, after: Config) -> None:
+    if after.rounds == before.rounds:
+        return
+    if before.recipe().schedule.depends_on_rounds:
+        raise UserError(
+            f"The {before.schedule} schedule plans its rounds ahead, so a run of {before.rounds} "
+            f"cannot be resumed with {after.rounds}."
+        )
     for method in plan.methods:
-        if method.schedule_depends_on_rounds and after.rounds != before.rounds:
+        if method.schedule_depends_on_rounds:
             raise UserError(
                 f"{method.title} plans its rounds ahead, so a run of {before.rounds} "
                 f"cannot be resumed with {after.rounds}."

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from fedala.errors import UserError
-from fedala.lanes import Cohort, Message, Params, State
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.trees import leaves, matches, take
 from fedala.methods import Method
 from fedala.simulation.client_states import Lane
 from fedala.simulation.divergence import find_finite_lanes
+
+#: The optimiser's slots in a client's state, by training. Methods do not see them.
+SLOTS = "optimizer"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,18 @@ class CohortResult:
         return [position for position, good in enumerate(self.is_finite.tolist()) if not good]
 
 
+def init_client_state(method: Method, task: Task, initial: Params) -> State:
+    """Return a client's state before its first round, with the optimiser's slots if they stay."""
+    state = method.init_client(task, initial)
+    if not (task.keeps_optimizer and task.rule.keeps_slots):
+        return state
+    slots = {
+        training: task.rule.init_slots({name: initial[name] for name in names})
+        for training, names in method.trainings(task).items()
+    }
+    return {**state, SLOTS: slots}
+
+
 def run_client_round(
     method: Method,
     cohort: Cohort,
@@ -64,6 +79,7 @@ def run_client_round(
 ) -> CohortResult:
     """Do a cohort's part of a round, starting from the clients' states."""
     before, received = state, cohort.received
+    state = take_slots(cohort, state)
     initialized, state = method.initialize(cohort, received, state)
     result = CohortResult(lanes, cohort.metrics)
     if request.record_weights:
@@ -75,12 +91,21 @@ def run_client_round(
         # Initialising may add to a client's first state; what was there before stays as it was.
         result.state_before = {**state, **before}
         result.upload, result.state = method.train(cohort, initialized, received, state)
+        if cohort.kept_slots is not None:
+            result.state = {**result.state, SLOTS: cohort.kept_slots}
         _check_upload(method, cohort, initialized, result.upload)
         result.is_finite = find_finite_lanes(cohort, result.upload, result.state)
         if request.evaluate_after_training:
             model = method.model_when_absent(result.upload, result.state)
             result.scores_after_training = score_model(cohort, model, parts)
     return result
+
+
+def take_slots(cohort: Cohort, state: State) -> State:
+    """Move the optimiser's slots from the clients' state to their cohort, if the run keeps them."""
+    if SLOTS in state:
+        cohort.kept_slots = dict(state[SLOTS])
+    return {name: value for name, value in state.items() if name != SLOTS}
 
 
 def score_model(cohort: Cohort, model: Params, parts: Sequence[str]) -> list[Tensor]:

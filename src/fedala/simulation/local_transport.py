@@ -17,6 +17,7 @@ from fedala.simulation.client_round import (
     RoundRequest,
     run_client_round,
     score_model,
+    take_slots,
 )
 from fedala.simulation.client_states import ClientStates, Lane
 from fedala.simulation.divergence import check_step, choose_states, state_after_divergence
@@ -70,7 +71,8 @@ class LocalTransport(Transport):
         def work(lanes: list[Lane]) -> CohortResult:
             cohort = self.make_cohort(lanes, request.round, sent, joined)
             state = self._load_states(cohort.task, lanes)
-            result = run_client_round(setup.method, cohort, lanes, state, request, setup.parts)
+            method = setup.method_for(lanes, cohort)
+            result = run_client_round(method, cohort, lanes, state, request, setup.parts)
             if request.train and setup.join_ratio == 1:
                 cohort.predraw_next_round()
             return result
@@ -134,7 +136,16 @@ class LocalTransport(Transport):
             received = take(join(messages), index)
         clients = [client for _, client in lanes]
         seeds = [setup.seeds[run] for run, _ in lanes]
-        return Cohort(self._thread_task(), clients, seeds, round, setup.rounds, received, index)
+        return Cohort(
+            self._thread_task(),
+            clients,
+            seeds,
+            round,
+            setup.rounds,
+            received,
+            index,
+            setup.recipes_of(lanes),
+        )
 
     def _thread_task(self) -> Task:
         """Return the task, or this thread's copy of it."""
@@ -196,7 +207,8 @@ class LocalTransport(Transport):
             check_step(losses, state)
 
         cohort.on_step = count_and_check
-        method, state = self.setup.method, self._load_states(cohort.task, [lane])
+        method = self.setup.method_of(lane[0])
+        state = take_slots(cohort, self._load_states(cohort.task, [lane]))
         try:
             initialized, state = method.initialize(cohort, cohort.received, state)
             method.train(cohort, initialized, cohort.received, state)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedala.errors import RunError, UserError
-from fedala.lanes import Message, Params, State, Task, Uploads
+from fedala.lanes import Message, Params, State, Task, UpdateRule, Uploads
 from fedala.lanes.messages import add_transient, count_numbers_per_lane, drop_transient
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, matches, take, tree_map
@@ -29,6 +29,7 @@ from fedala.simulation.participation import draw_participants, list_absent
 from fedala.simulation.round_results import RoundResults
 from fedala.simulation.scores import ScoreTable, settle
 from fedala.simulation.transport import Setup, Transport
+from fedala.simulation.variants import Variant
 
 OnModel = Callable[[PersonalModel], None]
 
@@ -43,6 +44,7 @@ class Simulation:
         initial: Callable[[int], Params],
         *,
         seeds: Sequence[int] = (0,),
+        variants: Sequence[Variant] = (),
         rounds: int = 1,
         join_ratio: float = 1.0,
         eval_every: int = 1,
@@ -58,21 +60,31 @@ class Simulation:
         """`initial(seed)` is the initial model Θ⁰ of a run, as one lane.
 
         Without a `transport`, the clients are on this machine, and `local_options` are those of
-        `LocalTransport`. `validates` tells whether validation samples are tested; by default, if
-        there are any. Every `record_weights` rounds (0: never), evaluations tell how W is spread,
-        at the first evaluation from there on.
+        `LocalTransport`. With `variants` of the method, each of them runs with every seed; the
+        runs of the first variant come first. `validates` tells whether validation samples are
+        tested; by default, if there are any. Every `record_weights` rounds (0: never), evaluations
+        tell how W is spread, at the first evaluation from there on.
         """
         method.check_model(task.model)
+        if variants:
+            task.rule = UpdateRule.of([variant.recipe.optimizer for variant in variants])
+        method.check_optimizer(task.rule)
         self.method, self.task = method, task
-        self.seeds, self.rounds, self.join_ratio = tuple(seeds), rounds, join_ratio
+        self.rounds, self.join_ratio = rounds, join_ratio
+        #: By run: its seed, and the number of its variant.
+        self.seeds = tuple(seeds) * max(1, len(variants))
+        self.variants = [i for i in range(max(1, len(variants))) for _ in seeds]
         self.eval_every, self.eval_clients = eval_every, eval_clients
         self.on_divergence, self.on_fault, self.on_message = on_divergence, on_fault, on_message
         self.record_weights = record_weights
         if validates is None:
             validates = any(len(rows) for rows in task.parts["validation"])
         parts = ["test", "validation"] if validates else ["test"]
-        self.initial = [initial(seed) for seed in self.seeds]
-        setup = Setup(method, task, self.initial, self.seeds, rounds, join_ratio, parts)
+        models = {seed: initial(seed) for seed in seeds}
+        self.initial = [models[seed] for seed in self.seeds]
+        own = [variants[i] for i in self.variants] if variants else ()
+        setup = Setup(method, task, self.initial, self.seeds, rounds, join_ratio, parts, own)
+        self.methods = [setup.method_of(run) for run in range(len(self.seeds))]
         self.population, self.parts = setup.population, parts
         self.transport: Transport = (
             transport(setup)
@@ -83,7 +95,7 @@ class Simulation:
         everybody = list(range(self.population))
         self._shared = [method.shared_part(task, model) for model in self.initial]
         self.servers: list[State] = [
-            method.init_server(task, shared, self._server_round(run, 0, everybody))
+            self.methods[run].init_server(task, shared, self._server_round(run, 0, everybody))
             for run, shared in enumerate(self._shared)
         ]
         #: How many rounds have been trained.
@@ -194,7 +206,7 @@ class Simulation:
         joined = [self.draw_participants(seed, round) for seed in self.seeds]
         servers = [self._server_round(run, round, own) for run, own in enumerate(joined)]
         sent = [
-            self._reset_transient(run, self.method.send(self.servers[run], server_round))
+            self._reset_transient(run, self.methods[run].send(self.servers[run], server_round))
             for run, server_round in enumerate(servers)
         ]
         for message, server_round in zip(sent, servers, strict=True):
@@ -247,7 +259,8 @@ class Simulation:
                     lane, work.request, work.sent, work.joined
                 )
                 work.explained.add(lane)
-            fault = Fault(self.seeds[run], client, work.request.round - 1, position, step)
+            variant = self.variants[run]
+            fault = Fault(self.seeds[run], client, work.request.round - 1, position, step, variant)
             if self.on_divergence == "stop":
                 raise RunError(f"{str(fault).capitalize()}, and on_divergence is stop.")
             work.faults.append(fault)
@@ -275,7 +288,8 @@ class Simulation:
                 weights = to_device(self.task.device, sizes).double()
                 pieces = work.list_pieces(run, partial(self._reset_transient, run))
                 uploads = Uploads(clients, weights, pieces)
-                servers[run] = self.method.aggregate(servers[run], uploads, server_round)
+                method = self.methods[run]
+                servers[run] = method.aggregate(servers[run], uploads, server_round)
         return servers
 
     def _finish_round(self, work: RoundResults, servers: list[State]) -> None:
@@ -338,7 +352,8 @@ class Simulation:
                 sent=self._count_numbers(work.sent[run]),
                 diverged=sum(n for lane, n in diverged.items() if lane[0] == run),
             )
-            evaluations.append(Evaluation(row, work.scores.values[run, :, 0], weights))
+            scores = work.scores.values[run, :, 0]
+            evaluations.append(Evaluation(row, scores, weights, self.variants[run]))
         return evaluations
 
     # --- models at the end ---------------------------------------------------------------------
@@ -346,7 +361,8 @@ class Simulation:
     def _give_model(self, on_model: OnModel, run: int, client: int | None, model: Params) -> None:
         is_initial = client is not None and model is self.initial[run]
         saved = drop_transient(self.task, model)
-        on_model(PersonalModel(self.seeds[run], client, saved, is_initial))
+        variant = self.variants[run]
+        on_model(PersonalModel(self.seeds[run], client, saved, is_initial, variant))
 
     def _give_last_models(self, work: RoundResults, on_model: OnModel) -> None:
         """Give the global models, and the personal models of absent clients."""

@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedala.lanes import Message, Params, State, Task
+from fedala.lanes import Cohort, Message, Params, Recipe, State, Task
 from fedala.methods import Method
-from fedala.simulation.client_round import CohortResult, RoundRequest
+from fedala.simulation.client_round import CohortResult, RoundRequest, init_client_state
 from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.variants import Variant, merge
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Setup:
     join_ratio: float
     parts: Sequence[str]
     """The parts of the data that are tested."""
+    variants: Sequence[Variant] = ()
+    """By run: the variant of the method; empty: all runs are of the same."""
 
     @property
     def population(self) -> int:
@@ -32,7 +35,19 @@ class Setup:
 
     def init_client(self, task: Task, lane: Lane) -> State:
         """Return the state of a client before its first round."""
-        return self.method.init_client(task, self.initial[lane[0]])
+        return init_client_state(self.method, task, self.initial[lane[0]])
+
+    def method_of(self, run: int) -> Method:
+        """Return the method of a run, with its own numbers."""
+        return self.variants[run].method if self.variants else self.method
+
+    def recipes_of(self, lanes: Sequence[Lane]) -> Sequence[Recipe]:
+        """Return how each of some lanes trains; empty: as the task says."""
+        return [self.variants[run].recipe for run, _ in lanes] if self.variants else ()
+
+    def method_for(self, lanes: Sequence[Lane], cohort: Cohort) -> Method:
+        """Return the method of a cohort; numbers that differ between its runs are [lane]."""
+        return merge([self.method_of(run) for run, _ in lanes], cohort.spread)
 
 
 class Transport(ABC):

@@ -1,0 +1,51 @@
+"""Optimiser steps on a GPU: one kernel for all parameters if all lanes have the same numbers, or
+one for each parameter."""
+
+import torch
+from torch import Tensor
+
+from fedala.cuda import has_kernels
+from fedala.lanes.optimizers import Numbers, UpdateRule
+from fedala.lanes.trees import Params, State, is_shared
+
+
+def update_lanes(
+    rule: UpdateRule, params: Params, gradients: Params, slots: State, numbers: Numbers
+) -> bool:
+    """Take a step if there is a kernel for it; tell whether there was."""
+    tensors = [*params.values(), *gradients.values()]
+    for slot in slots.values():
+        tensors += slot.values() if isinstance(slot, dict) else [slot]
+    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
+        return False
+    others = [number for name, number in numbers.items() if name not in ("lr", "clip")]
+    is_same = is_shared(numbers["lr"]) and not any(isinstance(n, Tensor) for n in others)
+    if rule.kind == "sgd" and is_same:
+        _step_sgd(rule, params, gradients, slots, numbers)
+        return True
+    if not has_kernels():
+        return False
+    from fedala.cuda.update_kernel import step_adam, step_sgd
+
+    step = step_sgd if rule.kind == "sgd" else step_adam
+    step(rule, params, gradients, slots, numbers)
+    return True
+
+
+def _step_sgd(
+    rule: UpdateRule, params: Params, gradients: Params, slots: State, numbers: Numbers
+) -> None:
+    """Take the step of SGD for all parameters in one kernel of torch's."""
+    velocities = [slots["momentum"][name] for name in gradients] if rule.has_momentum else []
+    torch._fused_sgd_(
+        [params[name] for name in gradients],
+        list(gradients.values()),
+        velocities,
+        weight_decay=numbers.get("weight_decay", 0.0),
+        momentum=numbers.get("momentum", 0.0),
+        lr=numbers["lr"][0].float(),
+        dampening=0.0,
+        nesterov=rule.nesterov,
+        maximize=False,
+        is_first_step=False,
+    )

@@ -1,0 +1,212 @@
+"""SGD, Adam and AdamW for lanes: what torch.optim does to one model, done to every lane.
+
+An `UpdateRule` says which terms a step has. It is part of a captured step. The numbers of these
+terms are in the step's `fixed`: the learning rates are [lane], and any other number is a float for
+all lanes or [lane]. Momentum and the like are `slots` in the step's state.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedala.lanes.recipe import Optimizer, is_constant
+from fedala.lanes.row_gradients import Gradients, RowGradient
+from fedala.lanes.trees import Params, State, broadcast_lanes, is_shared
+
+Number = float | Tensor
+"""One number for all lanes, or one for each, [lane]."""
+Numbers = dict[str, Any]
+"""The numbers of a step by name. `lr` is [lane], each other one a `Number`."""
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """Which terms an optimiser's step has."""
+
+    kind: str = "sgd"
+    has_momentum: bool = False
+    nesterov: bool = False
+    has_weight_decay: bool = False
+    clips: bool = False
+
+    @classmethod
+    def of(cls, optimizers: Sequence[Optimizer]) -> "UpdateRule":
+        """Return the rule that covers optimisers of one kind, with whatever numbers."""
+        first = optimizers[0]
+        return cls(
+            first.kind,
+            any(one.momentum > 0 for one in optimizers),
+            first.nesterov,
+            any(one.weight_decay > 0 for one in optimizers),
+            any(one.clip < math.inf for one in optimizers),
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is lr times the gradient, and nothing else."""
+        return self == UpdateRule()
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether a step depends on those before it."""
+        return self.kind != "sgd" or self.has_momentum
+
+    def init_slots(self, params: Params) -> State:
+        """Return what the first step starts from. All of it is zero."""
+        zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+        if self.kind == "sgd":
+            return {"momentum": zeros} if self.has_momentum else {}
+        first = next(iter(params.values()))
+        squares = {name: torch.zeros_like(value) for name, value in params.items()}
+        return {"mean": zeros, "square": squares, "steps": first.new_zeros(len(first))}
+
+    def select_numbers(
+        self, optimizers: Sequence[Optimizer], spread: Callable[[Sequence[float]], Tensor]
+    ) -> Numbers:
+        """Return the numbers that a step needs, of one optimiser per lane or one for all.
+
+        `spread` brings numbers to the device. Adam has all of them there, in float64, because
+        1 − β₂ would lose its digits in float32.
+        """
+        names = []
+        if self.has_momentum or self.kind != "sgd":
+            names.append("momentum")
+        names += ["weight_decay"] * self.has_weight_decay + ["clip"] * self.clips
+        if self.kind != "sgd":
+            names += ["beta2", "epsilon"]
+        columns = {name: [getattr(one, name) for one in optimizers] for name in names}
+        return {
+            name: values[0] if self.kind == "sgd" and is_constant(values) else spread(values)
+            for name, values in columns.items()
+        }
+
+    def update(
+        self, task: Any, params: Params, gradients: Gradients, slots: State, numbers: Numbers
+    ) -> None:
+        """Take one step, in place."""
+        if self.is_plain:
+            descend(params, gradients, numbers["lr"])
+            return
+        whole = densify(gradients)
+        targets = {name: params[name].detach() for name in whole}
+        if self.clips:
+            factors = find_clip_factors(whole, numbers["clip"])
+            for value in whole.values():
+                value.mul_(broadcast_lanes(factors, value).to(value.dtype))
+        if self.kind != "sgd":
+            slots["steps"].add_(1)
+        if not task.backend.update_lanes(self, targets, whole, slots, numbers):
+            self._update_each(targets, whole, slots, numbers)
+
+    def _update_each(
+        self, params: Params, gradients: Params, slots: State, numbers: Numbers
+    ) -> None:
+        """Take the step of one parameter after the other, as plain PyTorch."""
+        step = self._step_sgd if self.kind == "sgd" else self._step_adam
+        for name, gradient in gradients.items():
+            target = params[name]
+            if self.has_weight_decay:
+                decay, lr = (align(numbers[key], target) for key in ("weight_decay", "lr"))
+                if self.kind == "adamw":
+                    target.mul_(1 - lr * decay)
+                else:
+                    gradient = gradient + target * decay
+            step(name, target, gradient, slots, numbers)
+
+    def _step_sgd(
+        self, name: str, target: Tensor, gradient: Tensor, slots: State, numbers: Numbers
+    ) -> None:
+        if self.has_momentum:
+            velocity, momentum = slots["momentum"][name], align(numbers["momentum"], target)
+            velocity.mul_(momentum).add_(gradient)
+            gradient = gradient + velocity * momentum if self.nesterov else velocity
+        target.addcmul_(gradient, align(numbers["lr"], target), value=-1)
+
+    def _step_adam(
+        self, name: str, target: Tensor, gradient: Tensor, slots: State, numbers: Numbers
+    ) -> None:
+        mean, square, steps = slots["mean"][name], slots["square"][name], slots["steps"].double()
+        beta1, beta2 = numbers["momentum"], numbers["beta2"]
+        mean.mul_(align(beta1, target)).add_(gradient * align(1 - beta1, target))
+        square.mul_(align(beta2, target)).add_(gradient.square() * align(1 - beta2, target))
+        rate = align(numbers["lr"] / (1 - beta1**steps), target)
+        root = align((1 - beta2**steps).sqrt(), target)
+        target.sub_(rate * mean / (square.sqrt() / root + align(numbers["epsilon"], target)))
+
+
+def align(number: Number, target: Tensor) -> Any:
+    """Return a number in the form in which it multiplies each lane of `target`, [lane, …]."""
+    if isinstance(number, Tensor):
+        return broadcast_lanes(number, target).to(target.dtype)
+    return number
+
+
+def find_clip_factors(gradients: Mapping[str, Tensor], largest: Number) -> Tensor:
+    """Return the factor of each lane's gradients that bounds their norm, [lane], at most 1."""
+    norms = [torch.linalg.vector_norm(value.flatten(1), dim=1) for value in gradients.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    factors: Tensor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    return factors
+
+
+def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
+    """Take one step of gradient descent, in place. `lr` is [lane]."""
+    whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
+    targets = [params[name].detach() for name in whole]
+    # A model may learn nothing but row gradients: a kernel wants at least one tensor.
+    if targets and is_shared(lr) and all(map(_can_fuse, targets, whole.values())):
+        _descend_fused(targets, list(whole.values()), lr[0])
+    else:
+        for target, gradient in zip(targets, whole.values(), strict=True):
+            target.addcmul_(gradient, broadcast_lanes(lr, gradient).to(target.dtype), value=-1)
+    for name, value in gradients.items():
+        if isinstance(value, RowGradient):
+            value.add_to(params[name].detach(), -lr)
+
+
+def _can_fuse(target: Tensor, gradient: Tensor) -> bool:
+    """Tell whether one GPU kernel can step this parameter together with others."""
+    return (
+        target.is_cuda
+        and target.dtype == gradient.dtype == torch.float32
+        and target.stride() == gradient.stride()
+    )
+
+
+def _descend_fused(targets: list[Tensor], gradients: list[Tensor], lr: Tensor) -> None:
+    """Take the step for all parameters in one kernel."""
+    torch._fused_sgd_(
+        targets,
+        gradients,
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=lr.float(),
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def densify(gradients: Gradients) -> Params:
+    """Return gradients as whole tensors, for arithmetic that needs them so."""
+    return {
+        name: value.densify() if isinstance(value, RowGradient) else value
+        for name, value in gradients.items()
+    }
+
+
+def pull(params: Params, gradients: Gradients, anchor: Params, mu: Number) -> None:
+    """Add the gradient of a proximal term, μ/2·‖w − anchor‖², in place."""
+    for name, value in densify(gradients).items():
+        difference = params[name] - anchor[name]
+        if isinstance(mu, Tensor):
+            strength = broadcast_lanes(mu, value).to(value.dtype)
+            gradients[name] = value.addcmul_(difference, strength)
+        else:
+            gradients[name] = value.add_(difference, alpha=mu)
