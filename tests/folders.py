@@ -75,7 +75,7 @@ def made_up(
                     correct = np.minimum(10, np.floor(10 * value) + np.arange(clients) % 2)
                     scores = np.stack([correct, 10 - correct, np.full(clients, 10.0)], 1)
                     folder.tables.add_clients(method, row, scores)
-        folder.record_progress(method, is_finished=last == rounds)
+        folder.record_progress([method], is_finished=last == rounds)
     if reached is None:
         versions = {"python": "3", "torch": "2", "commit": None}
         folder.write_summary(

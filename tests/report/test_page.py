@@ -222,7 +222,7 @@ def test_diverged_clients_and_resumptions_are_shown(tmp_path):
     folder.write_summary({"data": "partial: a tenth of it"})
     folder.drop_rows_from({}, Digests())
     for method in ("fedala", "fedavg"):
-        folder.record_progress(method, is_finished=True)
+        folder.record_progress([method], is_finished=True)
     found = write_and_parse(folder)
     assert [e["text"] for e in found.all("p") if e.get("class") == "warning"] == [
         "The data of run: partial: a tenth of it.",

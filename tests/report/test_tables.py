@@ -62,9 +62,8 @@ def test_results_show_only_known_accuracies():
 
 
 def make_bars(console, **options):
-    plan = SimpleNamespace(
-        config=Config(rounds=2, seeds=2), methods=[SimpleNamespace(name="a+ala", title="A[b]+ALA")]
-    )
+    group = SimpleNamespace(members=[SimpleNamespace(label="a+ala", title="A[b]+ALA")])
+    plan = SimpleNamespace(config=Config(rounds=2, seeds=2), groups=[group], members=group.members)
     return ProgressBars(console, plan, **options)
 
 

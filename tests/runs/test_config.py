@@ -20,6 +20,9 @@ def values_of(field, kind):
     """Anything that the field accepts, by its own type and limits."""
     if field.name == "set":
         return st.dictionaries(TEXT, TEXT | NUMBERS | st.integers() | st.booleans(), max_size=3)
+    if field.name == "sweep":
+        values = st.lists(NUMBERS, min_size=1, max_size=3)
+        return st.dictionaries(st.sampled_from(["lr", "fedprox.mu"]), values)
     if field.name == "lanes":
         return st.sampled_from(["auto", "all"]) | st.integers(1, 999).map(str)
     if field.name == "method":

@@ -183,7 +183,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_one_that_can_be_replaced(tmp_p
         with RunFolder.create(path, Config(rounds=3, method="fedavg"), force=False) as folder:
             folder.tables.add_history("fedavg", row())
             folder.models.save("fedavg", PersonalModel(0, None, {"weight": torch.ones(1, 2)}))
-            folder.record_progress("fedavg", is_finished=True)
+            folder.record_progress(["fedavg"], is_finished=True)
             folder.write_summary({"a": 1})
         calls = []
 
@@ -217,7 +217,7 @@ def test_a_saved_model_that_nothing_vouches_for_is_said_to_be_unverified(folder)
     folder.models.save("fedavg", PersonalModel(0, None, {"weight": torch.ones(1, 2)}))
     with pytest.warns(UserWarning, match="cannot be verified"):
         RunFolder(folder.path).model("fedavg", 0)
-    folder.record_progress("fedavg", is_finished=True)
+    folder.record_progress(["fedavg"], is_finished=True)
     assert RunFolder(folder.path).model("fedavg", 0)["weight"].tolist() == [1, 1]
 
 

@@ -61,8 +61,9 @@ def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Par
     if kind is bool:
         annotation, metavar, flag = bool | None, "", f"{flag}/--no-{flag[2:]}"
         default = flag.split("/")[0 if field.default else 1]
-    elif field.name == "set":
-        annotation, metavar, default = list[str] | None, "KEY=VALUE", ""
+    elif field.name in ("set", "sweep"):
+        metavar = "KEY=VALUE" if field.name == "set" else "KEY=VALUES"
+        annotation, default = list[str] | None, ""
         text += "; can be given several times"
     if default:
         text += rf" [dim]\[default: {default}][/dim]"
@@ -83,12 +84,19 @@ def _without_none(kind: Any) -> Any:
 
 
 def given_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the options that the command line gives, with `set` as a dict."""
+    """Return only the options that the command line gives, with `set` and `sweep` as dicts."""
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    hyperparameters = {}
-    for text in given.get("set", ()):
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {key} lacks its value: write it as in --set fedala.eta=0.5.")
-        hyperparameters[key.strip()] = value.strip()
-    return {**given, "set": hyperparameters}
+    examples = {"set": "fedala.eta=0.5", "sweep": "lr=0.1,0.01"}
+    tables: dict[str, dict[str, str]] = {}
+    for name, example in examples.items():
+        table = tables.setdefault(name, {})
+        for text in given.pop(name, ()):
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise UserError(
+                    f"--{name} {key} lacks its value: write it as in --{name} {example}."
+                )
+            table[key.strip()] = value.strip()
+    if not tables["sweep"]:
+        del tables["sweep"]
+    return {**given, **tables}

@@ -23,7 +23,9 @@ from fedala.runs.config import Config
 from fedala.runs.plan import Plan, plan
 
 #: Options of `fedala run` that do not apply if every client has its own machine.
-SIMULATION_OPTIONS = ("seeds", "lanes", "client_memory", "checkpoint_every", "keep_checkpoint")
+SIMULATION_OPTIONS = (
+    "seeds", "lanes", "client_memory", "checkpoint_every", "keep_checkpoint", "sweep", "trials",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

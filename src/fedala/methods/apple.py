@@ -118,20 +118,18 @@ class Step:
         model = compose(task, core, p, fixed["cores"], own)
         losses, gradients = task.gradients(model, x, y)
         by_other, by_own = torch.zeros_like(p), torch.zeros_like(p[:, 0])
-        self_weight, slopes = (p * own).sum(1), dict[str, Any]()
+        self_weight, numbers, slopes = (p * own).sum(1), fixed["optimizer"], dict[str, Any]()
+        rate = numbers["lr"] * self_weight
         for name, gradient in densify(gradients).items():
             flat = gradient.flatten(1)
             by_other += flat @ fixed["cores"][name][0].flatten(1).T
             by_own += (flat * core[name].flatten(1)).sum(1)
-            slopes[name] = gradient
-        numbers = fixed["optimizer"]
-        if self.rule.is_plain:
-            numbers = {"lr": numbers["lr"] * self_weight}
-        else:
-            slopes = {
-                name: broadcast_lanes(self_weight, value) * value for name, value in slopes.items()
-            }
-        self.rule.update(task, core, slopes, state["slots"], numbers)
+            if self.rule.is_plain:
+                core[name].sub_(broadcast_lanes(rate, gradient) * gradient)
+            else:
+                slopes[name] = broadcast_lanes(self_weight, gradient) * gradient
+        if slopes:
+            self.rule.update(task, core, slopes, state["slots"], numbers)
         slope = torch.where(own > 0, by_own[:, None], by_other)
         slope = slope + fixed["pull"][:, None] * (p - p_0)
         p.sub_(torch.where(p_0 > 0, slope, 0), alpha=self.eta)

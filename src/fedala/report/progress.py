@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from fedala.records import Fault, HistoryRow
-from fedala.runs.plan import Plan
+from fedala.runs.plan import Group, Plan
 
 
 class ProgressBars(Progress):
@@ -22,39 +22,45 @@ class ProgressBars(Progress):
         columns = TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[text]}")
         super().__init__(*columns, console=console, disable=self.plain)
         self.rounds = int(plan.config.rounds or 1)
-        self.titles = {method.name: method.title for method in plan.methods}
-        self.bars = {
-            name: self.add_task(title, total=self.rounds, text="")
-            for name, title in self.titles.items()
-        }
+        #: By label: the group that the method runs in, and the method's title.
+        self.groups = {m.label: n for n, group in enumerate(plan.groups) for m in group.members}
+        self.titles = {member.label: member.title for member in plan.members}
+        self.names = [_describe_group(group) for group in plan.groups]
+        self.bars = [self.add_task(name, total=self.rounds, text="") for name in self.names]
+        self.last_labels = [group.members[-1].label for group in plan.groups]
         self.last_seed = plan.config.seed + plan.config.seeds - 1
         self.every = every
-        self.method = ""
-        self.first_round = 0  # of the method, in this process
+        self.group = -1
+        self.first_round = 0  # of the group, in this process
         self.diverged: set[tuple[int, int]] = set()
-        self.accuracies: dict[int, float] = {}  # by seed
-        self.best: dict[int, float] = {}
+        self.accuracies: dict[str, dict[int, float]] = {}  # by label and seed
+        self.best: dict[str, dict[int, float]] = {}
         self.start_time = self.row_time = self.print_time = time.monotonic()
 
     def row(self, method: str, row: HistoryRow) -> None:
-        """Show one run's evaluation of a round. The mean over the runs of a method is shown."""
-        if method != self.method:
-            # A method's first row comes after its first round: it began at the last row of the
-            # method before it.
-            self.method, self.start_time, self.accuracies, self.best = method, self.row_time, {}, {}
+        """Show one run's evaluation of a round.
+
+        The mean over the runs of a method is shown; in a sweep, that of the best point.
+        """
+        group = self.groups[method]
+        if group != self.group:
+            # A group's first row comes after its first round: it began at the last row of the
+            # group before it.
+            self.group, self.start_time, self.accuracies, self.best = group, self.row_time, {}, {}
             self.first_round, self.diverged = row.round, set()
         seed, round, accuracy = row.seed, row.round, row.accuracy
-        self.accuracies[seed] = accuracy
-        self.best[seed] = float(np.fmax(accuracy, self.best.get(seed, accuracy)))
-        if seed != self.last_seed:
+        self.accuracies.setdefault(method, {})[seed] = accuracy
+        best = self.best.setdefault(method, {})
+        best[seed] = float(np.fmax(accuracy, best.get(seed, accuracy)))
+        if seed != self.last_seed or method != self.last_labels[group]:
             return
         self.row_time = time.monotonic()
         text = self._describe(round)
-        self.update(self.bars[method], completed=round, text=text)
+        self.update(self.bars[group], completed=round, text=text)
         is_due = round == self.rounds or self.row_time - self.print_time >= self.every
         if self.plain and is_due:
             self.print_time = self.row_time
-            self.say(f"{self.titles[method]}: {text}")
+            self.say(f"{self.names[group]}: {text}")
 
     def fault(self, method: str, fault: Fault) -> None:
         """Name a client that diverged, once; the table of results counts how often it did."""
@@ -68,7 +74,8 @@ class ProgressBars(Progress):
 
     def _describe(self, round: int) -> str:
         accuracy, best = (
-            100 * float(np.mean(list(values.values()))) for values in (self.accuracies, self.best)
+            100 * max(float(np.mean(list(values.values()))) for values in by_label.values())
+            for by_label in (self.accuracies, self.best)
         )
         # The row of round r comes after r + 1 rounds of training, except that of the last round.
         trained = min(round + 1, self.rounds)
@@ -78,6 +85,14 @@ class ProgressBars(Progress):
         if round < self.rounds:
             text += f"  {format_duration(pace * (self.rounds - trained))} left"
         return text
+
+
+def _describe_group(group: Group) -> str:
+    """Return the name of a group: its method's, and how many points of a sweep it has."""
+    first = group.members[0]
+    if len(group.members) == 1:
+        return first.title
+    return f"{first.method.title}, {len(group.members)} points"
 
 
 def format_duration(seconds: float) -> str:

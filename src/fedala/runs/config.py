@@ -18,6 +18,11 @@ from fedala.lanes.recipe import OPTIMIZERS, SCHEDULES, Optimizer, Recipe, Schedu
 from fedala.options import build, option, suggest
 
 LARGEST = 2**20  # bytes of a config file
+#: Options of the clients' optimiser and schedule.
+RECIPE_OPTIONS = (
+    "lr", "optimizer", "momentum", "nesterov", "weight_decay", "beta2", "clip", "schedule",
+    "warmup", "decay", "decay_every",
+)  # fmt: skip
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
 
@@ -32,6 +37,16 @@ class Config:
     set: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={"help": "a hyperparameter, such as fedala.eta=0.5 or ala.layers=2"},
+    )
+    sweep: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "an option or hyperparameter with several values, such as lr=0.1,0.01 or "
+            "fedprox.mu=log:0.001..1; every combination is run"
+        },
+    )
+    trials: int = option(
+        16, "how many points of a sweep are drawn if it has a random range", least=1, most=1000
     )
     dataset: str = option(
         "digits", "a dataset's name, an .npz or .csv file, an image folder, or hub:owner/name"
@@ -169,21 +184,24 @@ class Config:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Config":
         """Return a checked config of names and values from a file, a command line or a program."""
-        plain = {name: value for name, value in values.items() if name != "set"}
+        plain = {name: value for name, value in values.items() if name not in ("set", "sweep")}
         if plain.get("method") == "all":
             from fedala.methods import list_methods
 
             plain["method"] = ",".join(list_methods())
         if plain.get("batch_size") == "full":
             plain["batch_size"] = 0
-        config = replace(build(cls, plain), set=flatten_settings(values.get("set", {})))
+        config = replace(
+            build(cls, plain),
+            set=flatten_settings(values.get("set", {})),
+            sweep=_flatten_sweep(values.get("sweep", {})),
+        )
         if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
         if not config.methods or len(set(config.methods)) < len(config.methods):
             raise UserError(
                 f"method must name different methods, separated by commas, not {config.method!r}."
             )
-        config.recipe()  # refuses what does not go together
         return config
 
     @classmethod
@@ -212,6 +230,8 @@ class Config:
                 raise UserError(
                     f"The config file {path} has an unknown option {name}{suggest(name, known)}."
                 )
+        if "sweep" in values:
+            values["sweep"] = _flatten_sweep(values["sweep"])
         return {**values, "set": flatten_settings(values.get("set", {}))}
 
     @property
@@ -254,9 +274,13 @@ class Config:
     def text(self) -> str:
         """Return the config as TOML, as `--config` reads it."""
         values = self.values()
-        del values["set"]
+        tables = {name: values.pop(name) for name in ("set", "sweep")}
+        if not tables["sweep"]:
+            del tables["sweep"]
         lines = [f"{name} = {toml(value)}" for name, value in values.items() if value is not None]
-        lines += ["", "[set]", *(f"{toml(key)} = {toml(value)}" for key, value in self.set.items())]
+        for name, table in tables.items():
+            lines += ["", f"[{name}]"]
+            lines += [f"{toml(key)} = {toml(value)}" for key, value in table.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -274,6 +298,22 @@ def flatten_settings(table: Any, prefix: str = "") -> dict[str, str | float]:
         else:
             raise UserError(
                 f"set {name} must be a number, text, true or false, and is none of them."
+            )
+    return flat
+
+
+def _flatten_sweep(table: Any) -> dict[str, str]:
+    """Return swept values by full name, as text: `lr = [0.1, 0.01]` is `lr = "0.1,0.01"`."""
+    if not isinstance(table, Mapping):
+        raise UserError("sweep must be a table of values, such as {lr = [0.1, 0.01]}.")
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": text for name, text in _flatten_sweep(value).items()}
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            flat[key] = ",".join(
+                str(one).lower() if isinstance(one, bool) else str(one) for one in values
             )
     return flat
 

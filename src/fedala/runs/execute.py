@@ -12,7 +12,6 @@ from torch import nn
 
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
-from fedala.methods import Method
 from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel
 from fedala.runs.build import build_simulation
 from fedala.runs.checkpoint import Checkpoints
@@ -20,7 +19,7 @@ from fedala.runs.config import Config
 from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped
-from fedala.runs.plan import Plan, check_room, plan
+from fedala.runs.plan import Group, Plan, check_room, plan
 from fedala.runs.provenance import describe, summarize
 from fedala.runs.results import MethodResult, Result
 from fedala.runs.resumable_options import change_config
@@ -104,7 +103,7 @@ def execute(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         about = describe(plan) if out else Digests()
-        folder, progress = None, dict[str, Progress]()
+        folder, progress = None, dict[int, Progress]()
         if out and resume:
             source = resume if isinstance(resume, Path) else out
             folder, progress = reopen(stack, plan, out, source, about, observer)
@@ -116,12 +115,12 @@ def execute(
         try:
             if folder:
                 folder.tables.write_split(plan.federation)
-            for number, method in enumerate(plan.methods):
-                one = _MethodRun(plan, method, observer)
+            for number, group in enumerate(plan.groups):
+                one = _GroupRun(plan.for_group(group), group, observer)
                 if folder:
                     one.keep_in(folder, number, about)
-                result.methods[method.name] = one.result
-                one.carry_out(progress.get(method.name), simulate)
+                result.methods |= one.results
+                one.carry_out(progress.get(number), simulate)
                 if folder:
                     folder.write_summary(summarize(plan, result, time.time() - began))
         except OSError as error:
@@ -135,29 +134,44 @@ def execute(
 
 
 @dataclass
-class _MethodRun:
-    """One method of a run: from its start or its last checkpoint to its last evaluation."""
+class _GroupRun:
+    """One method of a run, or variants of it that run side by side.
+
+    It leads from the start or the last checkpoint to the last evaluation.
+    """
 
     plan: Plan
-    method: Method
+    group: Group
     observer: RunObserver
-    result: MethodResult = field(init=False)
+    results: dict[str, MethodResult] = field(init=False)
+    """By label."""
     folder: RunFolder | None = None
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
-        self.result = MethodResult(self.method.name, self.method.title)
+        self.results = {
+            member.label: MethodResult(member.label, member.title) for member in self.group.members
+        }
+
+    def _find_result(self, variant: int) -> MethodResult:
+        return self.results[self.group.members[variant].label]
+
+    @property
+    def _title(self) -> str:
+        method = self.group.members[0].method
+        return method.title if len(self.results) > 1 else self._find_result(0).title
 
     def keep_in(self, folder: RunFolder, number: int, about: Digests) -> None:
-        """Keep tables, models and checkpoints in a folder; `number`: the method's position."""
+        """Keep tables, models and checkpoints in a folder; `number`: the group's position."""
         self.folder = folder
-        self.checkpoints = self.result.checkpoints = Checkpoints(
+        self.checkpoints = Checkpoints(
             folder.checkpoint_folder(number),
             about.identity,
             every=self.plan.config.checkpoint_every,
-            size=self.plan.local_clients * self.plan.state_bytes[self.method.name],
+            size=self.plan.local_clients * self.plan.count_state_bytes(self.group),
             on_message=self.observer.on_message,
         )
+        self._find_result(0).checkpoints = self.checkpoints
 
     def carry_out(self, progress: Progress | None, simulate: Callable[..., Simulation]) -> None:
         """Run all rounds that are left."""
@@ -174,13 +188,14 @@ class _MethodRun:
         if self.folder and self.checkpoints:
             self.folder.tables.flush()
             self.folder.record_progress(
-                self.method.name, checkpoint=self.checkpoints.round, is_finished=True
+                self.results, checkpoint=self.checkpoints.round, is_finished=True
             )
             self.checkpoints.finish(keep=self.plan.config.keep_checkpoint)
 
     def _take_over(self, progress: Progress) -> None:
         """Continue the history and the checkpoints of an earlier process."""
-        self.result.history = progress.history
+        for label, history in progress.histories.items():
+            self.results[label].history = history
         if self.checkpoints is None:
             return
         self.checkpoints.continue_from(progress.found)
@@ -191,9 +206,11 @@ class _MethodRun:
 
     def _build(self, progress: Progress | None, simulate: Callable[..., Simulation]) -> Simulation:
         """Build the simulation, with the state of the newest checkpoint if there is one."""
+        variants = self.group.variants
         simulation = simulate(
             self.plan,
-            self.method,
+            self.group.members[0].method,
+            **({"variants": variants} if variants else {}),
             client_files=self.checkpoints.folder if self.checkpoints else None,
             on_fault=self._add_fault,
             on_message=self.observer.on_message,
@@ -210,29 +227,31 @@ class _MethodRun:
             self._add_evaluation(evaluation)
 
     def _add_evaluation(self, evaluation: Evaluation) -> None:
-        row, name = evaluation.row, self.method.name
-        self.result.history.append(row)
+        row, result = evaluation.row, self._find_result(evaluation.variant)
+        name = result.method
+        result.history.append(row)
         if self.folder:
             self.folder.tables.add_history(name, row)
             self.folder.tables.add_weights(name, row, evaluation.weights)
         if row.round == self.plan.config.rounds:
-            self.result.client_scores[row.seed] = evaluation.client_scores
+            result.client_scores[row.seed] = evaluation.client_scores
             if self.folder:
                 self.folder.tables.add_clients(name, row, evaluation.client_scores)
         self.observer.on_row(name, row)
 
     def _add_fault(self, fault: Fault) -> None:
+        name = self._find_result(fault.variant).method
         if self.folder:
-            policy = self.plan.config.on_divergence
-            self.folder.tables.add_fault(self.method.name, fault, policy)
-        self.observer.on_fault(self.method.name, fault)
+            self.folder.tables.add_fault(name, fault, self.plan.config.on_divergence)
+        self.observer.on_fault(name, fault)
 
     def _add_model(self, personal: PersonalModel) -> None:
+        result = self._find_result(personal.variant)
         if self.folder:
-            self.folder.models.save(self.method.name, personal)
+            self.folder.models.save(result.method, personal)
         else:
             state = {name: value[0].to("cpu", copy=True) for name, value in personal.model.items()}
-            self.result.models[personal.seed, personal.client] = state
+            result.models[personal.seed, personal.client] = state
 
     def _end_round(self, simulation: Simulation) -> None:
         """Write a checkpoint if one is due. Stop if the observer asks for it."""
@@ -244,6 +263,6 @@ class _MethodRun:
         if self.folder and self.checkpoints and is_wanted:
             self.folder.tables.flush()
             self.checkpoints.write(simulation)
-            self.folder.record_progress(self.method.name, checkpoint=round)
+            self.folder.record_progress(self.results, checkpoint=round)
         if is_stopping and not is_last:
-            raise Stopped(f"Stopped after {round} rounds of {self.method.title}")
+            raise Stopped(f"Stopped after {round} rounds of {self._title}")

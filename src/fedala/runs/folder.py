@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -148,12 +148,20 @@ class RunFolder:
         return self._record.find_method(method)
 
     def record_progress(
-        self, method: str, *, checkpoint: int | None = None, is_finished: bool = False
+        self,
+        methods: Iterable[str],
+        *,
+        checkpoint: int | None = None,
+        is_finished: bool = False,
     ) -> None:
-        """Record a method's newest checkpoint, and the digests of its present rows and models."""
-        entry = self._record.method(method)
-        entry.rows = self.tables.row_digests(method)
-        entry.checkpoint, entry.finished = checkpoint, is_finished
+        """Record the newest checkpoint of methods that run side by side.
+
+        The digests of their present rows and models become part of the record.
+        """
+        for method in methods:
+            entry = self._record.method(method)
+            entry.rows = self.tables.row_digests(method)
+            entry.checkpoint, entry.finished = checkpoint, is_finished
         self._record.write()
 
     def drop_rows_from(self, first_rounds: Mapping[str, int], about: Digests) -> None:

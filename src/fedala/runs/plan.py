@@ -1,7 +1,7 @@
 """Check a run from end to end before it starts: a `Plan` is a run that has been accepted."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,41 @@ from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, catalogue, make, setting_prefixes
 from fedala.models import build_model
 from fedala.options import suggest
-from fedala.runs.config import Config
+from fedala.runs.config import RECIPE_OPTIONS, Config
 from fedala.runs.folder import nearest_existing_parent
+from fedala.runs.sweep import config_at, label_of, list_points
 from fedala.simulation.client_round import init_client_state
+from fedala.simulation.variants import Variant, can_run_together
 
 MakeModel = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One method of a run, at one point of its sweep if there is one."""
+
+    label: str
+    """Its name in tables and files: the method's, with the values of the point."""
+    title: str
+    method: Method
+    config: Config
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.method, self.config.recipe())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members that run side by side, as lanes: they differ in numbers only."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants of the method; none if there is a single one."""
+        variants = tuple(member.variant for member in self.members)
+        return variants if len(variants) > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -33,17 +63,34 @@ class Plan:
     config: Config
     federation: Federation
     make_model: MakeModel
-    methods: tuple[Method, ...]
+    groups: tuple[Group, ...]
     device: torch.device
     state_bytes: Mapping[str, int]
-    """By method: the bytes that a client keeps between rounds."""
+    """By label: the bytes that a client keeps between rounds."""
     has_local_clients: bool = True
     """Whether the clients, and what they keep between rounds, are on this machine."""
+
+    @property
+    def members(self) -> list[Member]:
+        """All methods, or all points of their sweeps."""
+        return [member for group in self.groups for member in group.members]
+
+    @property
+    def methods(self) -> list[Method]:
+        return [member.method for member in self.members]
+
+    def for_group(self, group: Group) -> "Plan":
+        """Return the plan of one group alone. Its config is that of the first member."""
+        return replace(self, config=group.members[0].config, groups=(group,))
 
     @property
     def local_clients(self) -> int:
         """The number of clients on this machine, over all runs."""
         return int(self.config.clients or 0) * self.config.seeds * self.has_local_clients
+
+    def count_state_bytes(self, group: Group) -> int:
+        """Return the bytes that a client keeps between rounds, over all members of a group."""
+        return sum(self.state_bytes[member.label] for member in group.members)
 
     def make_skeleton(self) -> nn.Module:
         """Make a model for its structure alone."""
@@ -59,7 +106,7 @@ def plan(
 ) -> Plan:
     """Check a config, load its data, and resolve every value. Nothing is written."""
     _check_settings(config)
-    methods = _make_methods(config)
+    _make_members(config)  # refuses what is wrong before data is loaded
     device = _choose_device(config.device)
     if isinstance(dataset, Federation):
         federation = dataset
@@ -73,15 +120,15 @@ def plan(
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
     skeleton = _make_skeleton(make_model, is_own=model is not None)
-    rule = UpdateRule.of([config.recipe().optimizer])
-    for method in methods:
-        method.check_model(skeleton)
-        method.check_optimizer(rule)
-    _check_schedule(config)
+    members = _make_members(config)
+    for member in members:
+        member.method.check_model(skeleton)
+        member.method.check_optimizer(UpdateRule.of([member.config.recipe().optimizer]))
+        _check_schedule(member.config)
     if model is not None:
         _try_model(skeleton, federation.dataset)
-    state_bytes = _rehearse(methods, make_model(), federation, config)
-    checked = Plan(config, federation, make_model, methods, device, state_bytes)
+    state_bytes = _rehearse(members, make_model(), federation)
+    checked = Plan(config, federation, make_model, _group(members), device, state_bytes)
     _check_memory(checked)
     return checked
 
@@ -90,31 +137,64 @@ def _check_settings(config: Config) -> None:
     """Refuse a hyperparameter that no method of this run has."""
     prefixes = {prefix for name in config.methods for prefix in setting_prefixes(name)}
     known_prefixes = [*catalogue(), "ala"]
-    for key in config.set:
+    swept = [("sweep", name) for name in config.sweep if "." in name]
+    for option, key in [*(("set", key) for key in config.set), *swept]:
         prefix, dot, name = key.partition(".")
         if prefix not in known_prefixes:
             hint = suggest(prefix, known_prefixes)
-            raise UserError(f"set {key}: there is no method {prefix!r}{hint}.")
+            raise UserError(f"{option} {key}: there is no method {prefix!r}{hint}.")
         if not dot or not name:
-            raise UserError(f"set {key}: write it as method.option=value, such as fedala.eta=0.5.")
+            raise UserError(
+                f"{option} {key}: write it as method.option=value, such as fedala.eta=0.5."
+            )
         if prefix not in prefixes:
             raise UserError(
-                f"set {key}: {prefix} is not among the methods of this run "
+                f"{option} {key}: {prefix} is not among the methods of this run "
                 f"({', '.join(config.methods)})."
             )
+        if option == "sweep" and key in config.set:
+            raise UserError(f"{key} is both set and swept: leave one of them out.")
 
 
-def _make_methods(config: Config) -> tuple[Method, ...]:
-    methods = tuple(make(name, config.set) for name in config.methods)
-    for method in methods:
-        if sum(other.name == method.name for other in methods) > 1:
+def _make_members(config: Config) -> list[Member]:
+    """Make all methods of a run, or all points of their sweeps."""
+    members: list[Member] = []
+    titles: set[str] = set()
+    for name in config.methods:
+        for point in list_points(config, name):
+            own = config_at(config, name, point)
+            method = make(name, own.set)
+            title = label_of(method.title, point)
+            members.append(Member(label_of(method.name, point), title, method, own))
+        if method.title in titles:
             raise UserError(f"method names {method.title} twice: {config.method}.")
+        titles.add(method.title)
         if method.requires_all_clients and config.join_ratio < 1:
             raise UserError(
                 f"{method.title} needs every client in every round: "
                 "it cannot run with join_ratio < 1."
             )
-    return methods
+    return members
+
+
+def _group(members: Sequence[Member]) -> tuple[Group, ...]:
+    """Put members together that can run side by side."""
+    groups: list[list[Member]] = []
+    for member in members:
+        for group in groups:
+            if _shares_steps(group[0].config, member.config) and can_run_together(
+                group[0].variant, member.variant
+            ):
+                group.append(member)
+                break
+        else:
+            groups.append([member])
+    return tuple(Group(tuple(group)) for group in groups)
+
+
+def _shares_steps(a: Config, b: Config) -> bool:
+    """Tell whether two configs differ at most in numbers that may be [lane]."""
+    return not a.differences(b).keys() - {"set", *RECIPE_OPTIONS}
 
 
 def _choose_device(name: str) -> torch.device:
@@ -206,27 +286,28 @@ def _try_model(model: nn.Module, data: Dataset) -> None:
 
 
 def _rehearse(
-    methods: tuple[Method, ...], model: nn.Module, federation: Federation, config: Config
+    members: Sequence[Member], model: nn.Module, federation: Federation
 ) -> dict[str, int]:
     """Make server and client once, with two samples, so that a method can refuse the model.
 
-    Returns the bytes of a client's state, by method.
+    Returns the bytes of a client's state, by label.
     """
     data, rows = federation.dataset, [np.arange(2)]
     start = model_state(model)
-    task = Task(
-        model,
-        data.x[:2],
-        data.y[:2],
-        rows,
-        rows,
-        optimizer=config.recipe().optimizer,
-        keeps_optimizer=config.keep_optimizer,
-    )
     state_bytes = {}
-    for method in methods:
+    for member in members:
+        method, config = member.method, member.config
+        task = Task(
+            model,
+            data.x[:2],
+            data.y[:2],
+            rows,
+            rows,
+            optimizer=config.recipe().optimizer,
+            keeps_optimizer=config.keep_optimizer,
+        )
         method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
-        state_bytes[method.name] = count_bytes(init_client_state(method, task, start))
+        state_bytes[member.label] = count_bytes(init_client_state(method, task, start))
     return state_bytes
 
 
@@ -268,8 +349,9 @@ def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
             # While a third checkpoint is written, two are kept. They share the files of clients
             # that took no part between them.
             changed = min(1.0, config.join_ratio * (config.checkpoint_every or 10))
-            states = [clients * plan.state_bytes[method.name] for method in plan.methods]
-            needed += int(sum(states) + 2 * changed * max(states))
+            states = [clients * size for size in plan.state_bytes.values()]
+            largest = clients * max(plan.count_state_bytes(group) for group in plan.groups)
+            needed += int(sum(states) + 2 * changed * largest)
             what = f"Keeping {models} models and the state of {clients} clients takes"
             advice += ", or --checkpoint-every 0 to do without checkpoints"
     needed = max(0, needed - present)

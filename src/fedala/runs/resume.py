@@ -7,14 +7,13 @@ from pathlib import Path
 
 from fedala.errors import UserError
 from fedala.io import files
-from fedala.methods import Method
 from fedala.records import HistoryRow
 from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
 from fedala.runs.config import Config
-from fedala.runs.digests import Digests
+from fedala.runs.digests import Digests, MethodRecord
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver
-from fedala.runs.plan import Plan, check_room
+from fedala.runs.plan import Group, Plan, check_room
 from fedala.runs.provenance import list_program_changes
 from fedala.runs.resumable_options import change_config
 from fedala.runs.tables import TABLES
@@ -23,10 +22,11 @@ from fedala.simulation.client_states import NOTHING
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one method of an interrupted or finished run has got."""
+    """How far one group of an interrupted or finished run has got."""
 
     found: FoundCheckpoints
-    history: list[HistoryRow]
+    histories: dict[str, list[HistoryRow]]
+    """By label."""
     is_finished: bool
     """Whether nothing is left to do for it."""
 
@@ -50,7 +50,7 @@ def reopen(
     source: Path,
     about: Digests,
     observer: RunObserver,
-) -> tuple[RunFolder, dict[str, Progress]]:
+) -> tuple[RunFolder, dict[int, Progress]]:
     """Open the folder of a run, or copy it to `out`, to resume the run there.
 
     The folder stays locked until `stack` closes. Everything is checked before anything is written.
@@ -77,7 +77,12 @@ def reopen(
             folder = stack.enter_context(folder.copy_to(out))
         else:
             stack.enter_context(source_lock.pop_all())
-    unfinished = {name: one.first_round for name, one in progress.items() if not one.is_finished}
+    unfinished = {
+        label: one.first_round
+        for one in progress.values()
+        for label in one.histories
+        if not one.is_finished
+    }
     folder.drop_rows_from(unfinished, about)
     folder.tables.add_resumption("; ".join(changes))
     folder.write_config(after)
@@ -102,8 +107,8 @@ def _check_schedules(plan: Plan, before: Config, after: Config) -> None:
 
 def _inspect(
     plan: Plan, folder: RunFolder, before: Config, about: Digests, observer: RunObserver
-) -> dict[str, Progress]:
-    """Return how far each method has got. Refuse what cannot be resumed, and change nothing."""
+) -> dict[int, Progress]:
+    """Return how far each group has got. Refuse what cannot be resumed, and change nothing."""
     if folder.record is None:
         for sentence in folder.list_unverified():
             observer.on_message(sentence)
@@ -117,77 +122,99 @@ def _inspect(
         if name != "history.csv":
             folder.rows(name)  # raises if the table is damaged
     progress = {}
-    for number, method in enumerate(plan.methods):
+    for number, group in enumerate(plan.groups):
         checkpoints = Checkpoints(
             folder.checkpoint_folder(number), about.identity, on_message=observer.on_message
         )
-        inspection = _Inspection(
-            plan, method, folder, before, history.get(method.name, []), checkpoints.find()
-        )
-        progress[method.name] = inspection.locate(observer)
+        histories = {member.label: history.get(member.label, []) for member in group.members}
+        inspection = _Inspection(plan, group, folder, before, histories, checkpoints.find())
+        progress[number] = inspection.locate(observer)
     return progress
 
 
 @dataclass(frozen=True)
 class _Inspection:
-    """One method of a run folder, looked at to decide where it continues."""
+    """One group of a run folder, looked at to decide where it continues."""
 
     plan: Plan
-    method: Method
+    group: Group
     folder: RunFolder
     before: Config
-    rows: list[HistoryRow]
+    histories: dict[str, list[HistoryRow]]
     found: FoundCheckpoints
 
     def locate(self, observer: RunObserver) -> Progress:
-        """Return where the method continues: at its newest checkpoint, its start, or nowhere."""
+        """Return where the group continues: at its newest checkpoint, its start, or nowhere."""
         self._check_rounds()
         self._check_presence()
         newest = self.found.newest
         if self._is_finished() and not self._must_write_models_again(observer):
-            history = self._complete(self.rows, self._rounds, evaluates_last=True)
-            return Progress(self.found, history, is_finished=True)
+            histories = {
+                label: self._complete(label, rows, self._rounds, evaluates_last=True)
+                for label, rows in self.histories.items()
+            }
+            return Progress(self.found, histories, is_finished=True)
         if newest is None:
             self._check_fresh_start()
-            return Progress(self.found, [], is_finished=False)
+            return Progress(self.found, {label: [] for label in self.histories}, is_finished=False)
         if newest.server == NOTHING:
             raise UserError(
-                f"{self.method.title} is finished and its checkpoint was not kept, "
+                f"{self._title} is finished and its checkpoint was not kept, "
                 "so it cannot get more rounds."
             )
-        rows = [row for row in self.rows if row.round < newest.round]
-        return Progress(self.found, self._complete(rows, newest.round), is_finished=False)
+        histories = {}
+        for label, rows in self.histories.items():
+            earlier = [row for row in rows if row.round < newest.round]
+            histories[label] = self._complete(label, earlier, newest.round)
+        return Progress(self.found, histories, is_finished=False)
+
+    @property
+    def _title(self) -> str:
+        """What a sentence calls the group."""
+        members = self.group.members
+        return members[0].title if len(members) == 1 else members[0].method.title
+
+    def _title_of(self, label: str) -> str:
+        return next(member.title for member in self.group.members if member.label == label)
+
+    @property
+    def _records(self) -> list[MethodRecord]:
+        """The records of those members that have one."""
+        found = (self.folder.find_method_record(label) for label in self.histories)
+        return [record for record in found if record]
 
     @property
     def _rounds(self) -> int:
         return int(self.plan.config.rounds or 1)
 
     def _is_finished(self) -> bool:
-        """Tell whether the method has all of its rounds, by the record if there is one."""
-        entry = self.folder.find_method_record(self.method.name)
-        if entry:
-            return entry.finished and self._rounds == self.before.rounds
+        """Tell whether the group has all of its rounds, by the record if there is one."""
+        if records := self._records:
+            are_finished = len(records) == len(self.histories) and all(
+                record.finished for record in records
+            )
+            return are_finished and self._rounds == self.before.rounds
         newest = self.found.newest
         return newest is not None and newest.done and newest.round == self._rounds
 
     def _check_rounds(self) -> None:
-        """Refuse fewer rounds than the method has been trained for."""
-        entry, newest = self.folder.find_method_record(self.method.name), self.found.newest
+        """Refuse fewer rounds than the group has been trained for."""
+        newest = self.found.newest
         trained = newest.round if newest else 0
-        if entry and entry.finished:
+        if any(record.finished for record in self._records):
             trained = int(self.before.rounds or 0)
         if trained > self._rounds:
             raise UserError(
-                f"{self.method.title} has been trained for {trained} rounds already, "
+                f"{self._title} has been trained for {trained} rounds already, "
                 f"which is more than {self._rounds}."
             )
 
     def _check_presence(self) -> None:
         """Refuse a folder that has lost its checkpoints: it would look like a new run's."""
-        entry = self.folder.find_method_record(self.method.name)
-        if self.found.newest is None and entry and entry.checkpoint is not None:
+        has_recorded = any(record.checkpoint is not None for record in self._records)
+        if self.found.newest is None and has_recorded:
             raise files.DamagedFile(
-                f"The checkpoints of {self.method.title} are gone from {self.folder.path}: "
+                f"The checkpoints of {self._title} are gone from {self.folder.path}: "
                 "nothing can be resumed."
             )
 
@@ -195,7 +222,8 @@ class _Inspection:
         """Tell whether a saved model is damaged. Refuse if no checkpoint can give it back."""
         if not self.plan.config.save_models:
             return False
-        damaged = self.folder.models.find_damaged(self.method.name)
+        found = (self.folder.models.find_damaged(label) for label in self.histories)
+        damaged = next((path for path in found if path), None)
         if damaged is None:
             return False
         newest = self.found.newest
@@ -210,22 +238,21 @@ class _Inspection:
         return True
 
     def _check_fresh_start(self) -> None:
-        """Refuse to start a method again that has results and no checkpoint."""
-        entry = self.folder.find_method_record(self.method.name)
-        if entry and entry.finished:
+        """Refuse to start a group again that has results and no checkpoint."""
+        if any(record.finished for record in self._records):
             raise UserError(
-                f"{self.method.title} is finished and kept no checkpoint, "
-                "so it cannot get more rounds."
+                f"{self._title} is finished and kept no checkpoint, so it cannot get more rounds."
             )
-        if self.rows and (self.folder.record is None or self.before.checkpoint_every == 0):
+        has_rows = any(self.histories.values())
+        if has_rows and (self.folder.record is None or self.before.checkpoint_every == 0):
             config = shlex.quote(str(self.folder.path / "config.toml"))
             raise UserError(
-                f"{self.folder.path} has no checkpoint of {self.method.title}, so it cannot be "
+                f"{self.folder.path} has no checkpoint of {self._title}, so it cannot be "
                 f"resumed: run it again, with --config {config} and another --out."
             )
 
     def _complete(
-        self, rows: list[HistoryRow], rounds: int, *, evaluates_last: bool = False
+        self, label: str, rows: list[HistoryRow], rounds: int, *, evaluates_last: bool = False
     ) -> list[HistoryRow]:
         """Return the rows of so many rounds if none is missing; a finished run has one more."""
         evaluations = -(-rounds // self.before.eval_every) + evaluates_last
@@ -233,6 +260,6 @@ class _Inspection:
         if len(rows) != expected:
             raise files.DamagedFile(
                 f"{self.folder.path / 'history.csv'} is damaged: it has {len(rows)} of the "
-                f"{expected} rows of {self.method.title} that belong to {rounds} rounds."
+                f"{expected} rows of {self._title_of(label)} that belong to {rounds} rounds."
             )
         return rows

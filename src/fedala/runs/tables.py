@@ -18,6 +18,7 @@ from fedala.io.untrusted import check_memory, require_file
 from fedala.records import Fault, HistoryRow, WeightSummary
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import RowHash
+from fedala.runs.sweep import list_labels
 from fedala.runs.verified_files import RunRecord
 
 #: Tables to which a run appends rows. Each row has its method and its round.
@@ -217,7 +218,7 @@ class Tables:
         if digests is None or not (self.path / "config.toml").is_file():
             return True
         finished = {name for name, method in digests.methods.items() if method.finished}
-        return not finished.issuperset(self._record.read_config().methods)
+        return not finished.issuperset(list_labels(self._record.read_config()))
 
     def _parse(self, name: str) -> tuple[list[str], Lines, bool]:
         """Return a table's columns, its complete lines, and whether an incomplete one follows."""
