@@ -184,6 +184,7 @@ OTHERS = {
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "validation": "0.1", "precision": "float64",
+    "resize": "8", "normalize": "mnist", "augment": "flip",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {

@@ -78,7 +78,7 @@ class CapturedSteps:
 
     def _take_step(self, step: Step, lanes: int) -> None:
         rows, part = self.order[:lanes, self.column], slice(0, lanes)
-        x, y = self.task.inputs(rows), self.task.targets(rows)
+        x, y = self.task.training_batch(rows)
         losses = step(self.task, take(self.state, part), take(self.fixed, part), x, y)
         self.total[part] += losses
         self.column += self.size
