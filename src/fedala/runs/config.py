@@ -42,7 +42,7 @@ class Config:
     normalize: str | None = option(
         None,
         "mean/std of pixels from 0 to 1, one number or one per channel, as in 0.1307/0.3081, or "
-        "mnist, fashion-mnist, cifar10, cifar100, imagenet; without it, 0.5/0.5",
+        "mnist, fashion-mnist, cifar10, cifar100, imagenet; without it, 0.5/0.5 for bytes",
     )
     model: str | None = option(
         None, "cnn, resnet18 or fasttext; without it, the usual model of the dataset"
