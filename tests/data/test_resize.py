@@ -1,5 +1,7 @@
 """Images of different sizes become images of one size on loading."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -88,8 +90,6 @@ def test_encoded_images_of_a_table(tmp_path):
         path = tmp_path / "one.png"
         PIL.fromarray(photo).save(path)
         return path.read_bytes()
-
-    import io
 
     contents = [encode(photo) for photo in PHOTOS]
     sources = [(f"image {i}", lambda c=c: io.BytesIO(c)) for i, c in enumerate(contents)]
