@@ -184,6 +184,7 @@ OTHERS = {
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "validation": "0.1", "precision": "float64",
+    "resize": "8", "normalize": "mnist", "augment": "flip",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {
@@ -262,6 +263,11 @@ REFUSALS = [
     Refusal("RUN --out f1 --force --clients 9999", "clients"),
     Refusal("RUN --out f1 --force --set fedala.nonsense=1", "nonsense"),
     Refusal("RUN --out f1 --force --set ditto.mu=1", "ditto"),
+    Refusal("RUN --out f1 --force --augment flop", "flop"),
+    Refusal("RUN --out f1 --force --augment crop:16", "a crop must be less than 16"),
+    Refusal("RUN --out f1 --force --normalize 0.5/0", "greater than 0"),
+    Refusal("RUN --out f1 --force --normalize cifar10", "have 1 channel"),
+    Refusal("RUN --out f1 --force --resize 0", "resize"),
     Refusal("RUN --out f1 --force --log nonsense", "nonsense"),
     Refusal("RUN --out f1 --force --config nowhere.toml", "nowhere.toml"),
     Refusal("run --dataset d.npz --method apple --join-ratio 0.5 --out f1 --force", "join_ratio"),

@@ -8,9 +8,12 @@ from torch import nn
 from fedala import ALA, UserError
 from fedala.ala import make_reports
 from fedala.cuda.backend import CudaBackend
+from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
 from fedala.lanes.local_aggregation import init_state, initialize
+from fedala.lanes.normalization import Normalization
+from fedala.lanes.task import Task
 from fedala.lanes.trees import join
 from fedala.lanes.weight_learning import Settings
 from fedala.methods import list_methods, make
@@ -99,6 +102,49 @@ def test_captured_steps_are_the_steps_themselves(monkeypatch):
     monkeypatch.setattr(CudaBackend, "capture_steps", lambda *_: None)
     assert_close(captured[0], captured[1], 0)
     assert_close(captured[0], cohort.fit(params, epochs=2, proximal=(0.1, params)), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["floats", "bytes converted on loading", "bytes"])
+def test_captured_steps_augment_as_the_steps_themselves(kind, monkeypatch):
+    """Every epoch and round replays the same graphs with other transforms."""
+    if kind == "bytes":
+        monkeypatch.setattr(CudaBackend, "has_room_for_floats", lambda *_: False)
+    augmentation = Augmentation(flip=True, padding=3)
+    tasks = [image_task("cuda", augmentation=augmentation), image_task("cuda")]
+    if kind != "floats":
+        pixels = tasks[0].x.mul(40).add(128).clamp(0, 255).to(torch.uint8).cpu()
+        samples = tasks[0].model, pixels, tasks[0].y.cpu(), tasks[0].parts["train"]
+        options = {"batch_size": 4, "lr": 0.1, "device": "cuda"}
+        options["normalization"] = Normalization((0.4,), (0.3,))
+        tasks = [Task(*samples, augmentation=one, **options) for one in (augmentation, None)]
+    assert (tasks[0].x.dtype == torch.uint8) == (kind == "bytes")
+    order = sorted(range(len(SIZES)), key=lambda client: -SIZES[client])
+    start = start_of(tasks[0], small_cnn)
+    params = join([start(seed) for seed in range(len(SIZES))])
+
+    def train(task, round):
+        return Cohort(task, order, [0] * len(SIZES), round=round).fit(params, epochs=3)
+
+    captured = [train(tasks[0], round) for round in (1, 2, 1)]
+    plain = train(tasks[1], 1)
+    assert tasks[0].backend._captured
+    monkeypatch.setattr(CudaBackend, "capture_steps", lambda *_: None)
+    assert_close(captured[0], captured[2], 0)
+    for round in (1, 2):
+        assert_close(captured[round - 1], train(tasks[0], round), 1e-6)
+    assert not torch.allclose(captured[0]["fc2.weight"], plain["fc2.weight"], atol=1e-4)
+
+
+def test_augmented_lanes_on_the_gpu_are_each_client_alone_on_the_cpu():
+    augmentation = Augmentation(flip=True, padding=3)
+    tasks = [
+        image_task(*where, augmentation=augmentation)
+        for where in (("cuda", "float64"), ("cpu", "float64"))
+    ]
+    (rows, models), (expected, plain) = go("fedala", tasks[0]), go("fedala", tasks[1], lanes=1)
+    assert [row.loss for row in rows] == pytest.approx([row.loss for row in expected], rel=1e-9)
+    for key in plain:
+        assert_close(models[key], plain[key], 1e-9)
 
 
 @pytest.mark.parametrize("by_lane", [False, True], ids=["one rate", "a rate for each lane"])

@@ -51,6 +51,14 @@ def test_a_federation_equals_the_simulation(method, tmp_path):
     assert_same_models(load_models(tmp_path), simulated.models)
 
 
+def test_augmented_and_normalised_images_are_the_same(tmp_path):
+    options = {"method": "fedrep+ala", "augment": "flip,crop:2", "normalize": "0.4/0.3"}
+    _, federated = run_in_process(tmp_path, **options)
+    simulated = fedala.run(dataset=build_federation(), model=Net, lanes="1", **RUN, **options)
+    assert_same_rows(federated.history, simulated.history)
+    assert_same_models(load_models(tmp_path), simulated.models)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedala", "fedrep", "fedfomo", "local"])
 @pytest.mark.parametrize("eval_clients", ["all", "joined"])
 def test_a_federation_equals_the_simulation_if_only_some_clients_join(
@@ -75,6 +83,7 @@ def test_a_named_dataset_is_divided_in_the_same_way(tmp_path):
         "partition": "dir:0.5",
         "rounds": 1,
         "batch_size": 50,
+        "resize": 16,
     }
     _, federated = run_in_process(tmp_path, custom=None, nodes=2, **options)
     simulated = fedala.run(lanes="1", clients=2, **{**RUN, **options})

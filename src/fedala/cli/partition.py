@@ -20,7 +20,9 @@ app = typer.Typer()
   fedala partition --dataset mnist --data-dir data --partition pathological:2 --save mine.json
   fedala run --dataset mnist --data-dir data --partition mine.json""")
 )
-@config_options("dataset", "data_dir", "partition", "partition_seed", "clients", "validation")
+@config_options(
+    "dataset", "data_dir", "resize", "partition", "partition_seed", "clients", "validation"
+)
 def partition(
     *,
     plot: Annotated[
@@ -41,7 +43,8 @@ def partition(
     config = Config.from_values(given_options(values))
     if plot:
         plots.check(plot)
-    data = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
+    folder = Path(config.data_dir) if config.data_dir else None
+    data = load(config.dataset, folder, config.resize)
     # Without --clients, the number of clients in a partition file is accepted.
     federation = federate(
         data, config.partition, config.clients, config.partition_seed, config.validation

@@ -81,8 +81,7 @@ class CapturedSteps:
         return graph
 
     def _take_step(self, step: Step, lanes: slice) -> None:
-        rows = self.order[lanes, self.column]
-        x, y = self.task.inputs(rows), self.task.targets(rows)
+        x, y = self.task.training_batch(self.order[lanes, self.column])
         losses = step(self.task, take(self.state, lanes), take(self.fixed, lanes), x, y)
         self.total[lanes] += losses
         self.column += self.size

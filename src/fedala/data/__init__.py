@@ -6,6 +6,7 @@ federation = federate(load("digits"), "dir:0.1", clients=20)
 from fedala.data.catalogue import KnownDataset, known_datasets
 from fedala.data.dataset import Dataset
 from fedala.data.federation import Federation, federate, write_partition
+from fedala.data.images import resize_images
 from fedala.data.load import load
 from fedala.data.partition import dirichlet, iid, partitioner, pathological
 
@@ -20,5 +21,6 @@ __all__ = [
     "load",
     "partitioner",
     "pathological",
+    "resize_images",
     "write_partition",
 ]

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedala.data.dataset import RawData
+from fedala.data.dataset import Dataset, RawData
 from fedala.errors import UserError, import_optional
 from fedala.io.untrusted import check_expansion, check_memory, read_file
 
@@ -25,7 +26,7 @@ _PARTS = ("train", "val", "valid", "validation", "test")
 Source = tuple[str, Callable[[], BytesIO]]
 
 
-def read_image_folder(folder: Path) -> RawData:
+def read_image_folder(folder: Path, resize: int | None = None) -> RawData:
     """Read a folder with one sub-folder per class, or the same in `train`, `val` and `test`."""
     parts = _folders(folder)
     if not parts or any(part.name not in _PARTS for part in parts):
@@ -49,7 +50,7 @@ def read_image_folder(folder: Path) -> RawData:
         raise UserError(
             f"{folder / empty[0]} holds no images (png, jpg, …); every class needs at least one."
         )
-    x = decode_images([_source(file) for file in files])
+    x = decode_images([_source(file) for file in files], resize)
     return RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names))
 
 
@@ -57,8 +58,11 @@ def _source(file: Path) -> Source:
     return str(file), lambda: BytesIO(read_file(file, MAX_IMAGE_BYTES))
 
 
-def decode_images(sources: Sequence[Source]) -> torch.Tensor:
-    """Decode images of one size to uint8 N×C×H×W: one channel if all are grey, otherwise RGB."""
+def decode_images(sources: Sequence[Source], resize: int | None = None) -> torch.Tensor:
+    """Decode images to uint8 N×C×H×W: one channel if all are grey, otherwise RGB.
+
+    They must have one size, or are resized to `resize` × `resize` pixels.
+    """
     pillow = import_optional("PIL.Image", "pillow", "images", "Reading image files")
     stored = 0
 
@@ -78,26 +82,57 @@ def decode_images(sources: Sequence[Source]) -> torch.Tensor:
     ]
     (width, height), _ = headers[0]
     for (name, _), (size, mode) in zip(sources, headers, strict=True):
-        if size != (width, height):
+        if size != (width, height) and resize is None:
             raise UserError(
                 f"{name} has {size[0]}×{size[1]} pixels, {sources[0][0]} has {width}×{height}; "
-                "all images must have one size."
+                "all images must have one size, or --resize 64 makes them 64×64."
             )
         if mode[0] in "IF":
             raise UserError(f"{name} has more than 8 bits per channel ({mode}); save it with 8.")
     grey = all(mode in _GREY for _, mode in headers)
-    shape = (len(sources), 1 if grey else 3, height, width)
+    channels = 1 if grey else 3
+    shape = (len(sources), channels, resize or height, resize or width)
+    areas = [size[0] * size[1] for size, _ in headers]
     all_images = f"{sources[0][0]} and all other images together"
     advice = "if that is right, save the pixels with np.savez"
-    check_expansion(math.prod(shape), stored, all_images, advice)
-    check_memory(math.prod(shape) + 8 * width * height, all_images)
+    check_expansion(channels * sum(areas), stored, all_images, advice)
+    check_memory(math.prod(shape) + 8 * max(areas), all_images)
     pixels = np.empty(shape, dtype=np.uint8)
-    for row, source in zip(pixels, sources, strict=True):
+    for row, source, (size, _) in zip(pixels, sources, headers, strict=True):
         image = _read(pillow, source, lambda image: _pixels(image, grey))
-        if image.shape != (height, width, shape[1]):
+        if image.shape != (size[1], size[0], channels):
             raise UserError(f"{source[0]} is not a readable image (its header says another size).")
-        row[...] = image.transpose(2, 0, 1)
+        _fit(pillow, image.transpose(2, 0, 1), row)
     return torch.from_numpy(pixels)
+
+
+def _fit(pillow: Any, image: Any, into: Any) -> None:
+    """Copy an image of bytes, C×H×W, resized to the size of `into`: bilinear, with antialias."""
+    height, width = into.shape[1:]
+    for channel, target in zip(image, into, strict=True):
+        if channel.shape != target.shape:
+            small = pillow.fromarray(np.ascontiguousarray(channel))
+            channel = np.asarray(small.resize((width, height), pillow.Resampling.BILINEAR))
+        target[...] = channel
+
+
+def resize_images(dataset: Dataset, side: int) -> Dataset:
+    """Return a dataset with its images resized to `side` × `side` pixels."""
+    x = dataset.x
+    if x.ndim == 4 and tuple(x.shape[2:]) == (side, side):
+        return dataset
+    if x.dtype != torch.uint8:
+        raise UserError(
+            f"resize is for images of bytes, and {dataset.name} holds "
+            f"{str(x.dtype).removeprefix('torch.')} samples of shape {tuple(x.shape[1:])}."
+        )
+    pillow = import_optional("PIL.Image", "pillow", "images", "Resizing images")
+    shape = (*x.shape[:2], side, side)
+    check_memory(math.prod(shape), f"{dataset.name} in {side}×{side} pixels")
+    resized = np.empty(shape, dtype=np.uint8)
+    for image, row in zip(x.numpy(), resized, strict=True):
+        _fit(pillow, image, row)
+    return replace(dataset, x=torch.from_numpy(resized))
 
 
 def _pixels(image: Any, grey: bool) -> Any:

@@ -10,23 +10,25 @@ from torch.nn.functional import interpolate
 from fedala.data import arrays
 from fedala.data.catalogue import KnownDataset, known_datasets
 from fedala.data.dataset import Dataset, RawData
-from fedala.data.images import read_image_folder
+from fedala.data.images import read_image_folder, resize_images
 from fedala.data.tables import read_hub, read_parquet
 from fedala.data.text import encode_texts, read_ag_news_csv, read_labelled_csv
 from fedala.errors import UserError, first_line, import_optional, printable
 from fedala.options import suggest
 
 
-def load(name: str, data_dir: Path | None = None) -> Dataset:
+def load(name: str, data_dir: Path | None = None, resize: int | None = None) -> Dataset:
     """Load a dataset by its name, a path (.npz, .csv, an image folder) or `hub:owner/name`.
 
     `known_datasets` lists the names. These datasets come from the hub, or from a copy in `data_dir`
-    in one of the formats that they are published in.
+    in one of the formats that they are published in. With `resize`, images get that many pixels
+    each way.
     """
     known = next((row for row in known_datasets() if row.name == name), None)
     try:
-        raw = _read_own(name) if known is None else _read_known(known, data_dir)
-        return _build_dataset(name, raw, known)
+        raw = _read_own(name, resize) if known is None else _read_known(known, data_dir)
+        dataset = _build_dataset(name, raw, known)
+        return dataset if resize is None else resize_images(dataset, resize)
     except MemoryError:
         raise UserError(f"{name} does not fit into the memory of this machine.") from None
     except OSError as error:
@@ -42,16 +44,16 @@ def _read_known(known: KnownDataset, data_dir: Path | None) -> RawData:
     return _read_copy(known, Path(data_dir))
 
 
-def _read_own(name: str) -> RawData:
+def _read_own(name: str, resize: int | None = None) -> RawData:
     """Read the user's own data: a file, a folder, or a dataset of the hub."""
     if name.startswith("hub:"):
-        return read_hub(name.removeprefix("hub:"))
+        return read_hub(name.removeprefix("hub:"), resize=resize)
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
         raise UserError(f"There is no file or folder {name} ({first_line(error)}).") from None
     if path.is_dir():
-        return read_image_folder(path)
+        return read_image_folder(path, resize)
     suffix = path.suffix.lower()
     if not path.exists():
         if suffix in (".npz", ".csv") or len(path.parts) > 1:

@@ -23,7 +23,10 @@ _OBJECT = 100  # bytes that a Python value takes at least
 
 
 def read_hub(
-    identifier: str, parts: Sequence[str] = _PARTS, advice: str = "check the id and the connection"
+    identifier: str,
+    parts: Sequence[str] = _PARTS,
+    advice: str = "check the id and the connection",
+    resize: int | None = None,
 ) -> RawData:
     """Read a dataset from the hub and merge its parts in order. The library caches downloads."""
     datasets = import_optional(
@@ -48,7 +51,7 @@ def read_hub(
     except Exception as error:  # the connection, the id, the hub and the library can all fail
         raise UserError(f"{where} could not be loaded ({first_line(error)}); {advice}.") from None
     caches = (Path(datasets.config.HF_CACHE_HOME), Path(datasets.config.HF_DATASETS_CACHE))
-    return _merge(tables, where, caches)
+    return _merge(tables, where, caches, resize=resize)
 
 
 def read_parquet(folder: Path, parts: Sequence[str] = _PARTS) -> RawData | None:
@@ -92,7 +95,11 @@ def _first(wanted: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def _merge(
-    tables: list[Any], where: str, caches: Sequence[Path] = (), stored: int | None = None
+    tables: list[Any],
+    where: str,
+    caches: Sequence[Path] = (),
+    stored: int | None = None,
+    resize: int | None = None,
 ) -> RawData:
     """Merge tables into one dataset.
 
@@ -122,7 +129,7 @@ def _merge(
             raise UserError(f"{where}, column {x}: some texts are missing; every label needs one.")
         return RawData(where, inputs, numbers, names)
     images = [_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
-    return RawData(where, decode_images(images), numbers, names)
+    return RawData(where, decode_images(images, resize), numbers, names)
 
 
 def _values(tables: list[Any], name: str, where: str, stored: int | None) -> list[Any]:

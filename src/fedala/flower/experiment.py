@@ -130,7 +130,8 @@ def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:
         samples = Dataset("own", images, torch.tensor([0, 1]), custom.classes)
         clients = config.clients
     else:
-        samples = load(config.dataset, Path(config.data_dir) if config.data_dir else None)
+        folder = Path(config.data_dir) if config.data_dir else None
+        samples = load(config.dataset, folder, config.resize)
         divided = federate(samples, config.partition, config.clients, config.partition_seed)
         clients = len(divided.train)
         validates |= any(len(rows) for rows in divided.validation)
@@ -191,7 +192,7 @@ def read_node_samples(config: Config, node_config: Mapping[str, Any]) -> Federat
                 "--node-config \"partition='….json'\"."
             )
         partition = str(node_config["partition"])
-    data = load(name, Path(str(folder)) if folder else None)
+    data = load(name, Path(str(folder)) if folder else None, config.resize)
     return federate(data, partition, config.clients, config.partition_seed, config.validation)
 
 

@@ -220,11 +220,18 @@ class Cohort:
     def _order_samples(
         self, rows: Sequence[np.ndarray], purpose: str, epoch: int, *, is_own: bool
     ) -> Tensor:
-        """Return the lanes' samples in the order of one epoch, [lane, sample], padded."""
+        """Return the lanes' samples in the order of one epoch, [lane, sample], padded.
+
+        They stand as `Task.training_batch` reads them: with their transforms, if there are any.
+        """
 
         def order(cohort: "Cohort") -> Tensor:
-            shuffled = [cohort.shuffle(lane, own, purpose, epoch) for lane, own in enumerate(rows)]
-            return pad_rows(shuffled, cohort.task.device)
+            ordered = [cohort.shuffle(lane, own, purpose, epoch) for lane, own in enumerate(rows)]
+            if augmentation := cohort.task.augmentation:
+                for lane, own in enumerate(ordered):
+                    draw = cohort.draw(lane, f"{purpose} augmentation", epoch)
+                    ordered[lane] = augmentation.pack(own, draw)
+            return pad_rows(ordered, cohort.task.device)
 
         return self.draw_early((purpose, epoch), order) if is_own else order(self)
 

@@ -19,9 +19,11 @@ from torch.func import vmap
 from torch.nn.parameter import is_lazy
 
 from fedala.errors import UserError, printable
+from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
 from fedala.lanes.foreign_model import Trial
 from fedala.lanes.layers import Cut, Layered, call, layers_of
+from fedala.lanes.normalization import Normalization
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
 from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
@@ -68,16 +70,18 @@ class Task:
         device: torch.device | str = "cpu",
         precision: str = "float32",
         scale: bool = True,
+        normalization: Normalization | None = None,
+        augmentation: Augmentation | None = None,
         feature_memory: int | None = None,
     ) -> None:
         """`train`, `test` and `validation` hold each client's positions in `x` and `y`.
 
         A batch of size 0 is all of a client's samples. With `local_steps`, a round has so many
         steps instead of `epochs`. With `keeps_optimizer`, momentum and the like stay with a client
-        from round to round.
-        With `scale`, the model gets images of bytes as (x/255 − 0.5)/0.5. `feature_memory` bounds
-        the bytes of features under the upper layers that are kept at a time. Features that do not
-        fit are computed at each use.
+        from round to round. With `scale`, the model gets images of bytes as (x/255 − 0.5)/0.5. A
+        `normalization` has other figures, and applies to float images too. `augmentation` is for
+        training alone. `feature_memory` bounds the bytes of features under the upper layers that
+        are kept at a time. Features that do not fit are computed at each use.
         """
         self.model = model
         self.device = torch.device(device)
@@ -85,7 +89,13 @@ class Task:
         self.precision = precision
         self.scale = scale
         self.dtype = torch.float64 if precision == "float64" else torch.float32
+        self.normalization, self.augmentation = normalization, augmentation
+        figures = normalization or Normalization()
+        self._mean, self._std = figures.figures(self.device, self.dtype)
         self.x = tree_map(lambda t: self._place(t.to(self.device)), x)
+        if augmentation:
+            black = x.new_zeros(x.shape[1], 1, 1, device=self.device)
+            self._black = self._convert(self._place(black))
         self.y = tree_map(lambda t: t.to(self.device), y)
         self.parts = {"train": train, "test": test, "validation": validation}
         self.loss = loss
@@ -208,12 +218,23 @@ class Task:
         """Return the targets at `rows`."""
         return tree_map(lambda t: t[rows], self.y)
 
+    def training_batch(self, order: Tensor) -> tuple[Any, Any]:
+        """Return inputs and targets of a part of an epoch's order, augmented if that is wanted."""
+        if self.augmentation is None:
+            return self.inputs(order), self.targets(order)
+        rows, transforms = self.augmentation.unpack(order)
+        x = self.augmentation.apply(self.inputs(rows), transforms, self._black)
+        return x, self.targets(rows)
+
     def _place(self, x: Tensor) -> Tensor:
+        """Convert samples before they are used; bytes only if there is room for floats."""
+        if self.normalization and x.is_floating_point():
+            return x.to(self.dtype).sub(self._mean).div_(self._std)
         return self._convert(x) if self.backend.has_room_for_floats(x.numel()) else x
 
     def _convert(self, x: Tensor) -> Tensor:
         if x.dtype == torch.uint8 and self.scale:
-            return x.to(self.dtype).div_(255).sub_(0.5).div_(0.5)
+            return x.to(self.dtype).div_(255).sub_(self._mean).div_(self._std)
         return x.to(self.dtype) if x.is_floating_point() else x
 
     # --- the model in every lane ---------------------------------------------------------------

@@ -68,7 +68,7 @@ class EagerRunner:
     def step(self, step: Step, lanes: slice, columns: slice) -> None:
         """Take one step with the samples in these columns of the epoch's order."""
         rows = self.order[lanes, columns]
-        x, y = self.task.inputs(rows), self.task.targets(rows)
+        x, y = self.task.training_batch(rows)
         losses = step(self.task, take(self.state, lanes), take(self.fixed, lanes), x, y)
         self.total[lanes] += losses
         if self.on_step:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from fedala.lanes.augmentation import parse_augmentation
+from fedala.lanes.normalization import parse_normalization
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import Params
@@ -33,6 +35,8 @@ def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
         shuffle=config.shuffle,
         device=plan.device,
         precision=config.precision,
+        normalization=parse_normalization(config.normalize),
+        augmentation=parse_augmentation(config.augment),
         feature_memory=_to_bytes(config.feature_memory),
     )
 

@@ -52,6 +52,14 @@ class Config:
         "digits", "a dataset's name, an .npz or .csv file, an image folder, or hub:owner/name"
     )
     data_dir: str | None = option(None, "folder with a copy of the dataset; without it, the hub")
+    resize: int | None = option(
+        None, "side in pixels to which images are resized on loading", least=1, most=4096
+    )
+    normalize: str | None = option(
+        None,
+        "mean/std of pixels from 0 to 1, one number or one per channel, as in 0.1307/0.3081, or "
+        "mnist, fashion-mnist, cifar10, cifar100, imagenet; without it, 0.5/0.5 for bytes",
+    )
     model: str | None = option(
         None, "cnn, resnet18 or fasttext; without it, the usual model of the dataset"
     )
@@ -122,6 +130,9 @@ class Config:
     )
     shuffle: bool = option(
         True, "reshuffle the batches every epoch; the paper's presets keep a fixed order"
+    )
+    augment: str = option(
+        "none", "random changes of training images: none, flip, crop:4, or flip,crop:4"
     )
     seeds: int = option(1, "number of runs, each with its own seed", least=1, most=10_000)
     seed: int = option(0, "seed of the first run; each further run adds 1", least=0, most=2**32 - 1)

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedala.data import Dataset, Federation, federate, known_datasets, load
+from fedala.data import Dataset, Federation, federate, known_datasets, load, resize_images
 from fedala.errors import UserError, byte_size, first_line
 from fedala.io.untrusted import free_memory
+from fedala.lanes.augmentation import parse_augmentation
+from fedala.lanes.normalization import parse_normalization
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
@@ -108,12 +110,21 @@ def plan(
     _check_settings(config)
     _make_members(config)  # refuses what is wrong before data is loaded
     device = _choose_device(config.device)
+    # Read them before the data is loaded, which can take long.
+    augmentation = parse_augmentation(config.augment)
+    normalization = parse_normalization(config.normalize)
     if isinstance(dataset, Federation):
         federation = dataset
         # The federation is used as it is: options of the partition do not apply to it.
         config = replace(config, partition="own", validation=0.0)
     else:
         federation = _federate(config, dataset)
+    if config.resize is not None:  # without effect on data that was loaded with it
+        images = resize_images(federation.dataset, config.resize)
+        federation = replace(federation, dataset=images)
+    for option in (augmentation, normalization):
+        if option is not None:
+            option.check(federation.dataset.x, federation.dataset.name)
     config = _resolve(config, federation)
     if model is not None:
         config = replace(config, model="own")
@@ -208,7 +219,7 @@ def _choose_device(name: str) -> torch.device:
 def _federate(config: Config, dataset: Dataset | None) -> Federation:
     folder = Path(config.data_dir) if config.data_dir else None
     return federate(
-        dataset or load(config.dataset, folder),
+        dataset or load(config.dataset, folder, config.resize),
         config.partition,
         config.clients,
         config.partition_seed,
