@@ -187,8 +187,9 @@ def _show(result: Result) -> None:
         )
     if config.join_ratio < 1:
         clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
+        metric = next(iter(result.methods.values())).metric
         print(
-            f"With ρ = {config.join_ratio:g}, accuracy is that of {clients}, "
+            f"With ρ = {config.join_ratio:g}, {metric.title} is that of {clients}, "
             "unless the heading says otherwise."
         )
     if config.seeds > 1:

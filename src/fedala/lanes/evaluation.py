@@ -18,9 +18,9 @@ MIXED_BATCH = 512
 
 
 class Score(NamedTuple):
-    """Per lane: correct answers, summed loss, samples."""
+    """Per lane: summed score (correct answers), summed loss, samples."""
 
-    correct: Tensor
+    score: Tensor
     loss: Tensor
     samples: Tensor
 
@@ -36,8 +36,8 @@ def score_lanes(
     order, samples = _order_samples(task, rows, key)
     with task.use_mode(training=False):
         score = _score_each_alone if task.mixes_samples else _score_together
-        correct, loss = score(task, params, order, samples, sharing)
-    found = Score(correct, loss, samples.counts)
+        scores, loss = score(task, params, order, samples, sharing)
+    found = Score(scores, loss, samples.counts)
     if order == list(range(len(order))):
         return found
     back = to_device(task.device, sorted(range(len(order)), key=order.__getitem__))
@@ -60,7 +60,7 @@ def _order_samples(task: Task, rows: Sequence[np.ndarray], key: Any) -> tuple[li
 def _score_together(
     task: Task, params: Params, order: list[int], samples: Samples, sharing: Sharing
 ) -> Tensor:
-    """Return correct answers and losses, [2, lane], of all lanes side by side.
+    """Return scores and losses, [2, lane], of all lanes side by side.
 
     No output depends on its neighbours, so shorter lanes are padded. Padding is not counted.
     """

@@ -6,6 +6,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fedala.metrics import ACCURACY
 from fedala.records import Fault, HistoryRow
 from fedala.runs.plan import Plan
 
@@ -32,8 +33,9 @@ class ProgressBars(Progress):
         self.method = ""
         self.first_round = 0  # of the method, in this process
         self.diverged: set[tuple[int, int]] = set()
-        self.accuracies: dict[int, float] = {}  # by seed
+        self.scores: dict[int, float] = {}  # by seed
         self.best: dict[int, float] = {}
+        self.metric = ACCURACY
         self.start_time = self.row_time = self.print_time = time.monotonic()
 
     def row(self, method: str, row: HistoryRow) -> None:
@@ -41,11 +43,11 @@ class ProgressBars(Progress):
         if method != self.method:
             # A method's first row comes after its first round: it began at the last row of the
             # method before it.
-            self.method, self.start_time, self.accuracies, self.best = method, self.row_time, {}, {}
+            self.method, self.start_time, self.scores, self.best = method, self.row_time, {}, {}
             self.first_round, self.diverged = row.round, set()
-        seed, round, accuracy = row.seed, row.round, row.accuracy
-        self.accuracies[seed] = accuracy
-        self.best[seed] = float(np.fmax(accuracy, self.best.get(seed, accuracy)))
+        seed, round, self.metric = row.seed, row.round, row.metric
+        self.scores[seed] = row.score
+        self.best[seed] = row.metric.pick_best([row.score, self.best.get(seed, row.score)])
         if seed != self.last_seed:
             return
         self.row_time = time.monotonic()
@@ -67,13 +69,14 @@ class ProgressBars(Progress):
         self.console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     def _describe(self, round: int) -> str:
-        accuracy, best = (
-            100 * float(np.mean(list(values.values()))) for values in (self.accuracies, self.best)
+        score, best = (
+            self.metric.format(float(np.mean(list(values.values())))) + self.metric.unit
+            for values in (self.scores, self.best)
         )
         # The row of round r comes after r + 1 rounds of training, except that of the last round.
         trained = min(round + 1, self.rounds)
         pace = (self.row_time - self.start_time) / max(1, trained - self.first_round)
-        text = f"round {round}/{self.rounds}  accuracy {accuracy:.2f} %  best {best:.2f} %"
+        text = f"round {round}/{self.rounds}  {self.metric.title} {score}  best {best}"
         text += f"  {pace:.2g} s/round"
         if round < self.rounds:
             text += f"  {format_duration(pace * (self.rounds - trained))} left"
