@@ -118,8 +118,8 @@ def run(
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
     config = change_config(RunFolder.open(resume).config(), given)
-    for name, value in (("model", config.model), ("partition", config.partition)):
-        if value == "own":
+    for name in ("model", "loss", "partition"):
+        if getattr(config, name) == "own":
             raise UserError(
                 f"{resume} was made in Python with its own {name}: "
                 "resume it there with run(resume=…)."
@@ -142,7 +142,7 @@ def _description(checked: Plan) -> str:
     config, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
     return (
-        f"{config.dataset}{note}: {len(data.y):,} samples of {data.classes} classes, "
+        f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
         f"{config.partition} over {config.clients} clients; {config.model}, "
         f"rounds: {config.rounds}, runs of each method: {config.seeds}, on {checked.device.type}"
     )

@@ -69,24 +69,24 @@ def format_spread(metric: Metric, figure: Mapping[str, Any] | None) -> str:
 
 
 def clients(federation: Federation) -> Table:
-    """Show every client's samples in each part, its number of classes, and its largest classes."""
-    dataset = federation.dataset
-    names = dataset.class_names or [str(label) for label in range(dataset.classes)]
+    """Show every client's samples in each part, and its classes or labels, the largest by name."""
+    names, kind = federation.count_names, federation.dataset.kind
     parts = {"train": federation.train}
     if any(map(len, federation.validation)):
         parts["validation"] = federation.validation
     parts["test"] = federation.test
-    table = _table("client", "samples", *parts, "classes", right=True)
-    table.add_column("most of")
-    for client, counts in enumerate(federation.counts()):
+    table = _table("client", "samples", *parts, right=True)
+    if kind != "numbers":
+        table.add_column(kind, justify="right")
+        table.add_column("most of")
+    for client, (size, counts) in enumerate(
+        zip(federation.sizes(), federation.counts(), strict=True)
+    ):
         sizes = [f"{len(rows[client]):,}" for rows in parts.values()]
         largest = [label for label in np.argsort(-counts, kind="stable")[:3] if counts[label]]
-        most = ", ".join(
-            f"{names[label]} ({counts[label] / counts.sum():.0%})" for label in largest
-        )
-        table.add_row(
-            str(client), f"{counts.sum():,}", *sizes, str(np.count_nonzero(counts)), escape(most)
-        )
+        most = ", ".join(f"{names[label]} ({counts[label] / size:.0%})" for label in largest)
+        about = [] if kind == "numbers" else [str(np.count_nonzero(counts)), escape(most)]
+        table.add_row(str(client), f"{size:,}", *sizes, *about)
     return table
 
 

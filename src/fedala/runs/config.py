@@ -61,6 +61,19 @@ class Config:
         above=0,
         most=1e9,
     )
+    loss: str | None = option(
+        None,
+        "cross_entropy, multilabel (binary cross-entropy of each label), mse, mae or huber; "
+        "without it, what the targets of the dataset ask for",
+    )
+    label_smoothing: float = option(
+        0.0, "ε: share of a label that is spread over all classes", least=0, most=1
+    )
+    class_weights: str = option(
+        "none",
+        "weights of the classes in the loss: none, balanced (inverse to their training samples), "
+        "or a number for each class, separated by commas",
+    )
     local_epochs: int = option(1, "local epochs per round", least=1)
     shuffle: bool = option(
         True, "reshuffle the batches every epoch; the paper's presets keep a fixed order"

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch import nn
 from fedala.data import Dataset, Federation, federate, known_datasets, load
 from fedala.errors import UserError, byte_size, first_line
 from fedala.io.untrusted import free_memory
+from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, catalogue, make, setting_prefixes
+from fedala.metrics import OWN_LOSS
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.runs.config import Config
 from fedala.runs.folder import nearest_existing_parent
+from fedala.runs.losses import make_loss
 
 MakeModel = Callable[[], nn.Module]
 
@@ -37,6 +40,7 @@ class Plan:
     """By method: the bytes that a client keeps between rounds."""
     has_local_clients: bool = True
     """Whether the clients, and what they keep between rounds, are on this machine."""
+    loss: Loss = field(default_factory=CrossEntropy)
 
     @property
     def local_clients(self) -> int:
@@ -53,7 +57,10 @@ class Plan:
 
 
 def plan(
-    config: Config, dataset: Dataset | Federation | None = None, model: MakeModel | None = None
+    config: Config,
+    dataset: Dataset | Federation | None = None,
+    model: MakeModel | None = None,
+    loss: LossFunction | None = None,
 ) -> Plan:
     """Check a config, load its data, and resolve every value. Nothing is written."""
     _check_settings(config)
@@ -65,7 +72,10 @@ def plan(
         config = replace(config, partition="own", validation=0.0)
     else:
         federation = _federate(config, dataset)
+    chosen_loss = make_loss(config, federation, loss)
     config = _resolve(config, federation)
+    if loss is not None:
+        config = replace(config, loss="own")
     if model is not None:
         config = replace(config, model="own")
     name = str(config.model)
@@ -74,9 +84,11 @@ def plan(
     for method in methods:
         method.check_model(skeleton)
     if model is not None:
-        _try_model(skeleton, federation.dataset)
+        _try_model(skeleton, federation.dataset, chosen_loss)
+    if loss is not None:
+        _try_loss(chosen_loss, make_model(), federation.dataset)
     state_bytes = _rehearse(methods, make_model(), federation)
-    checked = Plan(config, federation, make_model, methods, device, state_bytes)
+    checked = Plan(config, federation, make_model, methods, device, state_bytes, loss=chosen_loss)
     _check_memory(checked)
     return checked
 
@@ -162,22 +174,51 @@ def first_output(model: nn.Module, data: Dataset) -> Any:
         return model(task.inputs(torch.arange(len(data.y[:2]))))
 
 
-def _try_model(model: nn.Module, data: Dataset) -> None:
-    """Refuse a model that does not turn samples into a score for each class."""
+def _try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
+    """Refuse a model that does not turn samples into a score for each class, or target."""
     try:
         output = first_output(model, data)
     except Exception as error:  # whatever the user's own code may raise
         samples = f"samples of shape {tuple(data.x.shape[1:])}"
         raise UserError(f"The model cannot be run on {samples}: {first_line(error)}.") from error
+    if loss.metric == OWN_LOSS:
+        return  # only the user's loss knows what it takes
     shape = getattr(output, "shape", None)
-    if shape is None or len(shape) != 2 or shape[1] < data.classes:
+    count, is_right = len(data.y[:2]), False
+    if shape is not None and data.kind == "classes":
+        is_right = len(shape) == 2 and shape[1] >= data.classes
+    elif shape is not None:
+        is_right = tuple(shape) == (count, data.classes)
+        is_right |= tuple(shape) == (count,) and data.classes == 1
+    if not is_right:
         kind = type(output).__name__
         actual = f"a {kind}" if shape is None else f"a tensor of shape {tuple(shape)}"
-        count = len(data.y[:2])
+        wanted = f"a score for each of the {data.targets}"
+        if data.kind != "classes":
+            wanted = f"one output for each of the {data.targets}"
         raise UserError(
-            f"The model turns {count} samples into {actual}; it must give a score for each "
-            f"of the {data.classes} classes: ({count}, {data.classes})."
+            f"The model turns {count} samples into {actual}; it must give {wanted}: "
+            f"({count}, {data.classes})."
         )
+
+
+def _try_loss(loss: Loss, model: nn.Module, data: Dataset) -> None:
+    """Refuse a user's loss that does not turn outputs and targets into one number."""
+    output = first_output(model, data)
+    try:
+        loss(output, data.y[:2])
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's own code may raise
+        raise UserError(
+            f"The loss cannot be computed from an output of shape {_shape_of(output)} and targets "
+            f"of shape {tuple(data.y[:2].shape)}: {first_line(error)}."
+        ) from error
+
+
+def _shape_of(output: Any) -> str:
+    shape = getattr(output, "shape", None)
+    return type(output).__name__ if shape is None else str(tuple(shape))
 
 
 def _rehearse(

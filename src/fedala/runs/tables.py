@@ -94,7 +94,7 @@ class Tables:
 
     def write_split(self, federation: Federation) -> None:
         """Write how many samples of each class each client holds, if any."""
-        names = federation.dataset.class_names or range(federation.dataset.classes)
+        names = federation.count_names
         counts = {part: federation.counts(part) for part in PARTS}
         columns = ["client", "class", "name", *counts]
         lines = [

@@ -337,6 +337,7 @@ class Simulation:
                 seed=self.seeds[run],
                 sent=self._count_numbers(work.sent[run]),
                 diverged=sum(n for lane, n in diverged.items() if lane[0] == run),
+                metric=self.task.loss.metric,
             )
             evaluations.append(Evaluation(row, work.scores.values[run, :, 0], weights))
         return evaluations

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedala.metrics import LABEL_ACCURACY
 from fedala.report.page.views import (
     MOST_CLIENTS,
     Chart,
@@ -114,7 +115,8 @@ def view_split(runs: Sequence[Run]) -> Chart | None:
         names = [f"{run.name}: {run.config.get('partition')}" for run in known]
         choices = [(str(index), name) for index, name in enumerate(names)]
         controls.append(Select("split-run", "Folder", choices, "run"))
-    caption = "The area of a circle is the number of samples that a client has of a class."
+    classes = " or ".join(dict.fromkeys(_name_classes(run) for run in known))
+    caption = f"The area of a circle is the number of samples that a client has of a {classes}."
     tables = [_make_split_table(run) for run in known]
     return Chart("split-chart", "split", caption, tables, controls)
 
@@ -126,5 +128,13 @@ def _make_split_table(run: Run) -> Table:
     for client, own in zip(clients[:MOST_CLIENTS], counts, strict=False):
         rows.append([client, *(f"{n:.0f}" for n in own[: len(names)]), f"{own.sum():.0f}"])
     rest = "" if counts.shape == (len(rows), len(names)) else "; the rest is in split.csv"
-    caption = f"Samples by client and class, {run.name}{rest}"
-    return Table(caption, ["Client", *names, "together"], rows)
+    what = _name_classes(run)
+    caption = f"Samples by client and {what}, {run.name}{rest}"
+    # A sample may have several labels: their sum is not the number of samples.
+    return Table(
+        caption, ["Client", *names, f"{what}s together" if what == "label" else "together"], rows
+    )
+
+
+def _name_classes(run: Run) -> str:
+    return "label" if run.metric == LABEL_ACCURACY else "class"
