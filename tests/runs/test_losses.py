@@ -1,6 +1,8 @@
 """Runs with other losses than cross-entropy, from the data to the report."""
 
 import csv
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -291,3 +293,15 @@ def test_counts_are_by_label_or_of_all_samples():
     federation = federate(numbers(), "iid", 4)
     assert federation.counts().tolist() == [[18]] * 4
     assert federation.sizes().tolist() == [18] * 4
+
+
+def test_the_examples_of_the_documentation_run(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
+    torch.manual_seed(0)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "losses.md", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    patterns = (r"mean squared error \d", r"\d\d\.\d% of the labels", r"pinball loss \d")
+    assert len(printed) == 3
+    assert all(map(re.match, patterns, printed))
