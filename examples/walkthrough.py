@@ -69,13 +69,13 @@ plots.draw_curves(accuracy_curves, "test accuracy")
 
 # %%
 accuracies = {
-    outcome.title: saved_run.client_accuracies(name).mean(0)
+    outcome.title: saved_run.client_scores(name).mean(0)
     for name, outcome in saved_run.results.items()
 }
 gains = accuracies["FedALA"] - accuracies["FedAvg"]
 for client in np.argsort(-gains):
     print(f"client {client}: {100 * gains[client]:+.1f} points against FedAvg")
-plots.draw_client_accuracies(accuracies)
+plots.draw_client_scores(accuracies)
 
 # %% [markdown]
 # ## W over the rounds

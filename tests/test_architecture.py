@@ -18,6 +18,7 @@ ROOMS = (
     "errors",
     "options",
     "version",
+    "metrics",
     "io",
     "lanes",
     "cuda",

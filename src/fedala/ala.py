@@ -26,9 +26,10 @@ from fedala.lanes.local_aggregation import (
     init_state,
     initialize,
 )
+from fedala.lanes.losses import LossFunction
 from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
-from fedala.lanes.task import Loss, Task, model_state
+from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import Params, leaves
 from fedala.lanes.weight_learning import Settings, has_settled
 from fedala.options import build, option
@@ -145,7 +146,7 @@ class ALA:
         local_model: nn.Module,
         received_model: nn.Module,
         data: Any,
-        loss: Loss = F.cross_entropy,
+        loss: LossFunction = F.cross_entropy,
     ) -> Report:
         """Blend `received_model` into `local_model`, in place, and report what happened.
 
@@ -198,7 +199,7 @@ class ALA:
         return report
 
     def _make_cohort(
-        self, model: nn.Module, local: Params, received: Params, data: Any, loss: Loss
+        self, model: nn.Module, local: Params, received: Params, data: Any, loss: LossFunction
     ) -> Cohort:
         """Draw this round's samples, and return a cohort of this client alone."""
         settings, round = self.settings, self.round + 1
@@ -213,7 +214,7 @@ class ALA:
             x,
             y,
             [rows],
-            loss=loss if loss is F.cross_entropy else _require_one_number(loss),
+            loss=loss,
             batch_size=settings.batch_size,
             device=next(iter(local.values())).device,
             precision="float64" if dtype == torch.float64 else "float32",
@@ -340,24 +341,6 @@ def _state_to_blend(model: nn.Module) -> Params:
             f"The model is spread over {', '.join(sorted(devices))}: ALA needs it on one device."
         )
     return state
-
-
-def _require_one_number(loss: Loss) -> Loss:
-    """Wrap a loss so that it is refused unless it returns one number."""
-
-    def checked_loss(output: Any, target: Any) -> Tensor:
-        value: Any = loss(output, target)
-        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
-            return value.reshape(())
-        what = type(value).__name__
-        if isinstance(value, Tensor):
-            what = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        raise UserError(
-            "The loss must return the mean loss of the batch as a tensor of one number, "
-            f"not {what}."
-        )
-
-    return checked_loss
 
 
 def _check_twins(local: Params, received: Params) -> None:

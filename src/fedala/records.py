@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from fedala.metrics import ACCURACY, Metric, find_metric
+
 
 @dataclass(frozen=True)
 class HistoryRow:
@@ -14,12 +16,12 @@ class HistoryRow:
 
     seed: int
     round: int
-    accuracy: float
+    score: float
     """Over the test samples of all clients, or of the round's participants (`eval_clients`)."""
     loss: float
-    accuracy_joined: float
+    score_joined: float
     """Over the test samples of the round's participants."""
-    accuracy_validation: float | None = None
+    score_validation: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means over the participants: `train_loss`, and what the method reports besides."""
     sent: int = 0
@@ -29,24 +31,56 @@ class HistoryRow:
     diverged: int = 0
     """Rounds of single clients that did not count, since the row before."""
     seconds: float = 0.0
+    metric: Metric = ACCURACY
+    """What the scores measure."""
+
+    @property
+    def accuracy(self) -> float:
+        """The score, if it is the accuracy."""
+        self._require_accuracy()
+        return self.score
+
+    @property
+    def accuracy_joined(self) -> float:
+        self._require_accuracy()
+        return self.score_joined
+
+    @property
+    def accuracy_validation(self) -> float | None:
+        self._require_accuracy()
+        return self.score_validation
+
+    def _require_accuracy(self) -> None:
+        if self.metric != ACCURACY:
+            raise AttributeError(f"The score of this run is its {self.metric.title}: use score.")
 
     def columns(self) -> dict[str, Any]:
         """Return the row as the cells of `history.csv`, without the method."""
         cells: dict[str, Any] = {}
+        names = self.metric.columns
         for name, value in vars(self).items():
             if name == "metrics":
                 cells |= value
-            elif value is not None:
-                cells[name] = value
+            elif value is not None and name != "metric":
+                cells[names.get(name, name)] = value
         return cells
 
     @classmethod
     def from_columns(cls, cells: Mapping[str, Any]) -> "HistoryRow":
         """Make a row of the cells of `history.csv`. Columns that every row has must be there."""
-        own = cls.__dataclass_fields__.keys() - {"metrics"}
+        metric = find_metric(cells)
+        own = cls.columns_of(metric)
         present = {name: value for name, value in cells.items() if value is not None}
-        metrics = {name: value for name, value in present.items() if name not in {*own, "method"}}
-        return cls(**{name: present[name] for name in own & present.keys()}, metrics=metrics)
+        fields = {own[name]: value for name, value in present.items() if name in own}
+        rest = present.keys() - own.keys() - {"method"}
+        metrics = {name: value for name, value in present.items() if name in rest}
+        return cls(**fields, metrics=metrics, metric=metric)
+
+    @classmethod
+    def columns_of(cls, metric: Metric) -> dict[str, str]:
+        """Return the fields of a row by their columns in `history.csv`."""
+        fields = cls.__dataclass_fields__.keys() - {"metrics", "metric"}
+        return {metric.columns.get(name, name): name for name in fields}
 
 
 class WeightSummary(NamedTuple):
@@ -65,7 +99,7 @@ class Evaluation:
 
     row: HistoryRow
     client_scores: np.ndarray
-    """[client, (correct answers, summed loss, samples)] on the test samples."""
+    """[client, (summed score, summed loss, samples)] on the test samples."""
     weights: Sequence[WeightSummary] = ()
     variant: int = 0
     """The number of the method's variant, in a sweep."""

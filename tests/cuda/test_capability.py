@@ -9,6 +9,7 @@ from torch import nn
 from fedala import cuda
 from fedala.cuda.ala_learner import is_plain_head
 from fedala.lanes.layers import Cut
+from fedala.lanes.losses import CrossEntropy
 from fedala.lanes.weight_learning import Problem, Settings
 
 
@@ -53,7 +54,7 @@ def test_without_triton_no_gpu_has_kernels(gpus, monkeypatch):
 class TaskOnGpu:
     """The part of a task that decides between the learners."""
 
-    dtype, loss = torch.float32, staticmethod(nn.functional.cross_entropy)
+    dtype, loss = torch.float32, CrossEntropy()
     y = torch.zeros(4, dtype=torch.int64)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     layers = (("1.weight", "1.bias"), ("0.weight", "0.bias"))

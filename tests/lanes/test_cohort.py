@@ -131,7 +131,7 @@ def test_evaluation_in_lanes_is_each_clients_own(task, cohort, shared):
         model.load_state_dict({name: value[lane] for name, value in params.items()})
         rows = torch.as_tensor(task.parts["test"][client])
         output = model(task.x[rows])
-        assert score.correct[lane] == own.correct[0] == (output.argmax(1) == task.y[rows]).sum()
+        assert score.score[lane] == own.score[0] == (output.argmax(1) == task.y[rows]).sum()
         assert score.samples[lane] == own.samples[0] == len(rows)
         expected = nn.functional.cross_entropy(output, task.y[rows], reduction="sum").item()
         assert score.loss[lane].item() == pytest.approx(expected, rel=1e-5)
@@ -156,7 +156,7 @@ def test_a_shared_body_is_evaluated_once_and_right(task, cohort):
     plain = Cohort(cut_task, [0, 1, 2], [0, 0, 0]).evaluate(
         {n: v.clone() for n, v in params.items()}
     )
-    assert torch.equal(shared.correct, plain.correct)
+    assert torch.equal(shared.score, plain.score)
     assert torch.allclose(shared.loss, plain.loss, rtol=1e-5)
 
 

@@ -308,7 +308,7 @@ def write_measured(out, method, seconds, rounds=6):
     config = COLUMN.cell(method).config(rounds=2000, seeds=1)
     (folder / "config.toml").write_text(config.text(), encoding="utf-8")
     for round in range(rounds):
-        row = HistoryRow(0, round, accuracy=0.5, loss=1.0, accuracy_joined=0.5, seconds=seconds)
+        row = HistoryRow(0, round, score=0.5, loss=1.0, score_joined=0.5, seconds=seconds)
         RunFolder(folder).tables.add_history(method, row)
 
 
@@ -438,7 +438,7 @@ def test_the_progress_of_several_processes_is_merged():
     progress = CellProgress(
         Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5
     )
-    progress.row("a", HistoryRow(0, 2, accuracy=0.2, loss=1.0, accuracy_joined=0.5, seconds=1.0))
+    progress.row("a", HistoryRow(0, 2, score=0.2, loss=1.0, score_joined=0.5, seconds=1.0))
     for cell, how in (
         ("a", "stopped"),
         ("a", "not started"),
@@ -456,7 +456,7 @@ def test_the_progress_of_several_processes_is_merged():
 
 def test_the_progress_shows_the_accuracy_of_participants():
     progress = CellProgress(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
-    progress.row("a", HistoryRow(0, 2, accuracy=0.2, loss=1.0, accuracy_joined=0.5, seconds=1.0))
+    progress.row("a", HistoryRow(0, 2, score=0.2, loss=1.0, score_joined=0.5, seconds=1.0))
     [line] = [
         list(column.cells) for column in progress.table().columns if column.header == "accuracy"
     ]

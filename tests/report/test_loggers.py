@@ -15,7 +15,7 @@ from fedala.runs.folder import RunFolder
 
 
 def row(seed, round, accuracy):
-    return HistoryRow(seed, round, accuracy, loss=1.0, accuracy_joined=accuracy)
+    return HistoryRow(seed, round, accuracy, loss=1.0, score_joined=accuracy)
 
 
 def log_rounds(names, folder, rounds, **options):

@@ -94,7 +94,7 @@ def test_a_long_run_shows_some_rounds_with_both_ends(tmp_path):
     assert (rounds[0], rounds[-1]) == (0, 1500)
 
 
-LAST_ROW = HistoryRow(seed=0, round=6, accuracy=0.5, loss=1.0, accuracy_joined=0.5)
+LAST_ROW = HistoryRow(seed=0, round=6, score=0.5, loss=1.0, score_joined=0.5)
 
 
 def test_who_gains_and_who_loses(tmp_path):

@@ -65,7 +65,7 @@ def test_a_curve_is_the_mean_and_its_band_one_deviation():
 
 def test_every_client_and_method_is_a_point():
     values = {"a": np.array([0.5, np.nan, 0.75]), "b": np.array([1.0, 0.25, np.nan])}
-    [axes] = plots.draw_client_accuracies(values).axes
+    [axes] = plots.draw_client_scores(values).axes
     for label, own in values.items():
         [points] = [c for c in axes.collections if c.get_label() == label]
         found = np.ma.filled(points.get_offsets()[:, 1], np.nan)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from fedala.metrics import ACCURACY
 from fedala.records import HistoryRow
 from fedala.report import tables
 from fedala.report.progress import ProgressBars, format_duration
@@ -38,9 +39,9 @@ def summary(title, **accuracy):
 
 
 def test_accuracies_are_percent_with_the_deviation_of_several_runs():
-    assert tables.percent(figure(0.5)) == "50.00"
-    assert tables.percent(figure(0.5, 0.7)) == "60.00 ± 10.00"
-    assert tables.percent(None) == "–"
+    assert tables.format_spread(ACCURACY, figure(0.5)) == "50.00"
+    assert tables.format_spread(ACCURACY, figure(0.5, 0.7)) == "60.00 ± 10.00"
+    assert tables.format_spread(ACCURACY, None) == "–"
 
 
 def test_results_show_only_known_accuracies():

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def row(**values):
-    required = {"seed": 0, "round": 0, "accuracy": 0.5, "loss": 1.0, "accuracy_joined": 0.5}
+    required = {"seed": 0, "round": 0, "score": 0.5, "loss": 1.0, "score_joined": 0.5}
     return HistoryRow(**{**required, **values})
 
 
@@ -33,7 +33,7 @@ def test_the_config_is_kept(folder):
 
 
 def test_history_comes_back_as_numbers(folder):
-    folder.tables.add_history("fedavg", row(accuracy=np.float64(1 / 3), loss=float("nan")))
+    folder.tables.add_history("fedavg", row(score=np.float64(1 / 3), loss=float("nan")))
     folder.tables.add_history("fedavg", row(round=1, loss=-2.0, metrics={"train_loss": 0.25}))
     [(method, (first, second))] = folder.history().items()
     assert method == "fedavg"

@@ -19,7 +19,7 @@ def method_result(accuracies, validation=None):
     """One run with these accuracies, round by round."""
     validation = validation or [None] * len(accuracies)
     rows = [
-        HistoryRow(0, round, accuracy, 1.0, accuracy, accuracy_validation=picked)
+        HistoryRow(0, round, accuracy, 1.0, accuracy, score_validation=picked)
         for round, (accuracy, picked) in enumerate(zip(accuracies, validation, strict=True))
     ]
     return MethodResult("fedavg", "FedAvg", rows)
@@ -31,7 +31,7 @@ def test_a_round_without_a_number_is_never_the_best(accuracies):
     assert result.best.tolist() == [0.6]
     assert result.best_joined.tolist() == [0.6]
     assert result.best_accuracy == 0.6
-    assert best_row(result.history, "accuracy").round == accuracies.index(0.6)
+    assert best_row(result.history, "score").round == accuracies.index(0.6)
 
 
 @pytest.mark.parametrize("validation", list(permutations([NAN, 0.1, 0.2])))
@@ -48,7 +48,7 @@ def test_without_any_number_the_result_is_nan():
 
 
 def test_the_first_of_two_equal_rounds_is_the_best():
-    assert best_row(method_result([0.5, 0.6, 0.6]).history, "accuracy").round == 1
+    assert best_row(method_result([0.5, 0.6, 0.6]).history, "score").round == 1
 
 
 def test_a_summary_is_json_and_null_is_shown_as_a_dash(tmp_path):

@@ -174,7 +174,7 @@ def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
     simulation.step(1, train=True)
     score = Cohort(task, [joined[0]], [0]).evaluate(simulation.initial[0])
     assert simulation.absent_scores[0, joined[0], 0].tolist() == [
-        score.correct.item(),
+        score.score.item(),
         score.loss.item(),
         3,
     ]

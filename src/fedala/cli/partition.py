@@ -51,15 +51,15 @@ def partition(
     )
     if save:
         write_partition(federation, save)
-    counts = federation.counts()
+    counts, sizes = federation.counts(), federation.sizes()
+    names = federation.count_names if data.kind == "numbers" else data.class_names
     title = f"{config.dataset}, {config.partition}, {len(counts)} clients"
     if plot:
-        plots.save(plots.draw_split(counts, data.class_names, title), plot)
+        plots.save(plots.draw_split(counts, names, title), plot)
     tables.console().print(tables.clients(federation))
-    sizes = counts.sum(1)
     note = f" ({data.note})" if data.note else ""
     print(
-        f"{title}{note}: {sizes.sum():,} samples of {data.classes} classes, "
+        f"{title}{note}: {sizes.sum():,} samples of {data.targets}, "
         f"{sizes.min():,} to {sizes.max():,} per client"
     )
     for path in filter(None, (save, plot)):

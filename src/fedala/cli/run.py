@@ -118,8 +118,8 @@ def run(
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
     config = change_config(RunFolder.open(resume).config(), given)
-    for name, value in (("model", config.model), ("partition", config.partition)):
-        if value == "own":
+    for name in ("model", "loss", "partition"):
+        if getattr(config, name) == "own":
             raise UserError(
                 f"{resume} was made in Python with its own {name}: "
                 "resume it there with run(resume=…)."
@@ -142,7 +142,7 @@ def _description(checked: Plan) -> str:
     config, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
     return (
-        f"{config.dataset}{note}: {len(data.y):,} samples of {data.classes} classes, "
+        f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
         f"{config.partition} over {config.clients} clients; {config.model}, "
         f"rounds: {config.rounds}, runs of each method: {config.seeds}, on {checked.device.type}"
     )
@@ -187,8 +187,9 @@ def _show(result: Result) -> None:
         )
     if config.join_ratio < 1:
         clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
+        metric = next(iter(result.methods.values())).metric
         print(
-            f"With ρ = {config.join_ratio:g}, accuracy is that of {clients}, "
+            f"With ρ = {config.join_ratio:g}, {metric.title} is that of {clients}, "
             "unless the heading says otherwise."
         )
     if config.seeds > 1:

@@ -1,10 +1,10 @@
 """Learn ALA's weights of a last linear layer in one GPU kernel."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedala.cuda import has_kernels
+from fedala.lanes.losses import CrossEntropy
 from fedala.lanes.weight_learning import (
     WINDOW,
     Curves,
@@ -27,7 +27,7 @@ def is_plain_head(problem: Problem) -> bool:
         return False
     has_labels = isinstance(task.y, Tensor) and task.y.dtype == torch.int64 and task.y.dim() == 1
     is_linear = type(task.model.get_submodule(name)) is nn.Linear
-    return has_labels and is_linear and task.loss is F.cross_entropy and has_kernels(task.device)
+    return has_labels and is_linear and task.loss == CrossEntropy() and has_kernels(task.device)
 
 
 def learn_head(problem: Problem) -> Curves:

@@ -55,7 +55,7 @@ def read_npz(path: Path) -> RawData:
             for first, (member, _) in zip(np.cumsum([0, *sizes]), pairs, strict=False):
                 _unpack(archive, member, x[first : first + member.shape[0]], layout.arrange)
             labels = [_read_array(archive, member) for _, member in pairs]
-            y = np.concatenate([_convert_labels(part, path) for part in labels])
+            y = np.concatenate([_convert_targets(part, path) for part in labels])
     except (UserError, MemoryError):
         raise
     except Exception as error:  # a damaged archive can raise almost any kind of error
@@ -139,15 +139,21 @@ def _check_headers(pairs: list[tuple[Member, Member]], path: Path) -> Layout:
                 f"{path} has x of shape {x.shape} but y of shape {y.shape}; "
                 "they must have the same length."
             )
-        _check_labels(y.shape, y.dtype, path)
+        _check_targets(y.shape, y.dtype, path)
+    if len({(y.dtype.kind == "f", y.shape[1:]) for _, y in pairs if not _are_labels(y)}) > 1:
+        raise UserError(
+            f"{path}: its train and test parts differ in the shape or type of a target; "
+            "they must agree."
+        )
     return _choose_layout(pairs[0][0].shape, pairs[0][0].dtype, path)
 
 
 def _needed_memory(shape: tuple[int, ...], layout: Layout, members: list[Member]) -> int:
     """Return the bytes for the samples, the labels, and the piece that is being unpacked."""
+    targets = sum(math.prod(member.shape) for member in members[1::2])
     whole = max((member.size for member in members if member.fortran), default=0)
     row = max(member.size // max(1, member.shape[0]) for member in members if member.shape)
-    return math.prod(shape) * layout.dtype.itemsize + 16 * shape[0] + 2 * max(_CHUNK, row, whole)
+    return math.prod(shape) * layout.dtype.itemsize + 16 * targets + 2 * max(_CHUNK, row, whole)
 
 
 def _read_array(archive: zipfile.ZipFile, member: Member) -> Array:
@@ -196,17 +202,29 @@ def _choose_layout(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -
     return Layout(shape[1:], dtype, lambda block: block)
 
 
-def _check_labels(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -> None:
-    if not (len(shape) == 1 or (len(shape) == 2 and shape[1] == 1)) or dtype.kind not in "biu":
+def _are_labels(y: Member | Array) -> bool:
+    """Tell whether targets are one whole number for each sample."""
+    is_column = len(y.shape) == 1 or (len(y.shape) == 2 and y.shape[1] == 1)
+    return is_column and y.dtype.kind in "biu"
+
+
+def _check_targets(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -> None:
+    if len(shape) not in (1, 2) or dtype.kind not in "biuf":
         raise UserError(
-            f"{path}: y is {dtype} of shape {shape}; "
-            "labels must be whole numbers, one for each sample."
+            f"{path}: y is {dtype} of shape {shape}; it must be a whole number for each sample "
+            "(its class), a row of zeros and ones (its labels), or one or several floats."
         )
 
 
-def _convert_labels(y: Array, path: Path) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Return labels, or a column of labels, as int64 N."""
-    _check_labels(y.shape, y.dtype, path)
+def _convert_targets(y: Array, path: Path) -> Array:
+    """Return labels, or a column of labels, as int64 N; other targets as they are.
+
+    `Dataset` refuses those that it cannot use, such as values that float32 cannot hold.
+    """
+    _check_targets(y.shape, y.dtype, path)
+    if not _are_labels(y):
+        with np.errstate(over="ignore", invalid="ignore"):
+            return y.astype(np.float32 if y.dtype.kind == "f" else np.int64)
     if y.size and int(y.max()) >= 2**63:
         raise UserError(
             f"{path}: y holds {y.max()}; labels must be whole numbers of at most 63 bits."

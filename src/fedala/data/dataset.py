@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,24 +14,49 @@ from fedala.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples and their labels. Its constructor checks them, so a `Dataset` is always sound.
+    """Samples and their targets. Its constructor checks them, so a `Dataset` is always sound.
 
     `x` holds uint8 images N×C×H×W (normalised later, batch by batch), int32 texts N×200, or
-    float32 samples of any other shape.
+    float32 samples of any other shape. `y` holds int64 labels N, or float32 targets: a matrix of
+    zeros and ones N×L for L labels, or numbers N or N×k.
     """
 
     name: str
     x: torch.Tensor
-    y: torch.Tensor  # int64 N, labels 0..classes-1
-    classes: int
+    y: torch.Tensor  # labels 0..classes-1, or float targets
+    classes: int  # the number of labels L, or of a sample's targets, if these are floats
     class_names: tuple[str, ...] = ()
     vocabulary: int | None = None  # texts: rows of the embedding; index 0 = unknown = padding
     note: str = ""  # shown to users, for example "partial: …"
 
     def __post_init__(self) -> None:
+        is_matrix = self.y.ndim == 2 and not self.y.is_complex()
+        if is_matrix or (self.y.is_floating_point() and self.y.dtype != torch.float32):
+            object.__setattr__(self, "y", self._convert_targets())
         self._check_form()
         self._check_values()
-        self._check_labels()
+        if self.y.is_floating_point():
+            self._check_targets()
+        else:
+            self._check_labels()
+
+    @cached_property
+    def kind(self) -> str:
+        """What the targets are: `classes`, `labels` (zeros and ones), or `numbers`."""
+        if not self.y.is_floating_point():
+            return "classes"
+        return "labels" if self.y.ndim == 2 and self.is_binary else "numbers"
+
+    @cached_property
+    def is_binary(self) -> bool:
+        """Tell whether the targets are floats, all of them 0 or 1."""
+        return self.y.is_floating_point() and bool(((self.y == 0) | (self.y == 1)).all())
+
+    @property
+    def targets(self) -> str:
+        """The number and kind of the targets, in words."""
+        noun = {"classes": "classes", "labels": "labels", "numbers": "float targets"}[self.kind]
+        return f"{self.classes} {noun[:-1] if self.classes == 1 else noun}"
 
     def _check_form(self) -> None:
         x, y, name = self.x, self.y, self.name
@@ -44,10 +70,12 @@ class Dataset:
         is_image = x.dtype == torch.uint8 and x.ndim == 4
         is_other = x.dtype == torch.float32 and x.ndim > 1
         has_labels = y.dtype == torch.int64 and y.ndim == 1
-        if not (is_image or self._is_text or is_other) or not has_labels:
+        has_targets = y.dtype == torch.float32 and y.ndim in (1, 2)
+        if not (is_image or self._is_text or is_other) or not (has_labels or has_targets):
             raise UserError(
                 f"{name} must hold uint8 images N×C×H×W, int32 texts N×{LENGTH} or float32 N×…, "
-                f"and int64 labels; it holds {x.dtype} of shape {tuple(x.shape)} "
+                "and int64 labels N or float32 targets N or N×k; "
+                f"it holds {x.dtype} of shape {tuple(x.shape)} "
                 f"and {y.dtype} of shape {tuple(y.shape)}."
             )
         if x[0].numel() == 0:
@@ -74,6 +102,34 @@ class Dataset:
                 f"{name} holds token ids outside its vocabulary, which is {self.vocabulary}."
             )
 
+    def _convert_targets(self) -> torch.Tensor:
+        """Return targets as float32. Whole numbers in a matrix must be zeros and ones."""
+        y = self.y
+        if not y.is_floating_point() and y.numel() and not bool(((y == 0) | (y == 1)).all()):
+            raise UserError(
+                f"{self.name} holds a matrix of whole numbers as labels; for several labels of a "
+                "sample, these must be zeros and ones, and for numbers to predict, floats."
+            )
+        return y.to(torch.float32)
+
+    def _check_targets(self) -> None:
+        name, outputs = self.name, self.y.shape[1] if self.y.ndim == 2 else 1
+        if not bool(torch.isfinite(self.y).all()):
+            raise UserError(
+                f"{name} holds targets that are NaN or infinite (beyond float32); "
+                "every target must be a finite number."
+            )
+        if outputs != self.classes or outputs == 0:
+            raise UserError(
+                f"{name} holds targets of shape {tuple(self.y.shape)}, so classes, the number of "
+                f"a sample's targets, must be {outputs} and at least 1, not {self.classes}."
+            )
+        if self.class_names and len(self.class_names) != outputs:
+            raise UserError(
+                f"{name} holds {outputs} targets and {len(self.class_names)} names of them; "
+                "give one name for each, or none."
+            )
+
     def _check_labels(self) -> None:
         name, low, high = self.name, int(self.y.min()), int(self.y.max())
         if low < 0 or high >= self.classes:
@@ -92,7 +148,7 @@ class RawData(NamedTuple):
 
     where: str
     x: "torch.Tensor | list[str]"
-    y: "np.ndarray[Any, np.dtype[np.int64]]"
+    y: "np.ndarray[Any, Any]"
     class_names: tuple[str, ...] = ()
 
 

@@ -32,12 +32,29 @@ class Federation:
     def counts(self, *parts: str) -> Indices:
         """Count the samples of each class that a client holds, in all `PARTS` or in some of them.
 
-        Returns an array of clients × classes.
+        Returns an array of clients × classes, or × labels. If the targets are numbers, there is one
+        column for all samples.
         """
-        labels, classes = self.dataset.y.numpy(), self.dataset.classes
+        data, targets = self.dataset, self.dataset.y.numpy()
         by_part = (getattr(self, part) for part in parts or PARTS)
         rows = [np.concatenate(own) for own in zip(*by_part, strict=True)]
-        return np.stack([np.bincount(labels[row], minlength=classes) for row in rows])
+        if data.kind == "numbers":
+            return np.array([[len(row)] for row in rows])
+        if data.kind == "labels":
+            return np.stack([targets[row].sum(0, dtype=np.int64) for row in rows])
+        return np.stack([np.bincount(targets[row], minlength=data.classes) for row in rows])
+
+    def sizes(self) -> Indices:
+        """Count the samples that each client holds."""
+        parts = zip(self.train, self.validation, self.test, strict=True)
+        return np.array([sum(map(len, own)) for own in parts])
+
+    @property
+    def count_names(self) -> tuple[str, ...]:
+        """The names of the columns of `counts`."""
+        if self.dataset.kind == "numbers":
+            return ("all samples",)
+        return self.dataset.class_names or tuple(map(str, range(self.dataset.classes)))
 
     def digest(self) -> str:
         """Return a digest of the samples, their labels, and which client has which."""
@@ -75,7 +92,14 @@ def federate(
         splits = _read_partition(Path(partition), dataset, clients, seed)
     else:
         count = 20 if clients is None else clients
-        shares = partitioner(partition)(dataset.y.numpy(), clients=count, seed=seed)
+        divide = partitioner(partition)
+        if dataset.kind != "classes" and partition != "iid":
+            raise UserError(
+                f"The partition {partition} divides samples by their class, and {dataset.name} has "
+                f"{dataset.targets}: use iid, a partition file, or a Federation of your own."
+            )
+        labels = dataset.y.numpy() if dataset.kind == "classes" else np.zeros(len(dataset.y))
+        shares = divide(labels, clients=count, seed=seed)
         splits = [_split(share, seed, client) for client, share in enumerate(shares)]
     has_validation = any(len(split["validation"]) for split in splits)
     if not has_validation:  # a file's own validation samples stay as they are
@@ -132,7 +156,8 @@ def write_partition(federation: Federation, path: Path | str) -> None:
 
 
 def _checksum(dataset: Dataset) -> str:
-    return hashlib.sha256(dataset.y.numpy().astype("<i8").tobytes()).hexdigest()
+    kind = "<i8" if dataset.kind == "classes" else "<f4"
+    return hashlib.sha256(dataset.y.numpy().astype(kind).tobytes()).hexdigest()
 
 
 def _read_partition(

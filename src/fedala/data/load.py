@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,7 +142,7 @@ def _build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -
     x, vocabulary = (raw.x, None) if isinstance(raw.x, torch.Tensor) else encode_texts(raw.x)
     names, note = raw.class_names, ""
     if known is None:
-        classes = len(names) or _count_classes(name, raw.y)
+        classes = len(names) or _count_targets(name, raw.y)
     else:
         classes = known.classes
         if names and len(names) != classes:
@@ -164,8 +165,13 @@ def _build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -
     return Dataset(name, x, torch.from_numpy(raw.y), classes, names, vocabulary, note)
 
 
-def _count_classes(name: str, y: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> int:
-    """Count the classes by their labels. None may be missing: a typo would become a class."""
+def _count_targets(name: str, y: "np.ndarray[Any, Any]") -> int:
+    """Count the classes by their labels. None may be missing: a typo would become a class.
+
+    If the targets are not classes, count those of a sample.
+    """
+    if y.ndim == 2 or y.dtype.kind == "f":
+        return y.shape[1] if y.ndim == 2 else 1
     values = np.unique(y)
     if len(values) and (values[0] < 0 or values[-1] != len(values) - 1):
         raise UserError(

@@ -68,7 +68,7 @@ class CustomApp:
     shape: tuple[int, ...]
     """The shape of one sample, as the model gets it."""
     classes: int
-    """The number of classes over all nodes."""
+    """The number of classes over all nodes, or of a sample's labels or float targets."""
 
 
 def read_run_config(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
@@ -126,8 +126,7 @@ def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:
             raise UserError(
                 "The run config must say how many clients there are, as in clients = 10."
             )
-        images = torch.zeros(2, *custom.shape)
-        samples = Dataset("own", images, torch.tensor([0, 1]), custom.classes)
+        samples = _make_up_samples(config, custom)
         clients = config.clients
     else:
         folder = Path(config.data_dir) if config.data_dir else None
@@ -140,6 +139,31 @@ def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:
     return replace(Experiment.build(config, empty, custom), validates=validates)
 
 
+def _make_up_samples(config: Config, custom: CustomApp) -> Dataset:
+    """Make two samples in place of the nodes' own, which the server does not have."""
+    if config.class_weights == "balanced":
+        raise UserError(
+            "class_weights = balanced counts the samples of all clients, and here nobody has them: "
+            "give a number for each class, separated by commas."
+        )
+    targets = torch.tensor([0, 1])
+    if config.loss == "multilabel":
+        targets = targets.float().unsqueeze(1).expand(2, custom.classes)
+    elif config.loss not in (None, "cross_entropy"):
+        targets = torch.full((2, custom.classes), 0.5)
+    return Dataset("own", torch.zeros(2, *custom.shape), targets, custom.classes)
+
+
+def _read_own_samples(config: Config, custom: CustomApp, context: Context) -> Dataset:
+    data = custom.data(context)
+    if config.loss is None and data.kind != "classes":
+        raise UserError(
+            f"The samples of this node have {data.targets}: name the loss in the run config, such "
+            'as loss = "mse", so that the server knows it too.'
+        )
+    return data
+
+
 def prepare_client(context: Context, custom: CustomApp | None) -> tuple[Experiment, int]:
     """Prepare a node's client with its samples; return the client's number, too."""
     config, _ = read_run_config(context.run_config)
@@ -150,7 +174,8 @@ def prepare_client(context: Context, custom: CustomApp | None) -> tuple[Experime
             "start it with --node-config 'partition-id=0'."
         )
     if custom:
-        alone = federate(custom.data(context), "iid", 1, config.partition_seed, config.validation)
+        data = _read_own_samples(config, custom, context)
+        alone = federate(data, "iid", 1, config.partition_seed, config.validation)
         others = (np.arange(0),) * number  # the samples of other clients are on other machines
         parts = [others + part for part in (alone.train, alone.test, alone.validation)]
         return Experiment.build(config, Federation(alone.dataset, *parts), custom), number

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedala.ala import ALA, RECEIVED_FAULT, find_not_finite
 from fedala.errors import UserError, printable
 from fedala.flower.client_store import ClientStore, choose_state_dir, name_client
-from fedala.lanes.task import Loss
+from fedala.lanes.losses import LossFunction
 
 log = getLogger("flwr")
 
@@ -24,7 +24,7 @@ EMPTY_TENSOR_KEY = "_empty"
 #: The received model, in error messages.
 RECEIVED = "the model that the server sent"
 
-Setup = Callable[[Context], tuple[nn.Module, Any] | tuple[nn.Module, Any, Loss]]
+Setup = Callable[[Context], tuple[nn.Module, Any] | tuple[nn.Module, Any, LossFunction]]
 """Returns the app's model, the client's training data, and its loss unless it is cross-entropy."""
 
 

@@ -14,6 +14,7 @@ from fedala.flower.arrays import check_distance, unpack_message
 from fedala.flower.messages import MAX_LOSS, Reply
 from fedala.lanes import Message
 from fedala.lanes.trees import take
+from fedala.metrics import ACCURACY, Metric
 from fedala.simulation.client_round import CohortResult, RoundRequest
 
 
@@ -31,6 +32,7 @@ def check_reply(
     parts: Sequence[str],
     sizes: Mapping[str, int],
     max_norm: float,
+    metric: Metric = ACCURACY,
 ) -> CohortResult:
     """Check a reply, and return it as the result of a cohort of this one client.
 
@@ -45,9 +47,9 @@ def check_reply(
         {n: torch.tensor([value], dtype=torch.float64) for n, value in reply.notes.items()},
         upload=take(template, slice(0)),
         is_finite=torch.tensor([reply.is_finite]) if request.train else None,
-        scores=_check_scores(reply.scores, request.evaluate, parts, "scores"),
+        scores=_check_scores(reply.scores, request.evaluate, parts, "scores", metric),
         scores_after_training=_check_scores(
-            reply.trained_scores, tests_trained, parts, "scores after training"
+            reply.trained_scores, tests_trained, parts, "scores after training", metric
         ),
     )
     _check_sizes(reply, result, parts, sizes)
@@ -76,22 +78,31 @@ def _check_sizes(
 
 
 def _check_scores(
-    values: list[float], is_requested: bool, parts: Sequence[str], name: str
+    values: list[float], is_requested: bool, parts: Sequence[str], name: str, metric: Metric
 ) -> list[Tensor]:
-    """Return scores as [lane, (correct, loss, samples)] for each part.
+    """Return scores as [lane, (summed score, summed loss, samples)] for each part.
 
-    Correct answers are a whole number, at most the number of samples. A loss may be infinite or
-    NaN: an honest client's model may have become too large.
+    Correct answers are a whole number, at most the number of samples. A loss or an error may be
+    infinite or NaN: an honest client's model may have become too large.
     """
     expected = 3 * len(parts) if is_requested else 0
     if len(values) != expected:
         raise UserError(f"its {name} are {len(values)} numbers, but should be {expected}")
     table = torch.tensor(values, dtype=torch.float64).view(-1, 1, 3)
-    for correct, loss, samples in table[:, 0].tolist():
-        is_count = correct.is_integer() and samples.is_integer() and 0 <= correct <= samples
-        if not is_count or loss < 0 or MAX_LOSS < loss < math.inf:
+    for score, loss, samples in table[:, 0].tolist():
+        is_possible = samples.is_integer() and samples >= 0 and _is_possible_sum(loss)
+        if metric.is_share:
+            is_possible &= 0 <= score <= samples and (metric != ACCURACY or score.is_integer())
+        else:
+            is_possible &= _is_possible_sum(score)
+        if not is_possible:
+            what = "correct" if metric == ACCURACY else metric.title
             raise UserError(
-                f"its {name} are not possible: {correct:g} of {samples:g} correct, "
-                f"a loss of {loss:g}"
+                f"its {name} are not possible: {score:g} of {samples:g} {what}, a loss of {loss:g}"
             )
     return list(table)
+
+
+def _is_possible_sum(value: float) -> bool:
+    """Tell whether a sum of losses or errors is not negative, and not absurdly large."""
+    return not (value < 0 or MAX_LOSS < value < math.inf)

@@ -59,8 +59,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], custom: CustomApp | None = 
 
     def log_row(method: str, row: HistoryRow) -> None:
         log.info(
-            "Round %d of %d: accuracy %.4f, loss %.4f",
-            row.round, config.rounds, row.accuracy, row.loss,
+            "Round %d of %d: %s %.4f, loss %.4f",
+            row.round, config.rounds, row.metric.title, row.score, row.loss,
         )  # fmt: skip
 
     out = Path(deployment.out).absolute() / deployment.experiment
@@ -77,9 +77,10 @@ def serve(grid: Grid, run_config: Mapping[str, Any], custom: CustomApp | None = 
         ),
         simulate=simulate,
     )
+    last = result.history[-1]
     log.info(
-        "Finished: accuracy %.4f after the last round, %.4f in the best.",
-        result.history[-1].accuracy, result.best_accuracy,
+        "Finished: %s %.4f after the last round, %.4f in the best.",
+        last.metric.title, last.score, result.best_score,
     )  # fmt: skip
     return result
 

@@ -179,6 +179,7 @@ class FlowerTransport(Transport):
                 template=self.template,
                 parts=self.setup.parts,
                 sizes=self.nodes.sizes[client],
+                metric=self.setup.task.loss.metric,
                 max_norm=self.deployment.max_norm,
             )
         except OtherSamples:

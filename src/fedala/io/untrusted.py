@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
+from fedala.metrics import SHARES
 
 #: Compressed data may always unpack to this many bytes, and beyond that to `MAX_EXPANSION` times
 #: its own size. Real samples stay far below that.
@@ -125,7 +126,7 @@ def check_accuracies(row: Mapping[str, Any], *, allow_nan: bool = True) -> None:
     NaN is the accuracy of clients without test samples.
     """
     for column, value in row.items():
-        if column.startswith("accuracy") and isinstance(value, int | float):
+        if column.startswith(SHARES) and isinstance(value, int | float):
             is_outside = value < 0 or value > 1
             if is_outside or (value != value and not allow_nan):
                 raise ValueError(f"{column} is {value}, which is not from 0 to 1")

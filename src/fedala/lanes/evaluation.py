@@ -10,7 +10,7 @@ from torch import Tensor
 from fedala.errors import UserError, first_line
 from fedala.lanes.features import Sharing, compute_features, select_rows
 from fedala.lanes.samples import Samples, to_device
-from fedala.lanes.task import Task, check_scores
+from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, take, tree_map
 
 #: Samples per batch for a model whose outputs depend on their batch.
@@ -18,9 +18,9 @@ MIXED_BATCH = 512
 
 
 class Score(NamedTuple):
-    """Per lane: correct answers, summed loss, samples."""
+    """Per lane: summed score (correct answers), summed loss, samples."""
 
-    correct: Tensor
+    score: Tensor
     loss: Tensor
     samples: Tensor
 
@@ -36,8 +36,8 @@ def score_lanes(
     order, samples = _order_samples(task, rows, key)
     with task.use_mode(training=False):
         score = _score_each_alone if task.mixes_samples else _score_together
-        correct, loss = score(task, params, order, samples, sharing)
-    found = Score(correct, loss, samples.counts)
+        scores, loss = score(task, params, order, samples, sharing)
+    found = Score(scores, loss, samples.counts)
     if order == list(range(len(order))):
         return found
     back = to_device(task.device, sorted(range(len(order)), key=order.__getitem__))
@@ -60,7 +60,7 @@ def _order_samples(task: Task, rows: Sequence[np.ndarray], key: Any) -> tuple[li
 def _score_together(
     task: Task, params: Params, order: list[int], samples: Samples, sharing: Sharing
 ) -> Tensor:
-    """Return correct answers and losses, [2, lane], of all lanes side by side.
+    """Return scores and losses, [2, lane], of all lanes side by side.
 
     No output depends on its neighbours, so shorter lanes are padded. Padding is not counted.
     """
@@ -81,12 +81,12 @@ def _score_together(
         x = select_rows(task, table, where[active, columns])
         y = task.targets(samples.matrix[active, columns])
         output = task.per_lane(cut.upper, take(state, active), x) if cut.p else x
-        check_scores(output, y.dim() + 1)
         column = torch.arange(columns.start, columns.stop, device=task.device)
         real = column < samples.counts[active, None]
         ends = [min(length - start, y.shape[1]) for length in samples.lengths[active]]
-        figures[0, active] += ((output.argmax(-1) == y) & real).sum(1)
-        figures[1, active] += task.summed_losses(output, y, real, ends)
+        scores, losses = task.summed_scores(output, y, real, ends)
+        figures[0, active] += scores
+        figures[1, active] += losses
     return figures
 
 
@@ -102,10 +102,10 @@ def _score_each_alone(
             if rows.shape[1]:
                 y = task.targets(rows)
                 output = _run_mixed(task, state, rows)
-                check_scores(output, y.dim() + 1)
                 real = torch.ones_like(rows, dtype=torch.bool)
-                figures[0, position] += (output.argmax(-1) == y).sum()
-                figures[1, position] += task.summed_losses(output, y, real, [rows.shape[1]])[0]
+                scores, losses = task.summed_scores(output, y, real, [rows.shape[1]])
+                figures[0, position] += scores[0]
+                figures[1, position] += losses[0]
     return figures
 
 

@@ -23,6 +23,7 @@ from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
 from fedala.lanes.foreign_model import Trial
 from fedala.lanes.layers import Cut, Layered, call, layers_of
+from fedala.lanes.losses import Loss, LossFunction, as_loss
 from fedala.lanes.normalization import Normalization
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
@@ -30,7 +31,6 @@ from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
 from fedala.lanes.samples import Samples, TrainingLength
 from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
 
-Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[..., Tensor]
 """Of one lane: (state, x, y, …) to a number."""
 
@@ -58,7 +58,7 @@ class Task:
         test: Sequence[np.ndarray] = (),
         validation: Sequence[np.ndarray] = (),
         *,
-        loss: Loss = F.cross_entropy,
+        loss: LossFunction | Loss = F.cross_entropy,
         batch_size: int = 10,
         lr: float = 0.005,
         optimizer: Optimizer | None = None,
@@ -98,7 +98,8 @@ class Task:
             self._black = self._convert(self._place(black))
         self.y = tree_map(lambda t: t.to(self.device), y)
         self.parts = {"train": train, "test": test, "validation": validation}
-        self.loss = loss
+        self.loss = as_loss(loss, y)
+        self.loss.place_on(self.device, self.dtype)
         sample_numbers = sum(leaf[:1].numel() for _, leaf in leaves(self.x))
         #: Samples that run at once without gradients.
         self.chunk = self.backend.chunk_size(sample_numbers)
@@ -319,24 +320,17 @@ class Task:
 
         def loss(state: Params, x: Any, y: Any) -> Tensor:
             output = cut.upper(state, x) if cut else self.run_model(state, x)
-            if self.loss is F.cross_entropy:
-                check_scores(output)
             return self.loss(output, y)
 
         result: Tensor = self.per_lane(loss, params, x, y)
         return result
 
-    def summed_losses(self, output: Tensor, y: Tensor, real: Tensor, ends: Sequence[int]) -> Tensor:
-        """Return each lane's summed loss over its first `ends[lane]` samples, [lane].
-
-        `real`, [lane, sample], marks these samples.
-        """
+    def summed_scores(
+        self, output: Any, y: Any, real: Tensor, ends: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return each lane's summed score and summed loss, as `Loss.score` does."""
         with self.autocast():  # losses of bf16 outputs are float32, as in training
-            if self.loss is F.cross_entropy:
-                each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none")
-                return torch.where(real, each.view(y.shape), 0).sum(1)
-            sums = [self.loss(output[i, :end], y[i, :end]) * end for i, end in enumerate(ends)]
-            return torch.stack(sums)
+            return self.loss.score(output, y, real, ends)
 
     def gradients(
         self,
@@ -377,18 +371,6 @@ class Task:
             if isinstance(whole, Tensor):
                 whole.select(1, row).zero_()
         return losses.detach(), gradients
-
-
-def check_scores(output: Any, dimensions: int | None = None) -> None:
-    """Refuse a model whose output is not class scores: a tensor, of so many dimensions."""
-    shape = tuple(output.shape) if isinstance(output, Tensor) else None
-    if shape is None or (dimensions is not None and len(shape) != dimensions):
-        what = f"a {type(output).__name__}"
-        if shape is not None:
-            what = f"a tensor of {len(shape)} dimensions per lane"
-        raise UserError(
-            f"The model must return a tensor of scores [sample, class], and it returns {what}."
-        )
 
 
 def list_few(names: Sequence[str]) -> str:

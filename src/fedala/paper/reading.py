@@ -141,7 +141,7 @@ def _read_seeds(folder: Path, facts: dict[str, Any], notes: list[str]) -> Iterat
 
 def _summarize(config: Config, rows: list[HistoryRow]) -> dict[str, Any]:
     """Return the columns of a result that config and history give."""
-    best, joined = (best_row(rows, column) or rows[0] for column in ("accuracy", "accuracy_joined"))
+    best, joined = (best_row(rows, column) or rows[0] for column in ("score", "score_joined"))
     seconds = [row.seconds for row in rows]
     return {
         "method": config.method,

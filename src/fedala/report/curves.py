@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedala.metrics import METRICS
 from fedala.report.arrays import Array, to_array
 from fedala.runs.results import MethodResult
 
 #: Columns of the history, as charts name them.
 TITLES = {
-    "accuracy": "test accuracy",
-    "accuracy_joined": "test accuracy of the participants",
-    "accuracy_validation": "validation accuracy",
+    **{metric.name: f"test {metric.title}" for metric in METRICS},
+    **{f"{metric.name}_joined": f"test {metric.title} of the participants" for metric in METRICS},
+    **{f"{metric.name}_validation": f"validation {metric.title}" for metric in METRICS},
     "loss": "test loss",
     "train_loss": "training loss",
     "ala_weight": "mean of W",
@@ -56,17 +57,18 @@ def sum_seconds(result: MethodResult) -> Array:
 def find_target_rounds(
     result: MethodResult, targets: Sequence[float]
 ) -> list[tuple[list[int | None], list[float | None]]]:
-    """Find when each seed first has at least the target accuracy, for each of the targets.
+    """Find when each seed's score is first as good as the target, for each of the targets.
 
     Return the round of each seed and the seconds until then; None if it never gets there.
     """
-    rounds, values = collect_curves(result, "accuracy")
+    rounds, values = collect_curves(result, result.metric.name)
     seconds = sum_seconds(result)
+    sign = 1 if result.metric.higher_is_better else -1
     # The best so far only grows, so a binary search finds the first round that reaches a target.
-    best = np.fmax.accumulate(np.nan_to_num(values, nan=-np.inf), axis=1)
+    best = np.fmax.accumulate(np.nan_to_num(sign * values, nan=-np.inf), axis=1)
     answers: list[tuple[list[int | None], list[float | None]]] = []
     for target in targets:
-        first = [int(np.searchsorted(run, target)) for run in best]
+        first = [int(np.searchsorted(run, sign * target)) for run in best]
         indices = [index if index < len(rounds) else None for index in first]
         answers.append(
             (

@@ -80,7 +80,7 @@ class MLflow:
         runs = self.client.search_runs([experiment_id], f"tags.fedala = '{identity}'")
         if runs:
             self.run = runs[0].info.run_id
-            history = self.client.get_metric_history(self.run, "accuracy")
+            history = self.client.get_metric_history(self.run, "loss")
             self.last = max((metric.step for metric in history), default=-1)
         else:
             name = f"{folder.resolve().name}, {method}, seed {seed}"

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fedala.errors import UserError, import_optional
+from fedala.metrics import ACCURACY, Metric
 from fedala.report.arrays import Array, mean_std
 from fedala.report.curves import TITLES, collect_curves
 from fedala.report.runs import Run, distinct_splits
-from fedala.report.series import list_series
+from fedala.report.series import Series, list_metrics, list_series
 from fedala.runs.folder import nearest_existing_parent
 
 if TYPE_CHECKING:
@@ -152,22 +153,22 @@ def draw_curves(curves: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) 
     return figure
 
 
-def draw_client_accuracies(values: Mapping[str, Array]) -> "Figure":
-    """Draw every client's accuracy by label, client by client."""
+def draw_client_scores(values: Mapping[str, Array], metric: Metric = ACCURACY) -> "Figure":
+    """Draw every client's score by label, client by client."""
     clients = max(len(own) for own in values.values())
     figure = new_figure(float(np.clip(0.32 * clients, 6, 14)), 3.4)
     axes = figure.add_subplot()
-    percent = np.full((len(values), clients), np.nan)
+    scores = np.full((len(values), clients), np.nan)
     for i, own in enumerate(values.values()):
-        percent[i, : len(own)] = 100 * own
-    known = np.flatnonzero(np.isfinite(percent).any(0))
-    low, high = np.nanmin(percent[:, known], 0), np.nanmax(percent[:, known], 0)
+        scores[i, : len(own)] = metric.scale * own
+    known = np.flatnonzero(np.isfinite(scores).any(0))
+    low, high = np.nanmin(scores[:, known], 0), np.nanmax(scores[:, known], 0)
     axes.vlines(known, low, high, color="#d5d9de", linewidth=1.5, zorder=1)
     for i, label in enumerate(values):
         offset = (i - (len(values) - 1) / 2) * min(0.16, 0.8 / len(values))
         style: dict[str, Any] = {"color": _COLOURS[i % 8], "zorder": 2, "linewidths": 0}
-        axes.scatter(np.arange(clients) + offset, percent[i], s=18, label=label, **style)
-    axes.set(xlabel="client", ylabel="test accuracy, %")
+        axes.scatter(np.arange(clients) + offset, scores[i], s=18, label=label, **style)
+    axes.set(xlabel="client", ylabel=f"test {metric.title}{_unit(metric)}")
     axes.set_xticks(range(0, clients, _step(clients)))
     style_axes(axes)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -227,16 +228,17 @@ def draw_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
     """Draw what the page of these runs shows, as figures by file name."""
     series = list_series(runs)
     figures = {}
-    for column, scale, unit in (("accuracy", 100, ", %"), ("loss", 1, "")):
-        curves = {}
-        for one in series:
-            rounds, values = collect_curves(one.result, column)
-            curves[one.label] = rounds, scale * values
-        figures[column] = draw_curves(curves, TITLES[column] + unit)
-    accuracies = {one.label: one.client_accuracies for one in series}
-    accuracies = {label: own for label, own in accuracies.items() if len(own)}
-    if accuracies:
-        figures["clients"] = draw_client_accuracies(accuracies)
+    metrics = list_metrics(series)
+    for metric in metrics:
+        own = [one for one in series if one.metric == metric]
+        figures[metric.name] = _draw_column(own, metric.name, metric.scale, _unit(metric))
+    figures["loss"] = _draw_column(series, "loss")
+    for metric in metrics:
+        scores = {one.label: one.client_scores for one in series if one.metric == metric}
+        scores = {label: values for label, values in scores.items() if len(values)}
+        if scores:
+            name = "clients" if len(metrics) == 1 else f"clients-{metric.name}"
+            figures[name] = draw_client_scores(scores, metric)
     splits = distinct_splits(runs)
     for run in splits:
         counts, _, names = run.count_samples()
@@ -247,6 +249,19 @@ def draw_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
             for name, figure in _draw_weights(*one.weights).items():
                 figures[_make_file_name(f"weights-{name}", one.label)] = figure
     return figures
+
+
+def _draw_column(series: Sequence[Series], column: str, scale: int = 1, unit: str = "") -> "Figure":
+    """Draw a column of the history for each method."""
+    curves = {}
+    for one in series:
+        rounds, values = collect_curves(one.result, column)
+        curves[one.label] = rounds, scale * values
+    return draw_curves(curves, TITLES[column] + unit)
+
+
+def _unit(metric: Metric) -> str:
+    return ", %" if metric.is_share else ""
 
 
 def _draw_weights(array: Array, keys: list[list[Any]]) -> dict[str, "Figure"]:

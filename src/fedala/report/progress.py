@@ -6,8 +6,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fedala.metrics import ACCURACY
 from fedala.records import Fault, HistoryRow
-from fedala.runs.plan import Group, Plan
+from fedala.runs.members import Group
+from fedala.runs.plan import Plan
 
 
 class ProgressBars(Progress):
@@ -33,8 +35,9 @@ class ProgressBars(Progress):
         self.group = -1
         self.first_round = 0  # of the group, in this process
         self.diverged: set[tuple[int, int]] = set()
-        self.accuracies: dict[str, dict[int, float]] = {}  # by label and seed
+        self.scores: dict[str, dict[int, float]] = {}  # by label and seed
         self.best: dict[str, dict[int, float]] = {}
+        self.metric = ACCURACY
         self.start_time = self.row_time = self.print_time = time.monotonic()
 
     def row(self, method: str, row: HistoryRow) -> None:
@@ -46,12 +49,12 @@ class ProgressBars(Progress):
         if group != self.group:
             # A group's first row comes after its first round: it began at the last row of the
             # group before it.
-            self.group, self.start_time, self.accuracies, self.best = group, self.row_time, {}, {}
+            self.group, self.start_time, self.scores, self.best = group, self.row_time, {}, {}
             self.first_round, self.diverged = row.round, set()
-        seed, round, accuracy = row.seed, row.round, row.accuracy
-        self.accuracies.setdefault(method, {})[seed] = accuracy
+        seed, round, self.metric = row.seed, row.round, row.metric
+        self.scores.setdefault(method, {})[seed] = row.score
         best = self.best.setdefault(method, {})
-        best[seed] = float(np.fmax(accuracy, best.get(seed, accuracy)))
+        best[seed] = row.metric.pick_best([row.score, best.get(seed, row.score)])
         if seed != self.last_seed or method != self.last_labels[group]:
             return
         self.row_time = time.monotonic()
@@ -72,15 +75,20 @@ class ProgressBars(Progress):
         """Print a sentence above the bars."""
         self.console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
+    def _find_best_mean(self, by_label: dict[str, dict[int, float]]) -> float:
+        """Return the mean over the seeds, of the best point if it is a sweep."""
+        means = [float(np.mean(list(values.values()))) for values in by_label.values()]
+        return self.metric.pick_best(means)
+
     def _describe(self, round: int) -> str:
-        accuracy, best = (
-            100 * max(float(np.mean(list(values.values()))) for values in by_label.values())
-            for by_label in (self.accuracies, self.best)
+        score, best = (
+            self.metric.format(self._find_best_mean(by_label)) + self.metric.unit
+            for by_label in (self.scores, self.best)
         )
         # The row of round r comes after r + 1 rounds of training, except that of the last round.
         trained = min(round + 1, self.rounds)
         pace = (self.row_time - self.start_time) / max(1, trained - self.first_round)
-        text = f"round {round}/{self.rounds}  accuracy {accuracy:.2f} %  best {best:.2f} %"
+        text = f"round {round}/{self.rounds}  {self.metric.title} {score}  best {best}"
         text += f"  {pace:.2g} s/round"
         if round < self.rounds:
             text += f"  {format_duration(pace * (self.rounds - trained))} left"

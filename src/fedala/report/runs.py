@@ -12,6 +12,7 @@ import numpy as np
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import check_accuracies, read_json
 from fedala.methods import make
+from fedala.metrics import Metric, find_metric
 from fedala.records import HistoryRow
 from fedala.report.arrays import Array, Rows, to_array
 from fedala.runs.folder import RunFolder
@@ -20,10 +21,10 @@ from fedala.runs.resumable_options import CHANGEABLE
 
 _REQUIRED_COLUMNS = {
     "history.csv": (
-        *("method", "seed", "round", "accuracy", "accuracy_joined", "loss"),
+        *("method", "seed", "round", "score", "score_joined", "loss"),
         *("sent", "uploaded", "seconds"),
     ),
-    "clients.csv": ("method", "seed", "round", "client", "samples", "accuracy"),
+    "clients.csv": ("method", "seed", "round", "client", "samples", "score"),
     "split.csv": ("client", "class", "name", "train", "validation", "test"),
     "resumed.csv": ("time", "changed"),
     "weights.csv": (
@@ -36,7 +37,7 @@ _WHOLE_NUMBERS = {
     *("sent", "uploaded", "diverged"),
 }
 
-#: Options in which two runs may differ while their accuracies can still be compared.
+#: Options in which two runs may differ while their scores can still be compared.
 _FREE_TO_DIFFER = {*CHANGEABLE, "method", "set", "seed", "seeds", "eval_every"}
 
 
@@ -67,6 +68,11 @@ class Run:
             return rounds
         return max(self.last_round(name) for name in self.results)
 
+    @property
+    def metric(self) -> Metric:
+        """What the scores of all methods measure."""
+        return next(iter(self.results.values())).metric
+
     def last_round(self, method: str) -> int:
         """Return the last round of a method that was evaluated."""
         return self.results[method].history[-1].round
@@ -96,10 +102,10 @@ class Run:
         counts, (clients, classes) = to_array(rows, ("client", "class"), "samples")
         return np.nan_to_num(counts[..., 0]), clients, [names[label] for label in classes]
 
-    def client_accuracies(self, method: str) -> Array:
-        """Return [seed, client]: accuracies at the method's last evaluation; empty before it."""
+    def client_scores(self, method: str) -> Array:
+        """Return [seed, client]: scores at the method's last evaluation; empty before it."""
         rows = [row for row in self.clients if row["method"] == method]
-        return to_array(rows, ("seed", "client"), "accuracy")[0][..., 0]
+        return to_array(rows, ("seed", "client"), self.metric.name)[0][..., 0]
 
     def test_samples(self) -> Array:
         """Return the number of test samples of each client."""
@@ -239,7 +245,9 @@ def _read_table(folder: RunFolder, name: str) -> Rows:
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
     for row in rows:
-        missing = [column for column in _REQUIRED_COLUMNS[name] if row.get(column) is None]
+        names = find_metric(row).columns
+        required = [names.get(column, column) for column in _REQUIRED_COLUMNS[name]]
+        missing = [column for column in required if row.get(column) is None]
         if missing:
             raise UserError(f"{path} is not the table of a run: a line lacks {missing[0]}.")
         try:

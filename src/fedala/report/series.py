@@ -1,10 +1,11 @@
 """Every method of every run folder, as charts and tables show it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fedala.metrics import Metric
 from fedala.report.arrays import Array, mean_std
 from fedala.report.runs import Run
 from fedala.runs.results import MethodResult
@@ -19,16 +20,24 @@ class Series:
     label: str
     index: int
     group: int
-    """The same for methods whose accuracies can be compared client by client."""
+    """The same for methods whose scores can be compared client by client."""
+
+    @property
+    def metric(self) -> Metric:
+        return self.result.metric
+
+    @cached_property
+    def scores(self) -> dict[str, dict[str, Any]]:
+        return self.result.scores()
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         return self.result.summary()
 
     @cached_property
-    def client_accuracies(self) -> Array:
-        """Every client's accuracy, mean of the runs; empty before the method's last evaluation."""
-        return mean_std(self.run.client_accuracies(self.result.method))[0]
+    def client_scores(self) -> Array:
+        """Every client's score, mean of the runs; empty before the method's last evaluation."""
+        return mean_std(self.run.client_scores(self.result.method))[0]
 
     @cached_property
     def weights(self) -> tuple[Array, list[list[Any]]] | None:
@@ -49,6 +58,11 @@ def list_series(runs: Sequence[Run]) -> list[Series]:
         label = result.title if is_clear else f"{result.title} · {run.name}"
         series.append(Series(run, result, label, index, group))
     return series
+
+
+def list_metrics(series: Iterable[Series]) -> list[Metric]:
+    """Return what the scores of these methods measure, each metric once."""
+    return list(dict.fromkeys(one.metric for one in series))
 
 
 def find_baseline(one: Series, method: str, series: Sequence[Series]) -> Series | None:

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
+from fedala.metrics import Metric, find_metric
 
-#: The accuracies of a summary, and their headings.
-ACCURACIES = {
+#: The scores of a summary, and their headings.
+SCORES = {
     "best": "best round",
     "best_joined": "best round,\nparticipants",
     "final": "last round",
@@ -32,25 +33,26 @@ def console() -> Console:
 def results(methods: Mapping[str, Any]) -> Table:
     """Show the `methods` of a run's summary.
 
-    Accuracies are in percent, mean ± standard deviation over the runs.
+    Scores are mean ± standard deviation over the runs, in percent if they are shares.
     """
-    known = {key for method in methods.values() for key in method["accuracy"]}
-    shown = [key for key in ACCURACIES if key in known]
-    table = _table("accuracy in %")
+    metric = find_metric(next(iter(methods.values()), {}))
+    known = {key for method in methods.values() for key in method[metric.name]}
+    shown = [key for key in SCORES if key in known]
+    table = _table(metric.heading)
     for key in shown:
-        table.add_column(ACCURACIES[key], justify="right", no_wrap=True)
+        table.add_column(SCORES[key], justify="right", no_wrap=True)
     table.add_column("seconds\nper round", justify="right")
     table.add_column("parameters per client\nand round", justify="right")
     diverged = any(method.get("client_rounds_that_diverged") for method in methods.values())
     if diverged:
         table.add_column("client rounds\nthat diverged", justify="right")
     for method in methods.values():
-        accuracies = [percent(method["accuracy"].get(key)) for key in shown]
+        scores = [format_spread(metric, method[metric.name].get(key)) for key in shown]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"
         faults = [f"{method.get('client_rounds_that_diverged', 0):,}"] if diverged else []
         table.add_row(
             escape(method["title"]),
-            *accuracies,
+            *scores,
             f"{method['seconds_per_round']:.3g}",
             parameters,
             *faults,
@@ -58,33 +60,33 @@ def results(methods: Mapping[str, Any]) -> Table:
     return table
 
 
-def percent(figure: Mapping[str, Any] | None) -> str:
-    """Return mean ± standard deviation in percent; a single run has no deviation."""
+def format_spread(metric: Metric, figure: Mapping[str, Any] | None) -> str:
+    """Return mean ± standard deviation of a score; a single run has no deviation."""
     if figure is None or figure["mean"] is None:  # in summary.json, null stands for NaN
         return "–"
-    deviation = f" ± {100 * figure['std']:.2f}" if len(figure["runs"]) > 1 else ""
-    return f"{100 * figure['mean']:.2f}{deviation}"
+    deviation = f" ± {metric.format(figure['std'])}" if len(figure["runs"]) > 1 else ""
+    return f"{metric.format(figure['mean'])}{deviation}"
 
 
 def clients(federation: Federation) -> Table:
-    """Show every client's samples in each part, its number of classes, and its largest classes."""
-    dataset = federation.dataset
-    names = dataset.class_names or [str(label) for label in range(dataset.classes)]
+    """Show every client's samples in each part, and its classes or labels, the largest by name."""
+    names, kind = federation.count_names, federation.dataset.kind
     parts = {"train": federation.train}
     if any(map(len, federation.validation)):
         parts["validation"] = federation.validation
     parts["test"] = federation.test
-    table = _table("client", "samples", *parts, "classes", right=True)
-    table.add_column("most of")
-    for client, counts in enumerate(federation.counts()):
+    table = _table("client", "samples", *parts, right=True)
+    if kind != "numbers":
+        table.add_column(kind, justify="right")
+        table.add_column("most of")
+    for client, (size, counts) in enumerate(
+        zip(federation.sizes(), federation.counts(), strict=True)
+    ):
         sizes = [f"{len(rows[client]):,}" for rows in parts.values()]
         largest = [label for label in np.argsort(-counts, kind="stable")[:3] if counts[label]]
-        most = ", ".join(
-            f"{names[label]} ({counts[label] / counts.sum():.0%})" for label in largest
-        )
-        table.add_row(
-            str(client), f"{counts.sum():,}", *sizes, str(np.count_nonzero(counts)), escape(most)
-        )
+        most = ", ".join(f"{names[label]} ({counts[label] / size:.0%})" for label in largest)
+        about = [] if kind == "numbers" else [str(np.count_nonzero(counts)), escape(most)]
+        table.add_row(str(client), f"{size:,}", *sizes, *about)
     return table
 
 

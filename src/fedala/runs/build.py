@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.normalization import parse_normalization
@@ -21,10 +22,11 @@ def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
     task = Task(
         plan.make_skeleton(),
         federation.dataset.x,
-        federation.dataset.y,
+        _to_precision(federation.dataset.y, config.precision),
         federation.train,
         federation.test,
         federation.validation,
+        loss=plan.loss,
         batch_size=config.batch_size,
         lr=recipe.lr,
         optimizer=recipe.optimizer,
@@ -73,6 +75,11 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         on_divergence=config.on_divergence,
         **options,
     )
+
+
+def _to_precision(y: Tensor, precision: str) -> Tensor:
+    """Return float targets in the precision of the outputs, and labels as they are."""
+    return y.double() if y.is_floating_point() and precision == "float64" else y
 
 
 def _to_bytes(gibibytes: float | None) -> int | None:

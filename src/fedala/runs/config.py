@@ -124,6 +124,19 @@ class Config:
     decay_every: int | None = option(
         None, "rounds between two steps of the step schedule; without it, a third of all", least=1
     )
+    loss: str | None = option(
+        None,
+        "cross_entropy, multilabel (binary cross-entropy of each label), mse, mae or huber; "
+        "without it, what the targets of the dataset ask for",
+    )
+    label_smoothing: float = option(
+        0.0, "ε: share of a label that is spread over all classes", least=0, most=1
+    )
+    class_weights: str = option(
+        "none",
+        "weights of the classes in the loss: none, balanced (inverse to their training samples), "
+        "or a number for each class, separated by commas",
+    )
     local_epochs: int = option(1, "local epochs per round", least=1)
     local_steps: int | None = option(
         None, "local steps per round and client, instead of local epochs", least=1

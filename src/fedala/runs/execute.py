@@ -12,14 +12,16 @@ from torch import nn
 
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
+from fedala.lanes.losses import LossFunction
 from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel
 from fedala.runs.build import build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
 from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder
+from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver, Stopped
-from fedala.runs.plan import Group, Plan, check_room, plan
+from fedala.runs.plan import Plan, check_room, plan
 from fedala.runs.provenance import describe, summarize
 from fedala.runs.results import MethodResult, Result
 from fedala.runs.resumable_options import change_config
@@ -32,6 +34,7 @@ def run(
     *,
     dataset: str | Path | Dataset | Federation | None = None,
     model: str | Callable[[], nn.Module] | None = None,
+    loss: str | LossFunction | None = None,
     out: Path | str | None = None,
     force: bool = False,
     resume: Path | str | None = None,
@@ -41,14 +44,17 @@ def run(
     """Run one or several methods: `run(method="fedala", dataset="digits", rounds=50)`.
 
     Options are those of `fedala run`. Instead of a dataset's name, give a `Dataset` or a
-    `Federation` of your own; instead of a model's name, a function that builds an `nn.Module`.
+    `Federation` of your own; instead of a model's name, a function that builds an `nn.Module`;
+    instead of a loss's name, a function (output, y) that returns the mean loss of a batch.
     With `out`, everything is kept in that folder. `resume` names the folder of a run that was
-    interrupted or shall have more rounds; give data and model of your own again.
+    interrupted or shall have more rounds; give data, model and loss of your own again.
     """
     if isinstance(dataset, Path):
         dataset = str(dataset)
-    names_data, names_model = isinstance(dataset, str), isinstance(model, str)
-    if config is not None and (options or resume or names_data or names_model):
+    for name, value in (("model", model), ("loss", loss)):
+        if isinstance(value, str):
+            options[name] = value
+    if config is not None and (options or resume or isinstance(dataset, str)):
         raise UserError(
             "Give run either a Config or options, not both: what it should do would not be clear."
         )
@@ -58,14 +64,13 @@ def run(
         options["dataset"] = dataset
     elif dataset is not None and not resume:
         options["dataset"] = (dataset.dataset if isinstance(dataset, Federation) else dataset).name
-    if isinstance(model, str):
-        options["model"] = model
     if resume:
         config = change_config(RunFolder.open(Path(resume)).config(), options)
     checked = plan(
         config or Config.from_values(options),
         None if isinstance(dataset, str) else dataset,
         None if isinstance(model, str) else model,
+        None if isinstance(loss, str) else loss,
     )
     folder = out or resume
     return execute(

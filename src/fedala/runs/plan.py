@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +14,28 @@ from fedala.data import Dataset, Federation, federate, known_datasets, load, res
 from fedala.errors import UserError, byte_size, first_line
 from fedala.io.untrusted import free_memory
 from fedala.lanes.augmentation import parse_augmentation
+from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
 from fedala.lanes.normalization import parse_normalization
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
-from fedala.methods import Method, ServerRound, catalogue, make, setting_prefixes
+from fedala.methods import Method, ServerRound
+from fedala.metrics import OWN_LOSS
 from fedala.models import build_model
-from fedala.options import suggest
-from fedala.runs.config import RECIPE_OPTIONS, Config
+from fedala.runs.config import Config
 from fedala.runs.folder import nearest_existing_parent
-from fedala.runs.sweep import config_at, label_of, list_points
+from fedala.runs.losses import make_loss
+from fedala.runs.members import (
+    Group,
+    Member,
+    check_schedule,
+    check_settings,
+    group_members,
+    make_members,
+)
 from fedala.simulation.client_round import init_client_state
-from fedala.simulation.variants import Variant, can_run_together
 
 MakeModel = Callable[[], nn.Module]
-
-
-@dataclass(frozen=True)
-class Member:
-    """One method of a run, at one point of its sweep if there is one."""
-
-    label: str
-    """Its name in tables and files: the method's, with the values of the point."""
-    title: str
-    method: Method
-    config: Config
-
-    @property
-    def variant(self) -> Variant:
-        return Variant(self.method, self.config.recipe())
-
-
-@dataclass(frozen=True)
-class Group:
-    """Members that run side by side, as lanes: they differ in numbers only."""
-
-    members: tuple[Member, ...]
-
-    @property
-    def variants(self) -> tuple[Variant, ...]:
-        """The variants of the method; none if there is a single one."""
-        variants = tuple(member.variant for member in self.members)
-        return variants if len(variants) > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +51,7 @@ class Plan:
     """By label: the bytes that a client keeps between rounds."""
     has_local_clients: bool = True
     """Whether the clients, and what they keep between rounds, are on this machine."""
+    loss: Loss = field(default_factory=CrossEntropy)
 
     @property
     def members(self) -> list[Member]:
@@ -104,11 +85,14 @@ class Plan:
 
 
 def plan(
-    config: Config, dataset: Dataset | Federation | None = None, model: MakeModel | None = None
+    config: Config,
+    dataset: Dataset | Federation | None = None,
+    model: MakeModel | None = None,
+    loss: LossFunction | None = None,
 ) -> Plan:
     """Check a config, load its data, and resolve every value. Nothing is written."""
-    _check_settings(config)
-    _make_members(config)  # refuses what is wrong before data is loaded
+    check_settings(config)
+    make_members(config)  # refuses what is wrong before data is loaded
     device = _choose_device(config.device)
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
@@ -125,87 +109,29 @@ def plan(
     for option in (augmentation, normalization):
         if option is not None:
             option.check(federation.dataset.x, federation.dataset.name)
+    chosen_loss = make_loss(config, federation, loss)
     config = _resolve(config, federation)
+    if loss is not None:
+        config = replace(config, loss="own")
     if model is not None:
         config = replace(config, model="own")
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
     skeleton = _make_skeleton(make_model, is_own=model is not None)
-    members = _make_members(config)
+    members = make_members(config)
     for member in members:
         member.method.check_model(skeleton)
         member.method.check_optimizer(UpdateRule.of([member.config.recipe().optimizer]))
-        _check_schedule(member.config)
+        check_schedule(member.config)
     if model is not None:
-        _try_model(skeleton, federation.dataset)
+        _try_model(skeleton, federation.dataset, chosen_loss)
+    if loss is not None:
+        _try_loss(chosen_loss, make_model(), federation.dataset)
     state_bytes = _rehearse(members, make_model(), federation)
-    checked = Plan(config, federation, make_model, _group(members), device, state_bytes)
+    groups = group_members(members)
+    checked = Plan(config, federation, make_model, groups, device, state_bytes, loss=chosen_loss)
     _check_memory(checked)
     return checked
-
-
-def _check_settings(config: Config) -> None:
-    """Refuse a hyperparameter that no method of this run has."""
-    prefixes = {prefix for name in config.methods for prefix in setting_prefixes(name)}
-    known_prefixes = [*catalogue(), "ala"]
-    swept = [("sweep", name) for name in config.sweep if "." in name]
-    for option, key in [*(("set", key) for key in config.set), *swept]:
-        prefix, dot, name = key.partition(".")
-        if prefix not in known_prefixes:
-            hint = suggest(prefix, known_prefixes)
-            raise UserError(f"{option} {key}: there is no method {prefix!r}{hint}.")
-        if not dot or not name:
-            raise UserError(
-                f"{option} {key}: write it as method.option=value, such as fedala.eta=0.5."
-            )
-        if prefix not in prefixes:
-            raise UserError(
-                f"{option} {key}: {prefix} is not among the methods of this run "
-                f"({', '.join(config.methods)})."
-            )
-        if option == "sweep" and key in config.set:
-            raise UserError(f"{key} is both set and swept: leave one of them out.")
-
-
-def _make_members(config: Config) -> list[Member]:
-    """Make all methods of a run, or all points of their sweeps."""
-    members: list[Member] = []
-    titles: set[str] = set()
-    for name in config.methods:
-        for point in list_points(config, name):
-            own = config_at(config, name, point)
-            method = make(name, own.set)
-            title = label_of(method.title, point)
-            members.append(Member(label_of(method.name, point), title, method, own))
-        if method.title in titles:
-            raise UserError(f"method names {method.title} twice: {config.method}.")
-        titles.add(method.title)
-        if method.requires_all_clients and config.join_ratio < 1:
-            raise UserError(
-                f"{method.title} needs every client in every round: "
-                "it cannot run with join_ratio < 1."
-            )
-    return members
-
-
-def _group(members: Sequence[Member]) -> tuple[Group, ...]:
-    """Put members together that can run side by side."""
-    groups: list[list[Member]] = []
-    for member in members:
-        for group in groups:
-            if _shares_steps(group[0].config, member.config) and can_run_together(
-                group[0].variant, member.variant
-            ):
-                group.append(member)
-                break
-        else:
-            groups.append([member])
-    return tuple(Group(tuple(group)) for group in groups)
-
-
-def _shares_steps(a: Config, b: Config) -> bool:
-    """Tell whether two configs differ at most in numbers that may be [lane]."""
-    return not a.differences(b).keys() - {"set", *RECIPE_OPTIONS}
 
 
 def _choose_device(name: str) -> torch.device:
@@ -245,24 +171,6 @@ def _resolve(config: Config, federation: Federation) -> Config:
     return replace(config, clients=len(federation.train), **missing)
 
 
-def _check_schedule(config: Config) -> None:
-    """Refuse options that would have no effect, and a warm-up without an end."""
-    uses = {"decay": ("step", "exponential"), "decay_every": ("step",)}
-    for name, schedules in uses.items():
-        if getattr(config, name) is not None and config.schedule not in schedules:
-            raise UserError(
-                f"{name} is for the schedule {' or '.join(schedules)}, "
-                f"and this run's is {config.schedule}."
-            )
-    if config.warmup and config.warmup >= int(config.rounds or 0):
-        raise UserError(
-            f"A warm-up of {config.warmup} rounds needs a run of more rounds than that, "
-            f"and this one has {config.rounds}."
-        )
-    if config.local_steps is not None and config.local_epochs != 1:
-        raise UserError("Give local_steps or local_epochs, not both.")
-
-
 def _make_skeleton(make_model: MakeModel, *, is_own: bool) -> nn.Module:
     """Make a model without memory; a user's own model may need real tensors to be made or run."""
     if is_own:
@@ -278,22 +186,51 @@ def first_output(model: nn.Module, data: Dataset) -> Any:
         return model(task.inputs(torch.arange(len(data.y[:2]))))
 
 
-def _try_model(model: nn.Module, data: Dataset) -> None:
-    """Refuse a model that does not turn samples into a score for each class."""
+def _try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
+    """Refuse a model that does not turn samples into a score for each class, or target."""
     try:
         output = first_output(model, data)
     except Exception as error:  # whatever the user's own code may raise
         samples = f"samples of shape {tuple(data.x.shape[1:])}"
         raise UserError(f"The model cannot be run on {samples}: {first_line(error)}.") from error
+    if loss.metric == OWN_LOSS:
+        return  # only the user's loss knows what it takes
     shape = getattr(output, "shape", None)
-    if shape is None or len(shape) != 2 or shape[1] < data.classes:
+    count, is_right = len(data.y[:2]), False
+    if shape is not None and data.kind == "classes":
+        is_right = len(shape) == 2 and shape[1] >= data.classes
+    elif shape is not None:
+        is_right = tuple(shape) == (count, data.classes)
+        is_right |= tuple(shape) == (count,) and data.classes == 1
+    if not is_right:
         kind = type(output).__name__
         actual = f"a {kind}" if shape is None else f"a tensor of shape {tuple(shape)}"
-        count = len(data.y[:2])
+        wanted = f"a score for each of the {data.targets}"
+        if data.kind != "classes":
+            wanted = f"one output for each of the {data.targets}"
         raise UserError(
-            f"The model turns {count} samples into {actual}; it must give a score for each "
-            f"of the {data.classes} classes: ({count}, {data.classes})."
+            f"The model turns {count} samples into {actual}; it must give {wanted}: "
+            f"({count}, {data.classes})."
         )
+
+
+def _try_loss(loss: Loss, model: nn.Module, data: Dataset) -> None:
+    """Refuse a user's loss that does not turn outputs and targets into one number."""
+    output = first_output(model, data)
+    try:
+        loss(output, data.y[:2])
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's own code may raise
+        raise UserError(
+            f"The loss cannot be computed from an output of shape {_shape_of(output)} and targets "
+            f"of shape {tuple(data.y[:2].shape)}: {first_line(error)}."
+        ) from error
+
+
+def _shape_of(output: Any) -> str:
+    shape = getattr(output, "shape", None)
+    return type(output).__name__ if shape is None else str(tuple(shape))
 
 
 def _rehearse(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedala.metrics import ACCURACY, Metric
 from fedala.records import HistoryRow
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
@@ -17,9 +18,10 @@ Models = dict[tuple[int, int | None], dict[str, Tensor]]
 
 
 def best_row(rows: Sequence[HistoryRow], column: str) -> HistoryRow | None:
-    """Return the first row with the largest number in a column; None if no row has a number."""
+    """Return the first row with the best score in a column; None if no row has a number."""
     candidates = [row for row in rows if not math.isnan(_number(row, column))]
-    return max(candidates, key=lambda row: _number(row, column), default=None)
+    choose = max if not rows or rows[0].metric.higher_is_better else min
+    return choose(candidates, key=lambda row: _number(row, column), default=None)
 
 
 def _number(row: HistoryRow, column: str) -> float:
@@ -37,8 +39,13 @@ class MethodResult:
     models: Models = field(default_factory=dict)
     """By seed and client (None: the global model), unless they are saved in a run folder."""
     client_scores: dict[int, np.ndarray] = field(default_factory=dict)
-    """By seed: [client, (correct answers, summed loss, samples)] of the last evaluation."""
+    """By seed: [client, (summed score, summed loss, samples)] of the last evaluation."""
     checkpoints: Checkpoints | None = None
+
+    @property
+    def metric(self) -> Metric:
+        """What the scores of the history measure."""
+        return self.history[0].metric if self.history else ACCURACY
 
     def _per_run(self, figure: Callable[[list[HistoryRow]], float]) -> np.ndarray:
         histories: dict[int, list[HistoryRow]] = {}
@@ -57,30 +64,37 @@ class MethodResult:
 
     @property
     def best(self) -> np.ndarray:
-        """Each run's accuracy in its best round: the paper's headline, picked on test data."""
-        return self._picked_by("accuracy", "accuracy")
+        """Each run's score in its best round: the paper's headline, picked on test data."""
+        return self._picked_by("score", "score")
 
     @property
     def best_joined(self) -> np.ndarray:
         """The same over the participants of the round alone, as in the paper's ρ = 0.5 column."""
-        return self._picked_by("accuracy_joined", "accuracy_joined")
+        return self._picked_by("score_joined", "score_joined")
 
     @property
     def final(self) -> np.ndarray:
-        """Each run's accuracy after the last round."""
-        return self._per_run(lambda rows: rows[-1].accuracy)
+        """Each run's score after the last round."""
+        return self._per_run(lambda rows: rows[-1].score)
 
     @property
     def validation_picked(self) -> np.ndarray | None:
-        """Each run's accuracy in the round that the validation samples pick; None without them."""
-        if self.history[0].accuracy_validation is None:
+        """Each run's score in the round that the validation samples pick; None without them."""
+        if self.history[0].score_validation is None:
             return None
-        return self._picked_by("accuracy_validation", "accuracy")
+        return self._picked_by("score_validation", "score")
+
+    @property
+    def best_score(self) -> float:
+        """Mean over the runs of the best round's score."""
+        return float(self.best.mean())
 
     @property
     def best_accuracy(self) -> float:
         """Mean over the runs of the best round's accuracy."""
-        return float(self.best.mean())
+        if self.metric != ACCURACY:
+            raise AttributeError(f"This run measures its {self.metric.title}: use best_score.")
+        return self.best_score
 
     @property
     def seconds_per_round(self) -> float:
@@ -98,7 +112,7 @@ class MethodResult:
         uploaded = max(row.uploaded for row in self.history)
         summary = {
             "title": self.title,
-            "accuracy": self._accuracies(),
+            self.metric.name: self.scores(),
             "seconds_per_round": self.seconds_per_round,
             "parameters_per_client_and_round": {
                 "sent": sent,
@@ -115,12 +129,12 @@ class MethodResult:
             }
         return summary
 
-    def _accuracies(self) -> dict[str, dict[str, Any]]:
-        """Return mean, standard deviation and runs of each kind of accuracy."""
+    def scores(self) -> dict[str, dict[str, Any]]:
+        """Return mean, standard deviation and runs of each kind of score."""
         kinds = {"best": self.best, "final": self.final}
         if self.validation_picked is not None:
             kinds["validation_picked"] = self.validation_picked
-        if any(row.accuracy != row.accuracy_joined for row in self.history):
+        if any(row.score != row.score_joined for row in self.history):
             kinds["best_joined"] = self.best_joined
         return {
             kind: {
@@ -152,6 +166,10 @@ class Result:
     @property
     def history(self) -> list[HistoryRow]:
         return self._only.history
+
+    @property
+    def best_score(self) -> float:
+        return self._only.best_score
 
     @property
     def best_accuracy(self) -> float:

@@ -12,8 +12,9 @@ from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
 from fedala.runs.config import Config
 from fedala.runs.digests import Digests, MethodRecord
 from fedala.runs.folder import RunFolder
+from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
-from fedala.runs.plan import Group, Plan, check_room
+from fedala.runs.plan import Plan, check_room
 from fedala.runs.provenance import list_program_changes
 from fedala.runs.resumable_options import change_config
 from fedala.runs.tables import TABLES

@@ -15,6 +15,7 @@ from fedala.data.federation import PARTS, Federation
 from fedala.errors import printable, spreadsheet_safe
 from fedala.io import files
 from fedala.io.untrusted import check_memory, require_file
+from fedala.metrics import SHARES, find_metric
 from fedala.records import Fault, HistoryRow, WeightSummary
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import RowHash
@@ -45,15 +46,15 @@ class Tables:
         self.append("history.csv", [{"method": method, **row.columns()}])
 
     def add_clients(self, method: str, row: HistoryRow, scores: np.ndarray) -> None:
-        """Append each client's accuracy and loss.
+        """Append each client's score and loss.
 
-        `scores`: [client, (correct answers, summed loss, samples)].
+        `scores`: [client, (summed score, summed loss, samples)].
         """
         lines = []
-        for client, (correct, loss, samples) in enumerate(scores):
-            shares = (correct / samples, loss / samples) if samples else (np.nan, np.nan)
+        for client, (score, loss, samples) in enumerate(scores):
+            shares = (score / samples, loss / samples) if samples else (np.nan, np.nan)
             line = {"method": method, "seed": row.seed, "round": row.round, "client": client}
-            line |= {"samples": int(samples), "accuracy": shares[0], "loss": shares[1]}
+            line |= {"samples": int(samples), row.metric.name: shares[0], "loss": shares[1]}
             lines.append(line)
         self.append("clients.csv", lines)
 
@@ -95,7 +96,7 @@ class Tables:
 
     def write_split(self, federation: Federation) -> None:
         """Write how many samples of each class each client holds, if any."""
-        names = federation.dataset.class_names or range(federation.dataset.classes)
+        names = federation.count_names
         counts = {part: federation.counts(part) for part in PARTS}
         columns = ["client", "class", "name", *counts]
         lines = [
@@ -272,21 +273,24 @@ def _values(line: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {
         column: text if column in _TEXT_COLUMNS else _number(text) for column, text in line.items()
     }
-    accuracy = values.get("accuracy")
-    if accuracy is not None and (accuracy < 0 or accuracy > 1):
-        raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
+    for name in SHARES:
+        accuracy = values.get(name)
+        if accuracy is not None and (accuracy < 0 or accuracy > 1):
+            raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
     return values
 
 
 def _find_problem(cells: Mapping[str, Any]) -> str:
     """Say what keeps cells from being a row of the history, or nothing."""
+    names = find_metric(cells).columns
     for column in fields(HistoryRow):
-        value = cells.get(column.name)
+        name = names.get(column.name, column.name)
+        value = cells.get(name)
         is_required = column.default is MISSING and column.default_factory is MISSING
         if value is None and is_required:
-            return f"lacks {column.name!r}"
+            return f"lacks {name!r}"
         if column.type is int and not isinstance(value, int | None):
-            return f"has {column.name} = {value}, which is not a whole number"
+            return f"has {name} = {value}, which is not a whole number"
     return ""
 
 

@@ -38,7 +38,7 @@ class CohortResult:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """By name, [lane]."""
     scores: list[Tensor] = field(default_factory=list)
-    """For every part of the data that is tested, [lane, (correct, loss, samples)]."""
+    """For every part of the data that is tested, [lane, (summed score, summed loss, samples)]."""
     scores_after_training: list[Tensor] = field(default_factory=list)
     upload: Message = field(default_factory=Message)
     is_finite: Tensor | None = None
@@ -109,7 +109,7 @@ def take_slots(cohort: Cohort, state: State) -> State:
 
 
 def score_model(cohort: Cohort, model: Params, parts: Sequence[str]) -> list[Tensor]:
-    """Test each lane's model: for every part of the data, [lane, (correct, loss, samples)]."""
+    """Test each lane's model; return, for every part, [lane, (score, loss, samples)], summed."""
     return [
         torch.stack([figures.double() for figures in cohort.evaluate(model, part)], 1)
         for part in parts

@@ -78,15 +78,15 @@ class RoundResults:
             settle([self.scores])
 
     def make_row(self, run: int, clients: Any, *, validates: bool, **cells: Any) -> HistoryRow:
-        """Make the row of one run, with the accuracy of `clients`; `cells` are its other fields."""
-        accuracy, loss = self.scores.share(run, clients, 0)
+        """Make the row of one run, with the score of `clients`; `cells` are its other fields."""
+        score, loss = self.scores.share(run, clients, 0)
         validation = self.scores.share(run, clients, 1)[0] if validates else None
         return HistoryRow(
             round=self.request.round - 1,
-            accuracy=accuracy,
+            score=score,
             loss=loss,
-            accuracy_joined=self.scores.share(run, self.joined[run], 0)[0],
-            accuracy_validation=validation,
+            score_joined=self.scores.share(run, self.joined[run], 0)[0],
+            score_validation=validation,
             metrics=self._average_metrics(run),
             uploaded=self.uploaded,
             seconds=time.perf_counter() - self.began,

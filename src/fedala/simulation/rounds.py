@@ -351,6 +351,7 @@ class Simulation:
                 seed=self.seeds[run],
                 sent=self._count_numbers(work.sent[run]),
                 diverged=sum(n for lane, n in diverged.items() if lane[0] == run),
+                metric=self.task.loss.metric,
             )
             scores = work.scores.values[run, :, 0]
             evaluations.append(Evaluation(row, scores, weights, self.variants[run]))

@@ -16,7 +16,7 @@ from fedala.simulation.client_states import Lane
 
 @dataclass
 class ScoreTable:
-    """[run, client, part, (correct answers, summed loss, samples)]."""
+    """[run, client, part, (summed score, summed loss, samples)]."""
 
     values: np.ndarray
     _pending: list[tuple[int, Sequence[Lane], Tensor]] = field(default_factory=list)
@@ -30,11 +30,11 @@ class ScoreTable:
         self._pending += [(part, lanes, score) for part, score in enumerate(scores)]
 
     def share(self, run: int, clients: Any, part: int) -> tuple[float, float]:
-        """Return accuracy and mean loss over the samples of some clients; NaN without samples."""
-        correct, loss, samples = self.values[run, clients, part].sum(0)
+        """Return mean score and loss over the samples of some clients; NaN without samples."""
+        score, loss, samples = self.values[run, clients, part].sum(0)
         if not samples:
             return float("nan"), float("nan")
-        return float(correct / samples), float(loss / samples)
+        return float(score / samples), float(loss / samples)
 
 
 def settle(tables: Sequence[ScoreTable], *, skip: Collection[Lane] = ()) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from fedala.metrics import SHARES, Metric
 from fedala.report.arrays import Array, pick_evenly
 from fedala.report.curves import (
     TITLES,
@@ -26,7 +27,9 @@ def collect_chart_data(runs: Sequence[Run], series: Sequence[Series]) -> dict[st
     return {
         "series": [_collect_curves(one) for one in series],
         "columns": TITLES,
-        "clients": [_round_values(one.client_accuracies[:MOST_CLIENTS]) for one in series],
+        "shares": SHARES,
+        "metrics": [_describe_metric(one.metric) for one in series],
+        "clients": [_round_values(one.client_scores[:MOST_CLIENTS]) for one in series],
         "samples": [_to_counts(one.run.test_samples()) for one in series],
         "kinds": [one.group for one in series],
         "splits": [_collect_split(run) for run in distinct_splits(runs)],
@@ -34,10 +37,15 @@ def collect_chart_data(runs: Sequence[Run], series: Sequence[Series]) -> dict[st
     }
 
 
+def _describe_metric(metric: Metric) -> dict[str, Any]:
+    return {"name": metric.name, "title": metric.title, "isShare": metric.is_share}
+
+
 def _collect_curves(one: Series) -> dict[str, Any]:
-    rounds, _ = collect_curves(one.result, "accuracy")
+    rounds, _ = collect_curves(one.result, "loss")
     chosen = pick_evenly(len(rounds), MOST_POINTS)
-    percents = [target / 100 for target in range(101)]
+    # The page asks for shares in whole percent, and for nothing else.
+    percents = [target / 100 for target in range(101)] if one.metric.is_share else []
     values = {}
     for name in list_columns(one.result):
         values[name] = _round_values(collect_curves(one.result, name)[1][:, chosen])

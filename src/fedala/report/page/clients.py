@@ -1,10 +1,11 @@
-"""The sections on single clients: their accuracies, and the samples that they hold."""
+"""The sections on single clients: their scores, and the samples that they hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from fedala.metrics import LABEL_ACCURACY
 from fedala.report.page.views import (
     MOST_CLIENTS,
     Chart,
@@ -15,14 +16,14 @@ from fedala.report.page.views import (
     label_cell,
 )
 from fedala.report.runs import Run, distinct_splits
-from fedala.report.series import Series, find_baseline
+from fedala.report.series import Series, find_baseline, list_metrics
 
 _MOST_CLASSES = 100
 
 
 @dataclass(frozen=True)
 class Clients:
-    """The section on the clients' accuracies."""
+    """The section on the clients' scores."""
 
     chart: Chart
     gains: list[Table]
@@ -30,18 +31,20 @@ class Clients:
 
 def view_clients(series: Sequence[Series]) -> Clients | None:
     """Return who gains and who loses; None before the last evaluation of all methods."""
-    known = [one for one in series if one.client_accuracies.size]
+    known = [one for one in series if one.client_scores.size]
     if not known:
         return None
+    metrics = list_metrics(known)
     groups = [one.group for one in known]
     baselines = []
     for one in known:
         if one.result.method in ("fedavg", "local") and groups.count(one.group) > 1:
             baselines.append(one)
     controls = []
+    title = " or ".join(metric.title for metric in metrics)
     if baselines:
         shown = [(str(one.index), f"difference to {one.label}") for one in baselines]
-        choices = [("accuracy", "accuracy"), *shown]
+        choices = [("score", title), *shown]
         controls.append(Select("clients-show", "Show", choices, "show"))
     orders = [
         ("client", "by number"),
@@ -51,50 +54,54 @@ def view_clients(series: Sequence[Series]) -> Clients | None:
     controls.append(Select("clients-order", "Order", orders, "order"))
     tables = []
     for group in dict.fromkeys(groups):
-        tables.append(_make_accuracy_table([one for one in known if one.group == group]))
-    caption = "Every client's test accuracy in the last round, mean of the runs."
+        tables.append(_make_score_table([one for one in known if one.group == group]))
+    caption = f"Every client's test {title} in the last round, mean of the runs."
     chart = Chart("clients-chart", "clients", caption, tables, controls)
     gains = [_make_gain_table(known, one) for one in baselines]
     return Clients(chart, [table for table in gains if table.rows])
 
 
-def _make_accuracy_table(series: Sequence[Series]) -> Table:
+def _make_score_table(series: Sequence[Series]) -> Table:
+    metric = series[0].metric
     samples = series[0].run.test_samples()
     rows: list[Row] = []
     for client in range(min(MOST_CLIENTS, len(samples))):
         cells = []
         for one in series:
-            own = one.client_accuracies
+            own = one.client_scores
             has_value = client < len(own) and np.isfinite(own[client])
-            cells.append(f"{100 * own[client]:.2f}" if has_value else "–")
+            cells.append(metric.format(own[client]) if has_value else "–")
         rows.append([client, f"{samples[client]:.0f}", *cells])
-    caption = "Accuracy in % by client"
+    caption = f"{metric.heading.capitalize()} by client"
     if len(samples) > MOST_CLIENTS:
         caption += f"; the first {MOST_CLIENTS} of {len(samples)}, all of them in clients.csv"
     return Table(caption, ["Client", "Test samples", *(one.label for one in series)], rows)
 
 
 def _make_gain_table(series: Sequence[Series], base: Series) -> Table:
-    """Return how many clients have a higher or lower accuracy than with FedAvg or Local."""
+    """Return how many clients have a better or worse score than with FedAvg or Local."""
+    metric = base.metric
     rows: list[Row] = []
     for one in series:
-        own = one.client_accuracies
+        own = one.client_scores
         is_compared = find_baseline(one, base.result.method, series) is base
-        if one is base or not is_compared or own.shape != base.client_accuracies.shape:
+        if one is base or not is_compared or own.shape != base.client_scores.shape:
             continue
-        difference = own - base.client_accuracies
+        difference = own - base.client_scores
         difference = difference[np.isfinite(difference)]
         if difference.size:
-            gain, lose = int((difference > 0).sum()), int((difference < 0).sum())
+            gains = difference if metric.higher_is_better else -difference
+            gain, lose = int((gains > 0).sum()), int((gains < 0).sum())
             most = [
-                difference_cell(float(difference.mean())),
-                difference_cell(float(difference.max()) if gain else None),
-                difference_cell(float(difference.min()) if lose else None),
+                difference_cell(metric, float(difference.mean())),
+                difference_cell(metric, float(difference[gains.argmax()]) if gain else None),
+                difference_cell(metric, float(difference[gains.argmin()]) if lose else None),
             ]
             rows.append([label_cell(one), gain, int((difference == 0).sum()), lose, *most])
     counts = ["Clients that gain", "equal", "that lose"]
     heads = ["Method", *counts, "Mean difference", "Gains most", "Loses most"]
-    caption = f"Against {base.label}, in points of accuracy; every client counts the same."
+    unit = f"in points of {metric.title}" if metric.is_share else metric.title
+    caption = f"Against {base.label}, {unit}; every client counts the same."
     return Table(caption, heads, rows, style="figures")
 
 
@@ -108,7 +115,8 @@ def view_split(runs: Sequence[Run]) -> Chart | None:
         names = [f"{run.name}: {run.config.get('partition')}" for run in known]
         choices = [(str(index), name) for index, name in enumerate(names)]
         controls.append(Select("split-run", "Folder", choices, "run"))
-    caption = "The area of a circle is the number of samples that a client has of a class."
+    classes = " or ".join(dict.fromkeys(_name_classes(run) for run in known))
+    caption = f"The area of a circle is the number of samples that a client has of a {classes}."
     tables = [_make_split_table(run) for run in known]
     return Chart("split-chart", "split", caption, tables, controls)
 
@@ -120,5 +128,13 @@ def _make_split_table(run: Run) -> Table:
     for client, own in zip(clients[:MOST_CLIENTS], counts, strict=False):
         rows.append([client, *(f"{n:.0f}" for n in own[: len(names)]), f"{own.sum():.0f}"])
     rest = "" if counts.shape == (len(rows), len(names)) else "; the rest is in split.csv"
-    caption = f"Samples by client and class, {run.name}{rest}"
-    return Table(caption, ["Client", *names, "together"], rows)
+    what = _name_classes(run)
+    caption = f"Samples by client and {what}, {run.name}{rest}"
+    # A sample may have several labels: their sum is not the number of samples.
+    return Table(
+        caption, ["Client", *names, f"{what}s together" if what == "label" else "together"], rows
+    )
+
+
+def _name_classes(run: Run) -> str:
+    return "label" if run.metric == LABEL_ACCURACY else "class"

@@ -2,29 +2,35 @@
 
 from collections.abc import Sequence
 
+from fedala.metrics import SHARES
 from fedala.records import HistoryRow
 from fedala.report.arrays import mean_std, pick_evenly
 from fedala.report.curves import TITLES, collect_curves, list_columns, list_seeds
 from fedala.report.page.views import MOST_ROWS, Chart, Row, Select, Table
-from fedala.report.series import Series
+from fedala.report.series import Series, list_metrics
 
 
 def view_curves(series: Sequence[Series]) -> list[Chart]:
-    """Return charts of accuracy, of loss, and of the method's own figures."""
+    """Return charts of the score, of loss, and of the method's own figures."""
+    metrics = list_metrics(series)
     names: dict[str, None] = {}
     for one in series:
         names |= dict.fromkeys(list_columns(one.result))
     if all(_counts_everybody(one.result.history) for one in series):
-        names.pop("accuracy_joined", None)
-    accuracies = [name for name in names if name.startswith("accuracy")]
-    losses = [name for name in names if name.endswith("loss")]
-    others = [name for name in names if name not in accuracies + losses]
+        for metric in metrics:
+            names.pop(metric.columns["score_joined"], None)
+    own = {column for metric in metrics for column in metric.columns.values()}
+    scores = [name for name in names if name in own]
+    losses = [name for name in names if name.endswith("loss") and name not in own]
+    others = [name for name in names if name not in scores + losses]
     seeds = sorted({seed for one in series for seed in list_seeds(one.result)})
     has_band = any(len(list_seeds(one.result)) > 1 for one in series)
     band = " Bands are one standard deviation over the runs." if has_band else ""
     axes = _select_axes("curves-accuracy", seeds)
+    title = " and ".join(metric.title for metric in metrics)
+    caption = f"{title.capitalize()} over the rounds.{band}"
     charts = [
-        _make_chart("accuracy", accuracies, series, f"Accuracy over the rounds.{band}", axes),
+        _make_chart("accuracy", scores, series, caption, axes),
         _make_chart("loss", losses, series, f"Loss over the rounds.{band}"),
     ]
     if others:
@@ -34,8 +40,8 @@ def view_curves(series: Sequence[Series]) -> list[Chart]:
 
 
 def _counts_everybody(rows: Sequence[HistoryRow]) -> bool:
-    """Tell whether the accuracy of the participants is that of all clients; NaN equals anything."""
-    return all(row.accuracy == row.accuracy_joined or row.accuracy != row.accuracy for row in rows)
+    """Tell whether the score of the participants is that of all clients; NaN equals anything."""
+    return all(row.score == row.score_joined or row.score != row.score for row in rows)
 
 
 def _select_axes(identifier: str, seeds: Sequence[int]) -> list[Select]:
@@ -70,7 +76,8 @@ def _make_chart(
 
 def _make_table(column: str, series: Sequence[Series]) -> Table:
     """Return a column of the history in some of the rounds, with the first and the last."""
-    scale = 100 if column.startswith("accuracy") else 1
+    scale = 100 if column.startswith(SHARES) else 1
+    digits = ".4g" if scale == 1 and not column.endswith("loss") else ".2f"
     texts: dict[str, dict[int, str]] = {}
     for one in series:
         if column in list_columns(one.result):
@@ -78,9 +85,9 @@ def _make_table(column: str, series: Sequence[Series]) -> Table:
             mean, deviation = (scale * part for part in mean_std(values))
             own = texts[one.label] = {}
             for i, round in enumerate(rounds):
-                own[round] = f"{mean[i]:.2f}"
+                own[round] = f"{mean[i]:{digits}}"
                 if len(values) > 1:
-                    own[round] += f" ± {deviation[i]:.2f}"
+                    own[round] += f" ± {deviation[i]:{digits}}"
     every = sorted({round for own in texts.values() for round in own})
     chosen = [every[index] for index in pick_evenly(len(every), MOST_ROWS)]
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""The head of the page: its title, the facts about the runs, warnings, and the best accuracy."""
+"""The head of the page: its title, the facts about the runs, warnings, and the best score."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,19 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
-from fedala.report.page.results import ACCURACIES, task_of
-from fedala.report.page.views import Cell, label_cell, percent_cell
+from fedala.report.page.results import SCORES, task_of
+from fedala.report.page.views import Cell, label_cell, score_cell
 from fedala.report.runs import Run
-from fedala.report.series import Series
+from fedala.report.series import Series, list_metrics
 
 
 @dataclass(frozen=True)
 class Best:
-    """The method with the highest accuracy."""
+    """The method with the best score."""
 
+    heading: str
     method: Cell
-    accuracies: list[tuple[str, Cell]]
+    scores: list[tuple[str, Cell]]
     """By what they are."""
+    unit: str
 
 
 def make_title(runs: Sequence[Run]) -> str:
@@ -33,17 +35,21 @@ def make_title(runs: Sequence[Run]) -> str:
 
 
 def view_best(runs: Sequence[Run], series: Sequence[Series]) -> Best | None:
-    """Return the highest accuracies; None if they are not finite, or of different tasks."""
-    best = max(series, key=lambda one: float(np.nan_to_num(one.result.best.mean(), nan=-1)))
-    if not np.isfinite(best.result.best).all() or len(set(map(task_of, runs))) > 1:
+    """Return the best scores; None if they are not finite, or of different tasks."""
+    if len(list_metrics(series)) > 1 or len(set(map(task_of, runs))) > 1:
         return None
-    figures = best.summary["accuracy"]
-    accuracies = [
-        (title, percent_cell(figures[key]))
-        for key, (title, _) in ACCURACIES.items()
-        if key in figures
+    metric = series[0].metric
+    means = [one.result.best_score for one in series]
+    best = series[means.index(metric.pick_best(means))] if np.isfinite(means).any() else series[0]
+    if not np.isfinite(best.result.best).all():
+        return None
+    scores = [
+        (title, score_cell(metric, best.scores[key]))
+        for key, (title, _) in SCORES.items()
+        if key in best.scores
     ]
-    return Best(label_cell(best), accuracies)
+    heading = f"{metric.superlative.capitalize()} test {metric.title}"
+    return Best(heading, label_cell(best), scores, metric.unit)
 
 
 def list_facts(runs: Sequence[Run]) -> list[str]:

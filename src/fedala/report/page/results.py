@@ -1,21 +1,21 @@
-"""The sections on accuracies and on cost."""
+"""The sections on scores and on cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from fedala.metrics import ACCURACY, Metric
 from fedala.report.curves import find_target_rounds, list_seeds, sum_seconds
-from fedala.report.page.views import Row, Table, difference_cell, label_cell, percent_cell
+from fedala.report.page.views import Row, Table, difference_cell, label_cell, score_cell
 from fedala.report.runs import Run
-from fedala.report.series import Series, find_baseline
+from fedala.report.series import Series, find_baseline, list_metrics
 
-#: The accuracies of a summary: their titles, and how the round was chosen.
-ACCURACIES = {
+#: The scores of a summary: their titles, and how the round was chosen.
+SCORES = {
     "best": (
         "Best round",
-        "the highest of all rounds, picked on test data, as in the paper: optimistic",
+        "the {superlative} of all rounds, picked on test data, as in the paper: optimistic",
     ),
     "best_joined": (
         "Best round, participants",
@@ -24,39 +24,56 @@ ACCURACIES = {
     "final": ("Last round", "the last round that was evaluated"),
     "validation_picked": (
         "Picked by validation",
-        "test accuracy in the round that is best on held-out training data: what to expect in use",
+        "test {title} in the round that is best on held-out training data: what to expect in use",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Results:
-    """The section on accuracies."""
+    """The section on scores."""
 
-    table: Table
+    tables: list[Table]
+    """One for each metric."""
     meanings: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The section on seconds, parameters, and the rounds until an accuracy is reached."""
+    """The section on seconds, parameters, and the rounds until a score is reached."""
 
     table: Table
-    speed: Table
-    target: int
-    """In percent."""
+    metric: Metric
+    speed: Table | None
+    """None if the methods have different metrics."""
+    target: str
+    """In percent if the metric is a share."""
 
 
 def task_of(run: Run) -> tuple[str, ...]:
-    """Return what the clients learn; accuracies of different tasks cannot be ranked."""
+    """Return what the clients learn; scores of different tasks cannot be ranked."""
     options = ("dataset", "partition", "partition_seed", "clients")
     return tuple(str(run.config.get(option)) for option in options)
 
 
 def view_results(series: Sequence[Series]) -> Results:
-    """Return every accuracy, and its difference to FedAvg's."""
-    figures = [one.summary["accuracy"] for one in series]
-    keys = [key for key in ACCURACIES if any(key in own for own in figures)]
+    """Return every score, and its difference to FedAvg's."""
+    metrics = list_metrics(series)
+    tables = []
+    for metric in metrics:
+        tables.append(_make_table(metric, [one for one in series if one.metric == metric]))
+    words = {"superlative": "best", "title": "score"}
+    if len(metrics) == 1:
+        words = {"superlative": metrics[0].superlative, "title": metrics[0].title}
+    meanings = []
+    for key, (title, meaning) in SCORES.items():
+        if any(key in one.scores for one in series):
+            meanings.append((title, meaning.format(**words)))
+    return Results(tables, meanings)
+
+
+def _make_table(metric: Metric, series: Sequence[Series]) -> Table:
+    keys = [key for key in SCORES if any(key in one.scores for one in series)]
     baselines = []
     for one in series:
         other = find_baseline(one, "fedavg", series)
@@ -64,41 +81,42 @@ def view_results(series: Sequence[Series]) -> Results:
     compared = [key for key in ("best", "final") if any(baselines)]
     best = _find_best(series)
     rows = []
-    for one, own, other in zip(series, figures, baselines, strict=True):
-        task = task_of(one.run)
-        cells = [percent_cell(own.get(key), best.get((task, key), 0.0)) for key in keys]
+    for one, other in zip(series, baselines, strict=True):
+        own, task = one.scores, task_of(one.run)
+        cells = [score_cell(metric, own.get(key), best.get((task, key), np.nan)) for key in keys]
         for key in compared:
-            base = other.summary["accuracy"][key]["mean"] if other else None
-            cells.append(difference_cell(None if base is None else own[key]["mean"] - base))
+            base = other.scores[key]["mean"] if other else None
+            difference = None if base is None else own[key]["mean"] - base
+            cells.append(difference_cell(metric, difference))
         rows.append([label_cell(one), *cells])
-    heads = [ACCURACIES[key][0] for key in keys]
-    heads += [f"{ACCURACIES[key][0]}, against FedAvg" for key in compared]
-    table = Table(_caption(figures), ["Method", *heads], rows, style="figures")
-    return Results(table, [ACCURACIES[key] for key in keys])
+    heads = [SCORES[key][0] for key in keys]
+    heads += [f"{SCORES[key][0]}, against FedAvg" for key in compared]
+    return Table(_caption(metric, series), ["Method", *heads], rows, style="figures")
 
 
 def _find_best(series: Sequence[Series]) -> dict[tuple[tuple[str, ...], str], float]:
-    """Return the highest accuracy of each kind, task by task."""
+    """Return the best score of each kind, task by task."""
     best: dict[tuple[tuple[str, ...], str], float] = {}
     for one in series:
-        for name, figure in one.summary["accuracy"].items():
+        for name, figure in one.scores.items():
             key = task_of(one.run), name
-            best[key] = float(np.fmax(figure["mean"], best.get(key, 0.0)))
+            best[key] = one.metric.pick_best([figure["mean"], best.get(key, np.nan)])
     return best
 
 
-def _caption(figures: Sequence[dict[str, Any]]) -> str:
-    counts = {len(own["best"]["runs"]) for own in figures}
+def _caption(metric: Metric, series: Sequence[Series]) -> str:
+    counts = {len(one.scores["best"]["runs"]) for one in series}
     deviation = ""
     if max(counts) > 1:
         runs = f"{max(counts)} runs" if len(counts) == 1 else "its runs"
         deviation = f", mean ± standard deviation of {runs}"
-    formula = "Σ correct / Σ samples over the clients, before they train"
-    return f"Test accuracy in %{deviation}; {formula}."
+    counted = "correct" if metric == ACCURACY else "score"
+    formula = f"Σ {counted} / Σ samples over the clients, before they train"
+    return f"Test {metric.heading}{deviation}; {formula}."
 
 
 def view_cost(series: Sequence[Series]) -> Cost:
-    """Return seconds and parameters, and how soon an accuracy is reached."""
+    """Return seconds and parameters, and how soon a score is reached."""
     rows: list[Row] = []
     for one in series:
         numbers = one.summary["parameters_per_client_and_round"]
@@ -115,25 +133,30 @@ def view_cost(series: Sequence[Series]) -> Cost:
     caption = "Cost; parameters per client and round."
     if max(len(list_seeds(one.result)) for one in series) > 1:
         caption += " The runs of a method train side by side; the seconds are of all of them."
-    target = _choose_target(series)
-    speed: list[Row] = []
+    metric, target = series[0].metric, _choose_target(series)
+    speed = _make_speed_table(series, target) if len(list_metrics(series)) == 1 else None
+    table = Table(caption, heads, rows, style="figures")
+    return Cost(table, metric, speed, f"{metric.scale * target:.4g}")
+
+
+def _make_speed_table(series: Sequence[Series], target: float) -> Table:
+    rows: list[Row] = []
     for one in series:
-        [target_rounds] = find_target_rounds(one.result, [target / 100])
-        speed.append([label_cell(one), *describe_speed(*target_rounds)])
-    speed_heads = ["Method", "Rounds", "Seconds", "Runs that reach it"]
-    return Cost(
-        Table(caption, heads, rows, style="figures"),
-        Table("Convergence speed", speed_heads, speed, style="figures"),
-        target,
-    )
+        [target_rounds] = find_target_rounds(one.result, [target])
+        rows.append([label_cell(one), *describe_speed(*target_rounds)])
+    heads = ["Method", "Rounds", "Seconds", "Runs that reach it"]
+    return Table("Convergence speed", heads, rows, style="figures")
 
 
-def _choose_target(series: Sequence[Series]) -> int:
-    """Return 90 % of the highest accuracy, as a whole number of percent."""
+def _choose_target(series: Sequence[Series]) -> float:
+    """Return 90 % of the best share, in whole percent; of another metric, 10 % from the best."""
+    metric = series[0].metric
     bests = np.concatenate([one.result.best for one in series])
     finite = bests[np.isfinite(bests)]
-    best = float(finite.max()) if finite.size else 0.5
-    return max(1, int(90 * best))
+    best = metric.pick_best(finite.tolist()) if finite.size else 0.5
+    if metric.is_share:
+        return max(1, int(90 * best)) / 100
+    return float(f"{best * (0.9 if metric.higher_is_better else 1.1):.3g}")
 
 
 def describe_speed(rounds: list[int | None], seconds: list[float | None]) -> list[str]:

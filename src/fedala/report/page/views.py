@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fedala.metrics import Metric
 from fedala.report.series import Series
 
 #: The most points of a curve, rows of a table, and clients on the page; the csv files have all.
@@ -80,17 +81,19 @@ def label_cell(series: Series) -> Cell:
     return Cell(series.label, style=style, has_key=True)
 
 
-def percent_cell(figure: dict[str, Any] | None, best: float = np.inf) -> Cell:
-    """Return an accuracy of a summary in percent; the `best` one is emphasised."""
+def score_cell(metric: Metric, figure: dict[str, Any] | None, best: float = np.inf) -> Cell:
+    """Return a score of a summary; the `best` one is emphasised."""
     if figure is None:
         return Cell("–")
-    deviation = f"{100 * figure['std']:.2f}" if len(figure["runs"]) > 1 else ""
-    return Cell(f"{100 * figure['mean']:.2f}", deviation, is_best=figure["mean"] == best)
+    deviation = metric.format(figure["std"]) if len(figure["runs"]) > 1 else ""
+    return Cell(metric.format(figure["mean"]), deviation, is_best=figure["mean"] == best)
 
 
-def difference_cell(difference: float | None) -> Cell:
-    """Return a difference between two accuracies in points, with its sign."""
+def difference_cell(metric: Metric, difference: float | None) -> Cell:
+    """Return a difference between two scores, in points if they are shares, with its sign."""
     if difference is None:
         return Cell("–")
-    text = f"{100 * difference:+.2f}".replace("-", "−")
-    return Cell(text, style="gain" if difference > 0 else "loss" if difference < 0 else "")
+    sign = "+" if difference >= 0 else ""
+    text = f"{sign}{metric.format(difference)}".replace("-", "−")
+    gain = difference if metric.higher_is_better else -difference
+    return Cell(text, style="gain" if gain > 0 else "loss" if gain < 0 else "")

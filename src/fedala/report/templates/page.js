@@ -156,7 +156,7 @@
     const column = choice(element, "column", names[0]);
     const shared = document.querySelector('[data-chart="curves"]');
     const runs = choice(shared, "seeds", "band"), over = choice(shared, "x", "rounds"), late = choice(shared, "zoom", "all") === "late";
-    const isShare = column.startsWith("accuracy");
+    const isShare = data.shares.some((name) => column.startsWith(name));
     const format = isShare ? percent : (value) => plain(value);
     const lines = shown().filter((place) => series[place].values[column]).map((place) => {
       const own = series[place];
@@ -219,10 +219,12 @@
   };
 
   const clients = (element) => {
-    const what = choice(element, "show", "accuracy"), order = choice(element, "order", "client");
-    const base = what === "accuracy" ? null : data.clients[Number(what)];
-    const alike = (place) => !base || (String(place) !== what && data.kinds[place] === data.kinds[Number(what)]);
-    const lines = shown().filter((place) => data.clients[place].length && alike(place)).map((place) => ({
+    const what = choice(element, "show", "score"), order = choice(element, "order", "client");
+    const base = what === "score" ? null : data.clients[Number(what)];
+    const known = shown().filter((place) => data.clients[place].length);
+    const metric = data.metrics[base ? Number(what) : known[0] ?? 0], isShare = metric.isShare;
+    const alike = (place) => data.metrics[place].name === metric.name && (!base || (String(place) !== what && data.kinds[place] === data.kinds[Number(what)]));
+    const lines = known.filter(alike).map((place) => ({
       place, values: data.clients[place].map((value, i) => (!isNumber(value) || (base && !isNumber(base[i])) ? null : value - (base ? base[i] : 0))),
     }));
     const count = Math.max(0, ...lines.map((line) => line.values.length));
@@ -230,19 +232,21 @@
     const samples = data.samples[lines[0]?.place ?? 0];
     const oneSplit = new Set(lines.map((line) => data.kinds[line.place])).size < 2;
     if (order === "samples") clientsInOrder.sort((a, b) => samples[b] - samples[a]);
-    if (order === "value" && lines.length) clientsInOrder.sort((a, b) => (lines[0].values[b] ?? -2) - (lines[0].values[a] ?? -2));
+    if (order === "value" && lines.length) clientsInOrder.sort((a, b) => (lines[0].values[b] ?? -Infinity) - (lines[0].values[a] ?? -Infinity));
     let [low, high] = extent([...lines.flatMap((line) => line.values), ...(base ? [0] : [])]);
     const margin = (high - low) * 0.06;
-    [low, high] = [low - margin, base ? high + margin : Math.min(1.01, high + margin)];
+    [low, high] = [low - margin, base || !isShare ? high + margin : Math.min(1.01, high + margin)];
     const step = Math.ceil(count / (element.clientWidth < 520 ? 12 : 30));
     const chart = frame(element, {
       x: [-0.6, count - 0.4], y: [low, high], height: 300,
       xTicks: clientsInOrder.map((client, i) => [i, client]).filter((_, i) => i % step === 0),
-      yTicks: percentTicks(low, high, base ? "+" : ""),
-      xLabel: "client", yLabel: base ? "points of accuracy" : "accuracy, %",
+      yTicks: isShare ? percentTicks(low, high, base ? "+" : "") : ticks(low, high, 5).map((value) => [value, plain(value)]),
+      xLabel: "client", yLabel: !isShare ? (base ? "difference" : metric.title) : base ? `points of ${metric.title}` : `${metric.title}, %`,
     });
     const { root, X, Y, box } = chart;
     if (base) draw(root, "line", { class: "zero", x1: box.left, x2: box.right, y1: Y(0), y2: Y(0) });
+    const signed = (value) => `${value > 0 ? "+" : ""}${isShare ? (100 * value).toFixed(2) : plain(value)}`.replace("-", "−");
+    const format = base ? signed : isShare ? percent : (value) => plain(value);
     const radius = Math.max(2, Math.min(5.5, (box.right - box.left) / Math.max(1, count) / 3));
     const marks = [];
     clientsInOrder.forEach((client, i) => {
@@ -252,7 +256,7 @@
       draw(root, "line", { class: "stem", x1: X(i), x2: X(i), y1: Y(bottom), y2: Y(top) });
       const aside = Math.min(2 * radius, (0.8 * (X(1) - X(0))) / there.length);
       there.forEach(([place, value], k) => draw(root, "circle", { class: `dot ${colour(place)}`, "data-series": place, cx: X(i) + (k - (there.length - 1) / 2) * aside, cy: Y(value), r: radius }));
-      const rows = there.sort((a, b) => b[1] - a[1]).map(([place, value]) => [series[place].label, base ? `${value > 0 ? "+" : ""}${(100 * value).toFixed(2)}`.replace("-", "−") : percent(value)]);
+      const rows = there.sort((a, b) => b[1] - a[1]).map(([place, value]) => [series[place].label, format(value)]);
       marks.push({ i, j: 0, x: X(i), title: `Client ${client}${oneSplit ? `, ${samples[client]} test samples` : ""}`, rows });
     });
     element.chart = chart;

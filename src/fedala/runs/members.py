@@ -1,0 +1,121 @@
+"""The methods of a run, or the points of their sweeps, and which of them run side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedala.errors import UserError
+from fedala.methods import Method, catalogue, make, setting_prefixes
+from fedala.options import suggest
+from fedala.runs.config import RECIPE_OPTIONS, Config
+from fedala.runs.sweep import config_at, label_of, list_points
+from fedala.simulation.variants import Variant, can_run_together
+
+
+@dataclass(frozen=True)
+class Member:
+    """One method of a run, at one point of its sweep if there is one."""
+
+    label: str
+    """Its name in tables and files: the method's, with the values of the point."""
+    title: str
+    method: Method
+    config: Config
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.method, self.config.recipe())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members that run side by side, as lanes: they differ in numbers only."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants of the method; none if there is a single one."""
+        variants = tuple(member.variant for member in self.members)
+        return variants if len(variants) > 1 else ()
+
+
+def check_settings(config: Config) -> None:
+    """Refuse a hyperparameter that no method of this run has."""
+    prefixes = {prefix for name in config.methods for prefix in setting_prefixes(name)}
+    known_prefixes = [*catalogue(), "ala"]
+    swept = [("sweep", name) for name in config.sweep if "." in name]
+    for option, key in [*(("set", key) for key in config.set), *swept]:
+        prefix, dot, name = key.partition(".")
+        if prefix not in known_prefixes:
+            hint = suggest(prefix, known_prefixes)
+            raise UserError(f"{option} {key}: there is no method {prefix!r}{hint}.")
+        if not dot or not name:
+            raise UserError(
+                f"{option} {key}: write it as method.option=value, such as fedala.eta=0.5."
+            )
+        if prefix not in prefixes:
+            raise UserError(
+                f"{option} {key}: {prefix} is not among the methods of this run "
+                f"({', '.join(config.methods)})."
+            )
+        if option == "sweep" and key in config.set:
+            raise UserError(f"{key} is both set and swept: leave one of them out.")
+
+
+def make_members(config: Config) -> list[Member]:
+    """Make all methods of a run, or all points of their sweeps."""
+    members: list[Member] = []
+    titles: set[str] = set()
+    for name in config.methods:
+        for point in list_points(config, name):
+            own = config_at(config, name, point)
+            method = make(name, own.set)
+            title = label_of(method.title, point)
+            members.append(Member(label_of(method.name, point), title, method, own))
+        if method.title in titles:
+            raise UserError(f"method names {method.title} twice: {config.method}.")
+        titles.add(method.title)
+        if method.requires_all_clients and config.join_ratio < 1:
+            raise UserError(
+                f"{method.title} needs every client in every round: "
+                "it cannot run with join_ratio < 1."
+            )
+    return members
+
+
+def group_members(members: Sequence[Member]) -> tuple[Group, ...]:
+    """Put members together that can run side by side."""
+    groups: list[list[Member]] = []
+    for member in members:
+        for group in groups:
+            if _shares_steps(group[0].config, member.config) and can_run_together(
+                group[0].variant, member.variant
+            ):
+                group.append(member)
+                break
+        else:
+            groups.append([member])
+    return tuple(Group(tuple(group)) for group in groups)
+
+
+def _shares_steps(a: Config, b: Config) -> bool:
+    """Tell whether two configs differ at most in numbers that may be [lane]."""
+    return not a.differences(b).keys() - {"set", *RECIPE_OPTIONS}
+
+
+def check_schedule(config: Config) -> None:
+    """Refuse options that would have no effect, and a warm-up without an end."""
+    uses = {"decay": ("step", "exponential"), "decay_every": ("step",)}
+    for name, schedules in uses.items():
+        if getattr(config, name) is not None and config.schedule not in schedules:
+            raise UserError(
+                f"{name} is for the schedule {' or '.join(schedules)}, "
+                f"and this run's is {config.schedule}."
+            )
+    if config.warmup and config.warmup >= int(config.rounds or 0):
+        raise UserError(
+            f"A warm-up of {config.warmup} rounds needs a run of more rounds than that, "
+            f"and this one has {config.rounds}."
+        )
+    if config.local_steps is not None and config.local_epochs != 1:
+        raise UserError("Give local_steps or local_epochs, not both.")
