@@ -28,6 +28,7 @@ class PFedMe(Method):
     name = "pfedme"
     title = "pFedMe"
     summary = "a personal model near the local one, which follows it"
+    refuses_server_optimizer = "it has a server step of its own, pfedme.beta"
 
     personal_lr: float = option(0.01, "learning rate of the personal model θ", above=0)
     lam: float = option(

@@ -16,6 +16,7 @@ from fedala.io.untrusted import free_memory
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, catalogue, make, setting_prefixes
+from fedala.methods.server_optimizer import ServerOptimizer, default_lr, with_server_optimizer
 from fedala.models import build_model
 from fedala.options import suggest
 from fedala.runs.config import Config
@@ -101,6 +102,9 @@ def _check_settings(config: Config) -> None:
 
 def _make_methods(config: Config) -> tuple[Method, ...]:
     methods = tuple(make(name, config.set) for name in config.methods)
+    optimizer = _make_server_optimizer(config)
+    if optimizer:
+        methods = tuple(with_server_optimizer(method, optimizer) for method in methods)
     for method in methods:
         if sum(other.name == method.name for other in methods) > 1:
             raise UserError(f"method names {method.title} twice: {config.method}.")
@@ -110,6 +114,22 @@ def _make_methods(config: Config) -> tuple[Method, ...]:
                 "it cannot run with join_ratio < 1."
             )
     return methods
+
+
+def _make_server_optimizer(config: Config) -> ServerOptimizer | None:
+    kind = config.server_optimizer
+    if kind != "none":
+        lr = config.server_lr or default_lr(kind)
+        momentum, beta2, tau = config.server_momentum, config.server_beta2, config.server_tau
+        return ServerOptimizer(kind, lr, momentum, beta2, tau)
+    without = Config()
+    for name in ("server_lr", "server_momentum", "server_beta2", "server_tau"):
+        if getattr(config, name) != getattr(without, name):
+            raise UserError(
+                f"{name} is given, but server_optimizer is none: "
+                "choose avgm, adam, yogi or adagrad, or leave it out."
+            )
+    return None
 
 
 def _choose_device(name: str) -> torch.device:
@@ -141,6 +161,8 @@ def _resolve(config: Config, federation: Federation) -> Config:
         values |= {"model": "fasttext", "lr": 0.1}
     if config.model in ("resnet18", "fasttext"):
         values["lr"] = 0.1
+    if config.server_optimizer != "none":
+        values["server_lr"] = default_lr(config.server_optimizer)
     rounds = int(config.rounds or values["rounds"])
     values["record_weights"] = -(-rounds // 20)  # about 20 times
     missing = {name: value for name, value in values.items() if getattr(config, name) is None}
