@@ -34,6 +34,7 @@ class APPLE(Method):
     sends_model_stack = True
     schedule_depends_on_rounds = True
     refuses_ala = "APPLE downloads several models, and ALA blends a single one"
+    refuses_server_optimizer = "the server keeps the models of all clients, and no global one"
 
     eta: float = option(0.01, "η₂: learning rate of the directed relationship vector p_i", least=0)
     mu: float = option(

@@ -72,6 +72,8 @@ class Method:
     refuses_slots: ClassVar[str] = ""
     #: Why `+ala` makes no sense, to end the sentence "x+ala is refused: …"; empty if it does.
     refuses_ala: ClassVar[str] = ""
+    #: Why an optimiser at the server makes no sense, to end such a sentence; empty if it does.
+    refuses_server_optimizer: ClassVar[str] = ""
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this method cannot work with, by a `UserError`."""

@@ -26,6 +26,7 @@ class FedAMP(Method):
     summary = "each client is pulled towards the models that are like its own"
     requires_all_clients = True
     lane_numbers = frozenset({"alpha", "lam", "sigma"})
+    refuses_server_optimizer = "the server keeps a model for each client, and no global one"
 
     alpha: float = option(
         1000.0, "α: the server's step size; also divides the clients' pull", above=0

@@ -14,6 +14,7 @@ class Local(Method):
     title = "Local"
     summary = "every client alone, nothing is sent"
     refuses_ala = "nothing is received that could be blended"
+    refuses_server_optimizer = "no model is uploaded"
 
     def shared_part(self, task: Task, model: Params) -> Params:
         return {}

@@ -32,6 +32,7 @@ class PFedMe(Method):
     title = "pFedMe"
     summary = "a personal model near the local one, which follows it"
     lane_numbers = frozenset({"personal_lr", "lam", "beta"})
+    refuses_server_optimizer = "it has a server step of its own, pfedme.beta"
 
     personal_lr: float = option(0.01, "learning rate of the personal model θ", above=0)
     lam: float = option(

@@ -1,73 +1,29 @@
 """ALA on any method, `method+ala`: it replaces the local initialisation and nothing else."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from fedala.lanes import (
-    Cohort,
-    Message,
-    Params,
-    State,
-    Task,
-    UpdateRule,
-    Uploads,
-    local_aggregation,
-)
+from fedala.lanes import Cohort, Message, Params, State, Task, local_aggregation
 from fedala.lanes.local_aggregation import Outcome
 from fedala.lanes.weight_learning import Settings
-from fedala.methods.base import Method, ServerRound
+from fedala.methods.base import Method
+from fedala.methods.wrapper import Wrapper
 
 
-class InitializedByALA(Method):
+class InitializedByALA(Wrapper):
     """A method whose local model is ALA(received, local). It does all else as `base` does."""
 
-    base: Method
     ala: Settings
-
-    @property
-    def requires_all_clients(self) -> bool:  # type: ignore[override]
-        return self.base.requires_all_clients
+    has_personal_models = True
 
     @property
     def metrics(self) -> frozenset[str]:  # type: ignore[override]
         return self.base.metrics | {"ala_epochs", "ala_weight", "ala_capped"}
 
-    @property
-    def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
-        return self.base.schedule_depends_on_rounds
-
     def check_model(self, model: nn.Module) -> None:
         self.base.check_model(model)
         self.ala_parameters(model, self.ala.layers)
-
-    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
-        return self.base.ala_parameters(model, layers)
-
-    def check_optimizer(self, rule: UpdateRule) -> None:
-        self.base.check_optimizer(rule)
-
-    def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
-        return self.base.trainings(task)
-
-    def shared_part(self, task: Task, model: Params) -> Params:
-        return self.base.shared_part(task, model)
-
-    def extra_template(self, task: Task, initial: Params) -> State:
-        return self.base.extra_template(task, initial)
-
-    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
-        return self.base.init_server(task, initial, server_round)
-
-    def send(self, server: State, server_round: ServerRound) -> Message:
-        return self.base.send(server, server_round)
-
-    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
-        return self.base.aggregate(server, uploads, server_round)
-
-    def global_model(self, server: State) -> Params:
-        return self.base.global_model(server)
 
     def init_client(self, task: Task, initial: Params) -> State:
         learned = local_aggregation.init_state(

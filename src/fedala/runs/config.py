@@ -23,6 +23,7 @@ RECIPE_OPTIONS = (
     "lr", "optimizer", "momentum", "nesterov", "weight_decay", "beta2", "clip", "schedule",
     "warmup", "decay", "decay_every",
 )  # fmt: skip
+SERVER_NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_tau")
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
 
@@ -146,6 +147,27 @@ class Config:
     )
     augment: str = option(
         "none", "random changes of training images: none, flip, crop:4, or flip,crop:4"
+    )
+    server_optimizer: str = option(
+        "none",
+        "optimiser at the server, along the clients' mean change: none (the mean itself), "
+        "avgm (momentum), adam, yogi or adagrad",
+        choices=("none", "avgm", "adam", "yogi", "adagrad"),
+    )
+    server_lr: float | None = option(
+        None,
+        "η: learning rate of the server's optimiser; without it, 1 for avgm, otherwise 0.01",
+        above=0,
+        most=1e9,
+    )
+    server_momentum: float = option(
+        0.9, "β, or β₁: decay of the server's first moment", least=0, most=0.9999
+    )
+    server_beta2: float = option(
+        0.99, "β₂: decay of the second moment of adam and yogi", least=0, most=0.9999
+    )
+    server_tau: float = option(
+        0.001, "τ: how far adam, yogi and adagrad adapt; the smaller, the more", above=0, most=1e9
     )
     seeds: int = option(1, "number of runs, each with its own seed", least=1, most=10_000)
     seed: int = option(0, "seed of the first run; each further run adds 1", least=0, most=2**32 - 1)

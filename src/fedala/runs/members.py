@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 from fedala.errors import UserError
 from fedala.methods import Method, catalogue, make, setting_prefixes
+from fedala.methods.server_optimizer import (
+    ServerOptimizer,
+    default_lr,
+    with_server_optimizer,
+)
 from fedala.options import suggest
-from fedala.runs.config import RECIPE_OPTIONS, Config
+from fedala.runs.config import RECIPE_OPTIONS, SERVER_NUMBERS, Config
 from fedala.runs.sweep import config_at, label_of, list_points
 from fedala.simulation.variants import Variant, can_run_together
 
@@ -70,6 +75,8 @@ def make_members(config: Config) -> list[Member]:
         for point in list_points(config, name):
             own = config_at(config, name, point)
             method = make(name, own.set)
+            if optimizer := _make_server_optimizer(own):
+                method = with_server_optimizer(method, optimizer)
             title = label_of(method.title, point)
             members.append(Member(label_of(method.name, point), title, method, own))
         if method.title in titles:
@@ -81,6 +88,22 @@ def make_members(config: Config) -> list[Member]:
                 "it cannot run with join_ratio < 1."
             )
     return members
+
+
+def _make_server_optimizer(config: Config) -> ServerOptimizer | None:
+    kind = config.server_optimizer
+    if kind != "none":
+        lr = config.server_lr or default_lr(kind)
+        momentum, beta2, tau = config.server_momentum, config.server_beta2, config.server_tau
+        return ServerOptimizer(kind, lr, momentum, beta2, tau)
+    without = Config()
+    for name in SERVER_NUMBERS:
+        if getattr(config, name) != getattr(without, name):
+            raise UserError(
+                f"{name} is given, but server_optimizer is none: "
+                "choose avgm, adam, yogi or adagrad, or leave it out."
+            )
+    return None
 
 
 def group_members(members: Sequence[Member]) -> tuple[Group, ...]:
@@ -100,7 +123,7 @@ def group_members(members: Sequence[Member]) -> tuple[Group, ...]:
 
 def _shares_steps(a: Config, b: Config) -> bool:
     """Tell whether two configs differ at most in numbers that may be [lane]."""
-    return not a.differences(b).keys() - {"set", *RECIPE_OPTIONS}
+    return not a.differences(b).keys() - {"set", *RECIPE_OPTIONS, *SERVER_NUMBERS}
 
 
 def check_schedule(config: Config) -> None:

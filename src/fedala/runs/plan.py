@@ -20,6 +20,7 @@ from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound
+from fedala.methods.server_optimizer import default_lr
 from fedala.metrics import OWN_LOSS
 from fedala.models import build_model
 from fedala.runs.config import Config
@@ -163,6 +164,8 @@ def _resolve(config: Config, federation: Federation) -> Config:
         values |= {"model": "fasttext", "lr": 0.1}
     if config.model in ("resnet18", "fasttext"):
         values["lr"] = 0.1
+    if config.server_optimizer != "none":
+        values["server_lr"] = default_lr(config.server_optimizer)
     rounds = int(config.rounds or values["rounds"])
     values["record_weights"] = -(-rounds // 20)  # about 20 times
     if config.schedule == "step":

@@ -11,10 +11,13 @@ from fedala.errors import UserError
 from fedala.lanes.randomness import draw
 from fedala.methods import setting_prefixes
 from fedala.options import suggest
-from fedala.runs.config import RECIPE_OPTIONS, Config
+from fedala.runs.config import RECIPE_OPTIONS, SERVER_NUMBERS, Config
 
 #: Options of a run that a sweep may vary besides the methods' hyperparameters.
-SWEPT_OPTIONS = (*RECIPE_OPTIONS, "batch_size", "local_epochs", "local_steps")
+SWEPT_OPTIONS = (
+    *RECIPE_OPTIONS, "batch_size", "local_epochs", "local_steps", "label_smoothing",
+    "server_optimizer", *SERVER_NUMBERS,
+)  # fmt: skip
 MOST_POINTS = 1000
 
 Point = dict[str, str]

@@ -49,7 +49,8 @@ def _differ_in_lane_numbers(a: Any, b: Any) -> bool:
 
 
 def _may_differ(method: Any, name: str) -> bool:
-    return name in method.lane_numbers or getattr(method, "sends_model_stack", False)
+    numbers: frozenset[str] = getattr(method, "lane_numbers", frozenset())
+    return name in numbers or bool(getattr(method, "sends_model_stack", False))
 
 
 def merge(parts: Sequence[T], spread: Spread) -> T:

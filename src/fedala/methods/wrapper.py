@@ -1,0 +1,98 @@
+"""A method around another method: it does everything as its base does, except what it overrides."""
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+from fedala.lanes import Cohort, Message, Params, State, Task, UpdateRule, Uploads
+from fedala.methods.base import Method, ServerRound
+
+
+class Wrapper(Method):
+    """A method that does all as `base` does."""
+
+    base: Method
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.base.name
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return self.base.title
+
+    @property
+    def summary(self) -> str:  # type: ignore[override]
+        return self.base.summary
+
+    @property
+    def has_personal_models(self) -> bool:  # type: ignore[override]
+        return self.base.has_personal_models
+
+    @property
+    def requires_all_clients(self) -> bool:  # type: ignore[override]
+        return self.base.requires_all_clients
+
+    @property
+    def sends_model_stack(self) -> bool:  # type: ignore[override]
+        return self.base.sends_model_stack
+
+    @property
+    def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
+        return self.base.schedule_depends_on_rounds
+
+    @property
+    def metrics(self) -> frozenset[str]:  # type: ignore[override]
+        return self.base.metrics
+
+    def check_model(self, model: nn.Module) -> None:
+        self.base.check_model(model)
+
+    def check_optimizer(self, rule: UpdateRule) -> None:
+        self.base.check_optimizer(rule)
+
+    def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
+        return self.base.trainings(task)
+
+    def shared_part(self, task: Task, model: Params) -> Params:
+        return self.base.shared_part(task, model)
+
+    def extra_template(self, task: Task, initial: Params) -> State:
+        return self.base.extra_template(task, initial)
+
+    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
+        return self.base.init_server(task, initial, server_round)
+
+    def send(self, server: State, server_round: ServerRound) -> Message:
+        return self.base.send(server, server_round)
+
+    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
+        return self.base.aggregate(server, uploads, server_round)
+
+    def global_model(self, server: State) -> Params:
+        return self.base.global_model(server)
+
+    def init_client(self, task: Task, initial: Params) -> State:
+        return self.base.init_client(task, initial)
+
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
+        return self.base.initialize(cohort, received, state)
+
+    def model_to_evaluate(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> Params:
+        return self.base.model_to_evaluate(cohort, initialized, received, state)
+
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
+        return self.base.train(cohort, initialized, received, state)
+
+    def model_when_absent(self, upload: Message, state: State) -> Params:
+        return self.base.model_when_absent(upload, state)
+
+    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+        return self.base.ala_parameters(model, layers)
+
+    def ala_weights(self, state: State) -> Params:
+        return self.base.ala_weights(state)
