@@ -7,6 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+#: The model that is always evaluated: the initialised personal model, before training.
+INITIALIZED = "initialized"
+#: The kinds of models that a run can evaluate.
+MODEL_KINDS = (INITIALIZED, "trained", "received", "global")
+
 
 @dataclass(frozen=True)
 class HistoryRow:
@@ -59,6 +64,15 @@ class WeightSummary(NamedTuple):
     """The share of W in each tenth of [0, 1]."""
 
 
+class ModelFigures(NamedTuple):
+    """What one kind of model scores: cells of a line of `metrics.csv`."""
+
+    model: str
+    """One of `MODEL_KINDS`."""
+    figures: Mapping[str, float]
+    """By column, without those that are not known."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What a simulation reports of one run after one round."""
@@ -67,6 +81,8 @@ class Evaluation:
     client_scores: np.ndarray
     """[client, (correct answers, summed loss, samples)] on the test samples."""
     weights: Sequence[WeightSummary] = ()
+    models: Sequence[ModelFigures] = ()
+    """The kinds of models that were tested; empty if no details are due."""
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,16 @@ class Config:
         "which clients to evaluate if not all join: all, or joined",
         choices=("all", "joined"),
     )
+    evaluate: str = option(
+        "initialized",
+        "models to evaluate, separated by commas: initialized (the paper's, always), trained, "
+        "received, global",
+    )
+    metrics_every: int = option(
+        0,
+        "rounds between detailed metrics (metrics.csv); 0: only at the last evaluation",
+        least=0,
+    )
     validation: float = option(
         0.0, "share of the training data to hold out for picking the best round", least=0, most=0.9
     )
@@ -171,6 +181,19 @@ class Config:
     @property
     def methods(self) -> tuple[str, ...]:
         return tuple(name.strip().lower() for name in self.method.split(",") if name.strip())
+
+    @property
+    def evaluated_models(self) -> tuple[str, ...]:
+        """The kinds of models to evaluate, in the order of tables; the initialised one is first."""
+        from fedala.records import INITIALIZED, MODEL_KINDS
+
+        names = [name.strip().lower() for name in self.evaluate.split(",") if name.strip()]
+        for name in names:
+            if name not in MODEL_KINDS:
+                raise UserError(
+                    f"evaluate: there is no model {name!r}{suggest(name, MODEL_KINDS)}."
+                )
+        return tuple(kind for kind in MODEL_KINDS if kind in {INITIALIZED, *names})
 
     def values(self) -> dict[str, Any]:
         """Return every option and its value."""

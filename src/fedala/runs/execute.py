@@ -181,6 +181,10 @@ class _MethodRun:
     def _take_over(self, progress: Progress) -> None:
         """Continue the history and the checkpoints of an earlier process."""
         self.result.history = progress.history
+        if self.folder:
+            self.result.read_tables(
+                self.folder.rows("clients.csv"), self.folder.rows("metrics.csv")
+            )
         if self.checkpoints is None:
             return
         self.checkpoints.continue_from(progress.found)
@@ -215,8 +219,13 @@ class _MethodRun:
         if self.folder:
             self.folder.tables.add_history(name, row)
             self.folder.tables.add_weights(name, row, evaluation.weights)
+            self.folder.tables.add_metrics(name, row, evaluation.models)
+        for model, figures in evaluation.models:
+            self.result.metrics.append(
+                {"seed": row.seed, "round": row.round, "model": model, **figures}
+            )
         if row.round == self.plan.config.rounds:
-            self.result.client_scores[row.seed] = evaluation.client_scores
+            self.result.add_clients(row.seed, evaluation.client_scores)
             if self.folder:
                 self.folder.tables.add_clients(name, row, evaluation.client_scores)
         self.observer.on_row(name, row)

@@ -57,6 +57,7 @@ def plan(
 ) -> Plan:
     """Check a config, load its data, and resolve every value. Nothing is written."""
     _check_settings(config)
+    _ = config.evaluated_models  # raises if there is no such model
     methods = _make_methods(config)
     device = _choose_device(config.device)
     if isinstance(dataset, Federation):

@@ -15,16 +15,20 @@ from fedala.data.federation import PARTS, Federation
 from fedala.errors import printable, spreadsheet_safe
 from fedala.io import files
 from fedala.io.untrusted import check_memory, require_file
-from fedala.records import Fault, HistoryRow, WeightSummary
+from fedala.records import Fault, HistoryRow, ModelFigures, WeightSummary
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import RowHash
 from fedala.runs.verified_files import RunRecord
+from fedala.simulation.metrics import FIGURES
 
 #: Tables to which a run appends rows. Each row has its method and its round.
-TABLES = ("history.csv", "clients.csv", "weights.csv", "faults.csv")
+TABLES = ("history.csv", "clients.csv", "metrics.csv", "weights.csv", "faults.csv")
+
+#: Columns of `metrics.csv` after those that say of which model and evaluation a line tells.
+METRICS_COLUMNS = (*FIGURES, "bytes_sent", "bytes_uploaded")
 
 #: Columns that are not numbers.
-_TEXT_COLUMNS = {"method", "parameter", "name", "time", "changed", "policy"}
+_TEXT_COLUMNS = {"method", "model", "parameter", "name", "time", "changed", "policy"}
 
 Lines = list[dict[str, str]]
 
@@ -55,6 +59,15 @@ class Tables:
             line |= {"samples": int(samples), "accuracy": shares[0], "loss": shares[1]}
             lines.append(line)
         self.append("clients.csv", lines)
+
+    def add_metrics(self, method: str, row: HistoryRow, models: Sequence[ModelFigures]) -> None:
+        """Append what each kind of model scores, if the round recorded it."""
+        lines = []
+        for model, figures in models:
+            line = {"method": method, "seed": row.seed, "round": row.round, "model": model}
+            lines.append({**line, **{name: figures.get(name) for name in METRICS_COLUMNS}})
+        if lines:
+            self.append("metrics.csv", lines)
 
     def add_weights(self, method: str, row: HistoryRow, weights: Sequence[WeightSummary]) -> None:
         """Append how the W of each participant is spread, if the round recorded it."""

@@ -27,6 +27,11 @@ ACCURACIES = {
         "test accuracy in the round that is best on held-out training data: what to expect in use",
     ),
 }
+BELOW_LOCAL = (
+    "Clients below Local",
+    "share of the clients, in %, that are less accurate in the last round than with Local, where "
+    "each client trains alone",
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,16 @@ def view_results(series: Sequence[Series]) -> Results:
             base = other.summary["accuracy"][key]["mean"] if other else None
             cells.append(difference_cell(None if base is None else own[key]["mean"] - base))
         rows.append([label_cell(one), *cells])
+    compares_local = any("clients_below_local" in one.summary for one in series)
+    if compares_local:
+        for row, one in zip(rows, series, strict=True):
+            row.append(percent_cell(one.summary.get("clients_below_local")))
     heads = [ACCURACIES[key][0] for key in keys]
     heads += [f"{ACCURACIES[key][0]}, against FedAvg" for key in compared]
+    heads += [BELOW_LOCAL[0]] * compares_local
     table = Table(_caption(figures), ["Method", *heads], rows, style="figures")
-    return Results(table, [ACCURACIES[key] for key in keys])
+    meanings = [ACCURACIES[key] for key in keys]
+    return Results(table, meanings + [BELOW_LOCAL] * compares_local)
 
 
 def _find_best(series: Sequence[Series]) -> dict[tuple[tuple[str, ...], str], float]:
