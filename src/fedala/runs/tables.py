@@ -24,7 +24,8 @@ from fedala.simulation.metrics import FIGURES
 #: Tables to which a run appends rows. Each row has its method and its round.
 TABLES = ("history.csv", "clients.csv", "metrics.csv", "weights.csv", "faults.csv")
 
-#: Columns of `metrics.csv` after those that say of which model and evaluation a line tells.
+#: Columns of `metrics.csv`: of which model and evaluation a line tells, and the figures.
+METRICS_KEYS = ("method", "seed", "round", "model")
 METRICS_COLUMNS = (*FIGURES, "bytes_sent", "bytes_uploaded")
 
 #: Columns that are not numbers.
@@ -201,6 +202,8 @@ class Tables:
         if name in TABLES and digests:
             self._unrecorded[name] = digests.check_rows(self.path / name, lines)
         try:
+            if name == "metrics.csv":
+                _check_unique(lines)
             return [_values(line) for line in lines]
         except ValueError as error:
             raise files.DamagedFile(f"{self.path / name} is damaged: {error}.") from None
@@ -287,6 +290,13 @@ def _values(line: Mapping[str, str]) -> dict[str, Any]:
     if accuracy is not None and (accuracy < 0 or accuracy > 1):
         raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
     return values
+
+
+def _check_unique(lines: Lines) -> None:
+    """Raise a ValueError if two lines of `metrics.csv` tell about the same model."""
+    keys = [tuple(line.get(name) for name in METRICS_KEYS) for line in lines]
+    if len(set(keys)) < len(keys):
+        raise ValueError("it has two rows of the same method, seed, round and model")
 
 
 def _find_problem(cells: Mapping[str, Any]) -> str:
