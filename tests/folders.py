@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fedala.data import Dataset, federate
-from fedala.records import HistoryRow, WeightSummary
+from fedala.records import HistoryRow, ModelFigures, WeightSummary
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 
@@ -36,6 +36,7 @@ def made_up(
     parameters: tuple[str, ...] = ("fc.weight", "fc.bias"),
     class_names: tuple[str, ...] = (),
     sealed: bool = False,
+    has_metrics: bool = False,
     **options: object,
 ) -> RunFolder:
     """Make a folder in which the last method got as far as `reached`.
@@ -75,6 +76,9 @@ def made_up(
                     correct = np.minimum(10, np.floor(10 * value) + np.arange(clients) % 2)
                     scores = np.stack([correct, 10 - correct, np.full(clients, 10.0)], 1)
                     folder.tables.add_clients(method, row, scores)
+                    figures = {"samples": 10 * clients, "accuracy": value, "f1": value / 2}
+                    models = [ModelFigures("initialized", figures)]
+                    folder.tables.add_metrics(method, row, models if has_metrics else [])
         folder.record_progress([method], is_finished=last == rounds)
     if reached is None:
         versions = {"python": "3", "torch": "2", "commit": None}

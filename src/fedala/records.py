@@ -9,6 +9,11 @@ from torch import Tensor
 
 from fedala.metrics import ACCURACY, Metric, find_metric
 
+#: The model that is always evaluated: the initialised personal model, before training.
+INITIALIZED = "initialized"
+#: The kinds of models that a run can evaluate.
+MODEL_KINDS = (INITIALIZED, "trained", "received", "global")
+
 
 @dataclass(frozen=True)
 class HistoryRow:
@@ -93,6 +98,15 @@ class WeightSummary(NamedTuple):
     """The share of W in each tenth of [0, 1]."""
 
 
+class ModelFigures(NamedTuple):
+    """What one kind of model scores: cells of a line of `metrics.csv`."""
+
+    model: str
+    """One of `MODEL_KINDS`."""
+    figures: Mapping[str, float]
+    """By column, without those that are not known."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What a simulation reports of one run after one round."""
@@ -101,6 +115,8 @@ class Evaluation:
     client_scores: np.ndarray
     """[client, (summed score, summed loss, samples)] on the test samples."""
     weights: Sequence[WeightSummary] = ()
+    models: Sequence[ModelFigures] = ()
+    """The kinds of models that were tested; empty if no details are due."""
     variant: int = 0
     """The number of the method's variant, in a sweep."""
 

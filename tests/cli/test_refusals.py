@@ -183,13 +183,14 @@ OTHERS = {
     "method": "fedavg", "set": "fedala.eta=0.5", "dataset": "other.npz", "model": "resnet18",
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
-    "eval_every": "2", "eval_clients": "joined", "validation": "0.1", "precision": "float64",
-    "resize": "8", "normalize": "mnist", "augment": "flip",
+    "eval_every": "2", "eval_clients": "joined", "evaluate": "trained", "validation": "0.1",
+    "precision": "float64", "resize": "8", "normalize": "mnist", "augment": "flip",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {
     "rounds": "0", "device": "tpu", "lanes": "0", "client_memory": "-1", "feature_memory": "much",
-    "on_divergence": "hope", "record_weights": "-1", "checkpoint_every": "-1",
+    "on_divergence": "hope", "record_weights": "-1", "metrics_every": "-1",
+    "checkpoint_every": "-1",
 }  # fmt: skip
 
 
@@ -217,6 +218,8 @@ REFUSALS = [
     # run --resume
     *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in OTHERS.items()),
     *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in WRONG.items()),
+    Refusal("RUN --out new --evaluate trained,best", "evaluate: there is no model 'best'"),
+    Refusal("flower new app --evaluate global", "the initialised personal model only"),
     Refusal("run --resume f1 --rounds 2", "rounds"),
     Refusal("run --resume f2 --rounds 2", "rounds"),
     Refusal("run --resume stopped --rounds 1", "rounds"),
@@ -353,7 +356,7 @@ def results(folder: Path) -> list[object]:
     models = [path.read_bytes() for path in sorted((folder / "models").rglob("*.safetensors"))]
     tables = [
         (folder / name).read_bytes()
-        for name in ("history.csv", "clients.csv", "weights.csv", "split.csv")
+        for name in ("history.csv", "clients.csv", "metrics.csv", "weights.csv", "split.csv")
     ]
     return [{name: about["accuracy"] for name, about in methods.items()}, tables, models]
 

@@ -124,7 +124,8 @@ def run_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
     def look(here: Path, said: str) -> dict[str, Any]:
         path = here / folder
         found: dict[str, Any] = {
-            name: table(path / name) for name in ("history.csv", "clients.csv", "weights.csv")
+            name: table(path / name)
+            for name in ("history.csv", "clients.csv", "metrics.csv", "weights.csv")
         }
         found |= {name: content(path / name) for name in ("split.csv", "faults.csv", "config.toml")}
         found["summary.json"] = accuracies(path / "summary.json")
@@ -154,7 +155,7 @@ def comparison_outcome(here: Path, said: str) -> dict[str, Any]:
 
 def cells_outcome(here: Path, said: str) -> dict[str, Any]:
     """Return the results and the tables of every cell of `paper run`."""
-    names = ("history.csv", "clients.csv", "weights.csv")
+    names = ("history.csv", "clients.csv", "metrics.csv", "weights.csv")
     found: dict[str, Any] = {"results.csv": table(here / "out" / "results.csv")}
     for path in sorted((here / "out").rglob("*.csv")):
         if path.name in names:

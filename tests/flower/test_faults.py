@@ -267,6 +267,8 @@ def test_an_experiments_name_cannot_lead_out_of_its_folder(name, tmp_path):
     [
         ({"method": "fedavg,fedala"}, "one method at a time"),
         ({"lanes": "3"}, "unknown option lanes"),
+        ({"evaluate": "trained"}, "initialised personal model only, .* leave out evaluate"),
+        ({"metrics_every": 5}, "leave out metrics_every"),
         ({"min_nodes": 0}, "min_nodes must be at least 1"),
         ({"experiment": "../up"}, "experiment's name"),
         ({"method": "fedfomo", "max_norm": 3.0}, "max_norm does not apply to FedFomo"),

@@ -503,6 +503,7 @@ def _reported() -> Files:
             "summary.json",
             "history.csv",
             "clients.csv",
+            "metrics.csv",
             "split.csv",
             "weights.csv",
         )

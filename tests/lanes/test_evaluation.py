@@ -76,6 +76,28 @@ def test_a_score_is_that_of_the_plain_module(model):
     assert losses[0] == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.parametrize("lanes", [1, 7])
+@pytest.mark.parametrize("model", [Net, *MIXING])
+def test_predictions_are_those_of_the_plain_module(model, lanes):
+    """Each client's in the order of its samples, in whatever order the lanes are."""
+    task = ragged_task(SIZES, model=model())
+    initial = start_of(task, model)(0)
+    module = model().double()
+    module.load_state_dict({name: value[0] for name, value in initial.items()})
+    clients = sorted(range(len(SIZES)), key=lambda client: -SIZES[client])[:lanes]
+    log = evaluation.PredictionLog()
+    cohort = Cohort(task, clients, [0] * lanes)
+    score = cohort.evaluate(share(initial, lanes), log=log)
+    for lane, found in enumerate(log.collect(lanes)):
+        rows = task.parts["test"][clients[lane]]
+        with torch.no_grad():
+            expected = module.eval()(task.x[rows]).softmax(-1).numpy()
+        np.testing.assert_allclose(found.probabilities, expected, atol=1e-12)
+        assert (found.targets == task.y[rows].numpy()).all()
+        assert (found.predicted == expected.argmax(1)).all()
+        assert (found.targets == found.predicted).sum() == score.correct[lane]
+
+
 def test_many_samples_are_batches_of_the_same_size_in_any_cohort(monkeypatch):
     monkeypatch.setattr(evaluation, "MIXED_BATCH", 4)
     alone, _ = list_losses(BatchMean, lanes=1)

@@ -14,14 +14,17 @@ from folders import accuracy, made_up
 from jinja2 import UndefinedError
 
 from fedala.errors import UserError
-from fedala.records import HistoryRow
+from fedala.records import HistoryRow, ModelFigures
 from fedala.report import html, page
 from fedala.report.arrays import mean_std
 from fedala.report.curves import find_target_rounds, sum_seconds
+from fedala.report.page.models import KINDS
 from fedala.report.page.views import MOST_POINTS, Cell, Table
 from fedala.report.runs import find_runs, read_run
 from fedala.report.series import list_series
 from fedala.runs.digests import Digests
+
+LAST_ROW = HistoryRow(seed=0, round=6, score=0.5, loss=1.0, score_joined=0.5)
 
 
 class Parsed(HTMLParser):
@@ -87,14 +90,81 @@ def test_the_curves_are_the_history(tmp_path):
             assert one["values"]["accuracy"][seed] == pytest.approx(wanted, rel=1e-4)
 
 
+def models_of(found):
+    """The tables of the section on kinds of models, by the first words of their captions."""
+    tables = [e["text"] for e in found.all("table")]
+    titles = [title for title, _ in KINDS.values()]
+    return {title: text for text in tables for title in titles if text.startswith(title)}
+
+
+def test_each_kind_of_model_has_a_table_of_its_own(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), has_metrics=True)
+    assert list(models_of(write_and_parse(folder))) == ["Initialised personal models"]
+    for seed, value in ((0, 0.25), (1, 0.5)):
+        for kind in ("trained", "global"):
+            figures = {"accuracy": value, "accuracy_worst": 0.125, "bytes_sent": 2328104}
+            row = replace(LAST_ROW, seed=seed)
+            folder.tables.add_metrics("fedavg", row, [ModelFigures(kind, figures)])
+    found = write_and_parse(folder)
+    tables = models_of(found)
+    assert list(tables) == [
+        "Initialised personal models", "Trained personal models", "Global model",
+    ]  # fmt: skip
+    last = [100 * accuracy("fedala", seed, 6) for seed in (0, 1)]
+    own = f"{np.mean(last):.2f} ± {np.std(last):.2f}"
+    assert f"FedALA{own}" in tables["Initialised personal models"]
+    assert "only clients that took part in that round count" in tables["Trained personal models"]
+    for title in ("Trained personal models", "Global model"):
+        assert "FedAvg37.50 ± 12.5012.50 ± 0.00–2,328,104" in tables[title]
+        assert "FedALA" not in tables[title]
+    assert any("Macro F1" in e["text"] and "AUC" not in e["text"] for e in found.all("dl"))
+    (folder.path / "metrics.csv").unlink()  # a folder of an older version
+    assert models_of(write_and_parse(folder)) == {}
+
+
+def test_a_model_that_is_told_about_twice_is_damage(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedavg",), seeds=1, has_metrics=True)
+    folder.tables.add_metrics("fedavg", LAST_ROW, [ModelFigures("initialized", {"accuracy": 0.5})])
+    with pytest.raises(UserError, match=r"metrics.csv is damaged: it has two rows of the same"):
+        page.write([folder.path])
+
+
+def test_curves_of_further_models_can_be_chosen(tmp_path):
+    """The first row has no trained model yet, and the chart leaves it out."""
+    folder = made_up(tmp_path / "run", ("fedavg",), seeds=1)
+    (folder.path / "history.csv").unlink()
+    for round in range(7):
+        metrics = {"accuracy_trained": 0.1 * round} if round else {}
+        row = replace(LAST_ROW, round=round, metrics=metrics)
+        folder.tables.add_history("fedavg", row)
+    found = write_and_parse(folder)
+    [values] = data_of(found)["series"][0]["values"]["accuracy_trained"]
+    assert values == [None, *(pytest.approx(0.1 * round) for round in range(1, 7))]
+    options = [e["text"] for e in found.all("option")]
+    assert "test accuracy of the trained personal models" in options
+
+
+def test_the_share_of_clients_below_local(tmp_path):
+    """Of four clients, one is below in both runs and one in the first only."""
+    folder = made_up(tmp_path / "run", ("fedala", "local"))
+    (folder.path / "clients.csv").unlink()
+    for seed, correct in ((0, [1, 2, 3, 4]), (1, [1, 3, 3, 4])):
+        for method, own in (("fedala", correct), ("local", [2, 3, 3, 3])):
+            scores = np.array([[c, 0.0, 10.0] for c in own])
+            folder.tables.add_clients(method, replace(LAST_ROW, seed=seed), scores)
+    found = write_and_parse(folder)
+    rows = [e["text"] for e in found.all("tr") if e["text"].startswith(("FedALA", "Local"))]
+    assert rows[0].endswith("37.50 ± 12.50")
+    assert rows[1].endswith("–")
+    heads = [e["text"] for e in found.all("th")]
+    assert "Clients below Local" in heads
+
+
 def test_a_long_run_shows_some_rounds_with_both_ends(tmp_path):
     data = data_of(write_and_parse(made_up(tmp_path / "run", ("fedavg",), seeds=1, rounds=1500)))
     rounds = data["series"][0]["rounds"]
     assert len(rounds) <= MOST_POINTS
     assert (rounds[0], rounds[-1]) == (0, 1500)
-
-
-LAST_ROW = HistoryRow(seed=0, round=6, score=0.5, loss=1.0, score_joined=0.5)
 
 
 def test_who_gains_and_who_loses(tmp_path):
@@ -165,13 +235,14 @@ def test_an_unfinished_run_is_reported_as_such(tmp_path):
 
 
 def test_files_are_checked_against_their_digests(tmp_path):
-    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True)
+    folder = made_up(tmp_path / "run", ("fedala", "fedavg"), sealed=True, has_metrics=True)
     sentences = []
     page.write([folder.path], say=sentences.append)
     assert sentences == []
     for name in (
         "history.csv",
         "clients.csv",
+        "metrics.csv",
         "weights.csv",
         "split.csv",
         "summary.json",

@@ -34,6 +34,23 @@ def test_a_round_without_a_number_is_never_the_best(accuracies):
     assert best_row(result.history, "score").round == accuracies.index(0.6)
 
 
+def test_the_share_of_clients_below_local_by_hand():
+    """Seed 0: one of two is below, and a third has no samples. Seed 1: none. Seed 2 is unknown."""
+    local, own = method_result([0.5]), method_result([0.5])
+    for seed, of_local, of_own in (
+        (0, [9, 5, 0], [8, 5, 0]),
+        (1, [1, 2, 3], [1, 3, 3]),
+    ):
+        for result, correct in ((local, of_local), (own, of_own)):
+            samples = [10, 10, 0 if seed == 0 else 10]
+            result.add_clients(seed, np.array([correct, [1.0] * 3, samples]).T)
+    local.add_clients(2, np.ones((3, 3)))
+    expected = {"mean": 0.25, "std": 0.25, "runs": [0.5, 0.0]}
+    assert own.summary(local)["clients_below_local"] == expected
+    assert "clients_below_local" not in own.summary()
+    assert "clients_below_local" not in local.summary(local)
+
+
 @pytest.mark.parametrize("validation", list(permutations([NAN, 0.1, 0.2])))
 def test_validation_picks_a_round_with_a_number(validation):
     accuracies = [0.7, 0.8, 0.9]

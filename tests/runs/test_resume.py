@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,14 +13,16 @@ from small import QUICK, Net
 from fedala import run
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
-from fedala.io import files
+from fedala.io import files, tensor_files
 from fedala.methods import list_methods
+from fedala.runs.checkpoint import Checkpoint
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import plan
 from fedala.runs.tables import Tables
+from fedala.simulation.client_states import File
 
 SIZES = [9, 5, 7, 12, 3]
 
@@ -84,7 +87,7 @@ def same(a, b):
     assert rows_of(a) == rows_of(b)
     assert models_of(a) == models_of(b)
     assert models_of(a)
-    for name in ("clients.csv", "faults.csv", "weights.csv", "split.csv"):
+    for name in ("clients.csv", "metrics.csv", "faults.csv", "weights.csv", "split.csv"):
         assert (a / name).exists() == (b / name).exists()
         if (a / name).exists():
             assert (a / name).read_text() == (b / name).read_text()
@@ -129,6 +132,52 @@ def test_a_comparison_goes_on_in_the_method_where_it_stopped(tmp_path):
     assert [m.best.tolist() for m in again.methods.values()] == [
         m.best.tolist() for m in result.methods.values()
     ]
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 6])
+def test_further_models_and_detailed_metrics_are_resumed(rounds, tmp_path):
+    """The trained models of the round before the stop are in the first row after it."""
+    options = {"evaluate": "trained,received,global", "metrics_every": 2, "join_ratio": 0.5}
+    whole = execute(planned("fedala,local", **options), tmp_path / "whole")
+    parts = interrupted(tmp_path / "parts", rounds, "fedala,local", **options)
+    same(tmp_path / "whole", tmp_path / "parts")
+    for method in ("fedala", "local"):
+        found, expected = parts.methods[method], whole.methods[method]
+        assert found.metrics == expected.metrics
+        assert found.metrics[-1]["round"] == 4
+    summaries = parts.summaries(), whole.summaries()
+    found, expected = (one["fedala"]["clients_below_local"] for one in summaries)
+    assert found == expected
+
+
+def test_more_rounds_with_detailed_metrics(tmp_path):
+    """What was detailed because it was the last evaluation is so no longer."""
+    options = {"evaluate": "trained", "join_ratio": 0.5}
+    execute(planned(rounds=6, **options), tmp_path / "whole")
+    execute(planned(rounds=3, **options), tmp_path / "parts")
+    assert [row["round"] for row in RunFolder(tmp_path / "parts").rows("metrics.csv") if row["auc"]]
+    execute(planned(rounds=6, **options), tmp_path / "parts", resume=True)
+    same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_folder_without_metrics_is_read_and_resumed(tmp_path):
+    """Folders of older versions have no metrics.csv, and their checkpoints nothing for it."""
+    path = tmp_path / "run"
+    execute(planned(rounds=3), path)
+    (path / "metrics.csv").unlink()
+    (path / "digests.json").unlink()
+    for file in (path / "checkpoint").rglob("server-*.safetensors"):
+        state, _ = tensor_files.load(file)
+        del state["last_round"]
+        digest = tensor_files.save(file, state)
+        [manifest] = file.parent.glob("*.json")
+        checkpoint = Checkpoint.unpack(manifest)
+        new = replace(checkpoint, server=File(file.name, digest))
+        manifest.write_bytes(new.pack())
+    result = execute(planned(rounds=3), path, resume=True)
+    assert result.methods["fedala"].metrics == []
+    result = execute(planned(rounds=4), path, resume=True)
+    assert [row["round"] for row in result.methods["fedala"].metrics] == [4]
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -408,16 +457,15 @@ EDITS = {
 def comparison(tmp_path_factory):
     """A comparison of two methods, finished; and one that stopped in the second method."""
     path = tmp_path_factory.mktemp("comparison")
-    execute(planned("fedala,ditto"), path / "finished")
+    execute(planned("fedala,ditto", metrics_every=1), path / "finished")
+    work = planned("fedala,ditto", metrics_every=1, checkpoint_every=1)
     with pytest.raises(Stopped):
-        execute(
-            planned("fedala,ditto", checkpoint_every=1), path / "stopped", observer=stop_after(6)
-        )
+        execute(work, path / "stopped", observer=stop_after(6))
     return path
 
 
 @pytest.mark.parametrize("edit", [*EDITS, "gone"])
-@pytest.mark.parametrize("name", ["history.csv", "weights.csv", "clients.csv"])
+@pytest.mark.parametrize("name", ["history.csv", "weights.csv", "clients.csv", "metrics.csv"])
 @pytest.mark.parametrize("kind", ["finished", "stopped"])
 def test_a_damaged_table_is_refused_and_nothing_is_changed(kind, name, edit, comparison, tmp_path):
     path = tmp_path / "run"

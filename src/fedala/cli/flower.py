@@ -33,7 +33,7 @@ def new(
     **values: Any,
 ) -> None:
     """Write a folder for flwr run: an app for one method, with all options in pyproject.toml."""
-    from fedala.flower.experiment import SIMULATION_OPTIONS, Deployment
+    from fedala.flower.experiment import SIMULATION_OPTIONS, Deployment, check_evaluation
     from fedala.flower.new import check_app_folder, write_app
 
     check_app_folder(folder)
@@ -44,6 +44,7 @@ def new(
                 f"--{name.replace('_', '-')} has no meaning if every client has its own machine: "
                 "leave it out."
             )
+    check_evaluation(given)
     config = Config.from_values({"method": "fedala", **given})
     _check_single_method(config)
     resolved = plan(config).config

@@ -177,8 +177,11 @@ def _execute(
 def _show(result: Result) -> None:
     """Print the table of results and the notes that explain it."""
     config = result.config
-    summaries = {name: method.summary() for name, method in result.methods.items()}
-    tables.console().print(tables.results(summaries))
+    tables.console().print(tables.results(result.summaries()))
+    print(
+        "Accuracy is that of the initialised personal models, before they train "
+        "(Σ correct / Σ samples)."
+    )
     print("The best round is picked on test data, as in the paper.")
     if any(row.diverged for method in result.methods.values() for row in method.history):
         print(

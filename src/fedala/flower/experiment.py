@@ -26,6 +26,8 @@ from fedala.runs.plan import Plan, plan
 SIMULATION_OPTIONS = (
     "seeds", "lanes", "client_memory", "checkpoint_every", "keep_checkpoint", "sweep", "trials",
 )  # fmt: skip
+#: Options of the evaluation that a federation does not offer.
+EVALUATION_OPTIONS = ("evaluate", "metrics_every")
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,22 @@ class CustomApp:
     """The number of classes over all nodes, or of a sample's labels or float targets."""
 
 
+def check_evaluation(options: Mapping[str, Any]) -> None:
+    """Refuse options of the evaluation that are not the default."""
+    defaults = {field.name: str(field.default) for field in fields(Config)}
+    for name in EVALUATION_OPTIONS:
+        if str(options.get(name, defaults[name])) != defaults[name]:
+            raise UserError(
+                f"On Flower, clients evaluate the initialised personal model only, without "
+                f"detailed metrics: leave out {name}."
+            )
+
+
 def read_run_config(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
     """Read and check the options of a Flower run config. `set.fedala.eta` is a hyperparameter."""
     config_keys = {field.name for field in fields(Config)} - {"set", *SIMULATION_OPTIONS}
     deployment_keys = {field.name for field in fields(Deployment)}
+    check_evaluation(run_config)
     values: dict[str, Any] = {"set": {}}
     deployment: dict[str, Any] = {}
     for key, value in run_config.items():

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from fedala.errors import RunError
 from fedala.flower.processes import FAMILY, Processes
-from fedala.runs.config import toml
+from fedala.runs.config_values import toml
 
 #: Makes Flower work offline: it installs nothing, reports nothing and does not look for updates.
 OFFLINE_ENVIRONMENT = {

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
-from fedala.flower.experiment import SIMULATION_OPTIONS, Deployment
-from fedala.runs.config import Config, toml
+from fedala.flower.experiment import EVALUATION_OPTIONS, SIMULATION_OPTIONS, Deployment
+from fedala.runs.config import Config
+from fedala.runs.config_values import toml
 from fedala.runs.folder import nearest_existing_parent
 
 APP = '''"""The app that `flwr run` starts.
@@ -64,7 +65,8 @@ def write_app(folder: Path, config: Config, deployment: Deployment) -> None:
     """Write an app folder. `config` has all its values resolved, so that a run can change each."""
     check_app_folder(folder)
     hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
-    options = [*_list_options(config, {"set", *SIMULATION_OPTIONS}), *_list_options(deployment)]
+    hidden = {"set", *SIMULATION_OPTIONS, *EVALUATION_OPTIONS}
+    options = [*_list_options(config, hidden), *_list_options(deployment)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = PROJECT.format(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.lanes.evaluation import Score, score_lanes
+from fedala.lanes.evaluation import PredictionLog, Score, score_lanes
 from fedala.lanes.features import Sharing, compute_features, select_rows
 from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
@@ -276,17 +276,18 @@ class Cohort:
         part: str | Sequence[np.ndarray] = "test",
         *,
         is_shared: bool = False,
+        log: PredictionLog | None = None,
     ) -> Score:
         """Score each lane's model on a part of its samples, or on the samples that are given.
 
         Lower layers that are the received ones run once for all lanes. With `is_shared`, `params`
-        is one and the same model in all lanes.
+        is one and the same model in all lanes. `log` gets what the models say of each sample.
         """
         sharing = Sharing(params, [0] * len(self)) if is_shared else self.sharing
         if not isinstance(part, str):
-            return score_lanes(self.task, params, part, None, sharing)
+            return score_lanes(self.task, params, part, None, sharing, log)
         rows = [self.task.parts[part][client] for client in self.clients]
-        return score_lanes(self.task, params, rows, (part, tuple(self.clients)), sharing)
+        return score_lanes(self.task, params, rows, (part, tuple(self.clients)), sharing, log)
 
     def features(self, cut: Cut, params: Params, samples: Samples) -> tuple[Any, Tensor]:
         """Return a table of what enters the upper layers, and each sample's row in it."""

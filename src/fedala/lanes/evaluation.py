@@ -25,18 +25,64 @@ class Score(NamedTuple):
     samples: Tensor
 
 
+class Predictions(NamedTuple):
+    """What a classifier says of one client's samples, on the host."""
+
+    targets: np.ndarray
+    """[sample]"""
+    predicted: np.ndarray
+    """[sample]: the class with the highest score."""
+    probabilities: np.ndarray
+    """[sample, class]"""
+
+
+class PredictionLog:
+    """Collects what each lane's model says of its samples, in their order."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, list[tuple[np.ndarray, ...]]] = {}
+
+    def add(
+        self, task: Task, lanes: Sequence[int], ends: Sequence[int], output: Tensor, y: Tensor
+    ) -> None:
+        """Note a batch, [lane, sample, class], in which lane i has `ends[i]` samples.
+
+        It leaves the device at once: the scores of all samples may not fit there.
+        """
+        probabilities = output.to(task.dtype).softmax(-1)
+        figures = [t.cpu().numpy() for t in (y, output.argmax(-1), probabilities)]
+        for position, (lane, end) in enumerate(zip(lanes, ends, strict=True)):
+            own = tuple(figure[position, :end] for figure in figures)
+            self._batches.setdefault(lane, []).append(own)
+
+    def collect(self, lanes: int) -> list[Predictions | None]:
+        """Return the predictions of each lane; None for a lane without samples."""
+        return [
+            Predictions(*map(np.concatenate, zip(*self._batches[lane], strict=True)))
+            if lane in self._batches
+            else None
+            for lane in range(lanes)
+        ]
+
+
 @torch.no_grad()
 def score_lanes(
-    task: Task, params: Params, rows: Sequence[np.ndarray], key: Any, sharing: Sharing
+    task: Task,
+    params: Params,
+    rows: Sequence[np.ndarray],
+    key: Any,
+    sharing: Sharing,
+    log: PredictionLog | None = None,
 ) -> Score:
     """Score each lane's model on the samples `rows[lane]`.
 
     `key`, if it is not None, names these rows: what is made of them is kept for the next time.
+    `log` gets what the models say of each sample.
     """
     order, samples = _order_samples(task, rows, key)
     with task.use_mode(training=False):
         score = _score_each_alone if task.mixes_samples else _score_together
-        scores, loss = score(task, params, order, samples, sharing)
+        scores, loss = score(task, params, order, samples, sharing, log)
     found = Score(scores, loss, samples.counts)
     if order == list(range(len(order))):
         return found
@@ -58,7 +104,12 @@ def _order_samples(task: Task, rows: Sequence[np.ndarray], key: Any) -> tuple[li
 
 
 def _score_together(
-    task: Task, params: Params, order: list[int], samples: Samples, sharing: Sharing
+    task: Task,
+    params: Params,
+    order: list[int],
+    samples: Samples,
+    sharing: Sharing,
+    log: PredictionLog | None,
 ) -> Tensor:
     """Return scores and losses, [2, lane], of all lanes side by side.
 
@@ -87,11 +138,18 @@ def _score_together(
         scores, losses = task.summed_scores(output, y, real, ends)
         figures[0, active] += scores
         figures[1, active] += losses
+        if log:
+            log.add(task, order[active], ends, output, y)
     return figures
 
 
 def _score_each_alone(
-    task: Task, params: Params, order: list[int], samples: Samples, sharing: Sharing
+    task: Task,
+    params: Params,
+    order: list[int],
+    samples: Samples,
+    sharing: Sharing,
+    log: PredictionLog | None,
 ) -> Tensor:
     """Return the same for a model whose outputs depend on their batch: lane by lane, unpadded."""
     figures = torch.zeros(2, len(order), device=task.device, dtype=task.dtype)
@@ -106,6 +164,8 @@ def _score_each_alone(
                 scores, losses = task.summed_scores(output, y, real, [rows.shape[1]])
                 figures[0, position] += scores[0]
                 figures[1, position] += losses[0]
+                if log:
+                    log.add(task, [lane], [rows.shape[1]], output, y)
     return figures
 
 

@@ -97,6 +97,12 @@ class APPLE(Method):
         cohort.keep_slots("local", trained.pop("slots"))
         return Message(trained["core"]), trained
 
+    def trained_model(
+        self, cohort: Cohort, received: Message, upload: Message, state: State
+    ) -> Params:
+        own = mark_own(cohort, state["p"])
+        return compose(cohort.task, state["core"], state["p"], received.model, own)
+
     def schedule(self, round: int, rounds: int) -> float:
         """λ(r), r from 0: half a cosine from 1 to 0 over the first L·T rounds, then 0."""
         until = self.scheduled * rounds

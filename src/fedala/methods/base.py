@@ -162,6 +162,12 @@ class Method:
         model: Params = state["personal"] if "personal" in state else state.get("local", {})
         return model or upload.model
 
+    def trained_model(
+        self, cohort: Cohort, received: Message, upload: Message, state: State
+    ) -> Params:
+        """Return the personal model right after training, for runs that test it, too."""
+        return self.model_when_absent(upload, state)
+
     # --- ALA -----------------------------------------------------------------------------------
 
     def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:

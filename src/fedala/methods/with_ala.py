@@ -71,6 +71,12 @@ class InitializedByALA(Wrapper):
         model = self.base.model_when_absent(upload, state["base"])
         return model or state.get("local", {})
 
+    def trained_model(
+        self, cohort: Cohort, received: Message, upload: Message, state: State
+    ) -> Params:
+        model = self.base.trained_model(cohort, received, upload, state["base"])
+        return model or state.get("local", {})
+
     def ala_weights(self, state: State) -> Params:
         learned: Params = state["ala"]["weights"]
         return learned

@@ -13,6 +13,9 @@ TITLES = {
     **{metric.name: f"test {metric.title}" for metric in METRICS},
     **{f"{metric.name}_joined": f"test {metric.title} of the participants" for metric in METRICS},
     **{f"{metric.name}_validation": f"validation {metric.title}" for metric in METRICS},
+    "accuracy_trained": "test accuracy of the trained personal models",
+    "accuracy_received": "test accuracy of the received models",
+    "accuracy_global": "test accuracy of the global model",
     "loss": "test loss",
     "train_loss": "training loss",
     "ala_weight": "mean of W",
@@ -42,7 +45,10 @@ def list_columns(result: MethodResult) -> list[str]:
     hidden = {"method", "seed", "round", "sent", "uploaded", "seconds"}
     if not any(row.diverged for row in result.history):
         hidden.add("diverged")
-    return [name for name in result.history[0].columns() if name not in hidden]
+    names: dict[str, None] = {}
+    for row in result.history:  # not every row has them all: nothing is trained before the first
+        names |= dict.fromkeys(row.columns())
+    return [name for name in names if name not in hidden]
 
 
 def sum_seconds(result: MethodResult) -> Array:

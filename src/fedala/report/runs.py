@@ -25,6 +25,7 @@ _REQUIRED_COLUMNS = {
         *("sent", "uploaded", "seconds"),
     ),
     "clients.csv": ("method", "seed", "round", "client", "samples", "score"),
+    "metrics.csv": ("method", "seed", "round", "model"),
     "split.csv": ("client", "class", "name", "train", "validation", "test"),
     "resumed.csv": ("time", "changed"),
     "weights.csv": (
@@ -34,11 +35,11 @@ _REQUIRED_COLUMNS = {
 }
 _WHOLE_NUMBERS = {
     *("seed", "round", "client", "samples", "class", "train", "validation", "test"),
-    *("sent", "uploaded", "diverged"),
+    *("sent", "uploaded", "diverged", "clients", "bytes_sent", "bytes_uploaded"),
 }
 
 #: Options in which two runs may differ while their scores can still be compared.
-_FREE_TO_DIFFER = {*CHANGEABLE, "method", "set", "seed", "seeds", "eval_every"}
+_FREE_TO_DIFFER = {*CHANGEABLE, "method", "set", "seed", "seeds", "eval_every", "evaluate"}
 
 
 @dataclass(frozen=True)
@@ -189,13 +190,16 @@ def read_run(path: Path) -> Run:
         if name not in results:
             results[name] = MethodResult(name, str(titles.get(name) or _default_title(name)))
         results[name].history.append(HistoryRow.from_columns(row))
+    clients, metrics = _read_table(folder, "clients.csv"), _read_table(folder, "metrics.csv")
+    for result in results.values():
+        result.read_tables(clients, metrics)
     return Run(
         path=path,
         name=path.resolve().name,
         config=config,
         config_text=text,
         results=results,
-        clients=_read_table(folder, "clients.csv"),
+        clients=clients,
         split=_read_table(folder, "split.csv"),
         weights=_read_table(folder, "weights.csv"),
         resumed=_read_table(folder, "resumed.csv"),

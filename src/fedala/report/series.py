@@ -32,7 +32,7 @@ class Series:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return self.result.summary()
+        return self.result.summary(self.run.results.get("local"))
 
     @cached_property
     def client_scores(self) -> Array:

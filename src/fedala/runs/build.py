@@ -72,6 +72,8 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         eval_clients=config.eval_clients,
         client_memory=_to_bytes(config.client_memory),
         record_weights=int(config.record_weights or 0),
+        evaluate=config.evaluated_models,
+        metrics_every=config.metrics_every,
         on_divergence=config.on_divergence,
         **options,
     )

@@ -3,7 +3,6 @@
 A field is an option of `fedala run`, a key of the config file, and an argument of `run`.
 """
 
-import json
 import math
 import re
 import tomllib
@@ -16,6 +15,7 @@ from fedala.errors import UserError
 from fedala.io.untrusted import read_file
 from fedala.lanes.recipe import OPTIMIZERS, SCHEDULES, Optimizer, Recipe, Schedule
 from fedala.options import build, option, suggest
+from fedala.runs.config_values import describe_value, flatten_settings, flatten_sweep, toml
 
 LARGEST = 2**20  # bytes of a config file
 #: Options of the clients' optimiser and schedule.
@@ -179,6 +179,16 @@ class Config:
         "which clients to evaluate if not all join: all, or joined",
         choices=("all", "joined"),
     )
+    evaluate: str = option(
+        "initialized",
+        "models to evaluate, separated by commas: initialized (the paper's, always), trained, "
+        "received, global",
+    )
+    metrics_every: int = option(
+        0,
+        "rounds between detailed metrics (metrics.csv); 0: only at the last evaluation",
+        least=0,
+    )
     validation: float = option(
         0.0, "share of the training data to hold out for picking the best round", least=0, most=0.9
     )
@@ -240,7 +250,7 @@ class Config:
         config = replace(
             build(cls, plain),
             set=flatten_settings(values.get("set", {})),
-            sweep=_flatten_sweep(values.get("sweep", {})),
+            sweep=flatten_sweep(values.get("sweep", {})),
         )
         if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
@@ -277,7 +287,7 @@ class Config:
                     f"The config file {path} has an unknown option {name}{suggest(name, known)}."
                 )
         if "sweep" in values:
-            values["sweep"] = _flatten_sweep(values["sweep"])
+            values["sweep"] = flatten_sweep(values["sweep"])
         return {**values, "set": flatten_settings(values.get("set", {}))}
 
     @property
@@ -304,6 +314,19 @@ class Config:
         schedule = Schedule(self.schedule, self.warmup, self.decay or usual, every)
         return Recipe(float(self.lr or 0), optimizer, schedule)
 
+    @property
+    def evaluated_models(self) -> tuple[str, ...]:
+        """The kinds of models to evaluate, in the order of tables; the initialised one is first."""
+        from fedala.records import INITIALIZED, MODEL_KINDS
+
+        names = [name.strip().lower() for name in self.evaluate.split(",") if name.strip()]
+        for name in names:
+            if name not in MODEL_KINDS:
+                raise UserError(
+                    f"evaluate: there is no model {name!r}{suggest(name, MODEL_KINDS)}."
+                )
+        return tuple(kind for kind in MODEL_KINDS if kind in {INITIALIZED, *names})
+
     def values(self) -> dict[str, Any]:
         """Return every option and its value."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -314,7 +337,7 @@ class Config:
         for name, value in self.values().items():
             new = getattr(other, name)
             if new != value:
-                changes[name] = f"{_to_text(value)} → {_to_text(new)}"
+                changes[name] = f"{describe_value(value)} → {describe_value(new)}"
         return changes
 
     def text(self) -> str:
@@ -328,50 +351,3 @@ class Config:
             lines += ["", f"[{name}]"]
             lines += [f"{toml(key)} = {toml(value)}" for key, value in table.items()]
         return "\n".join(lines) + "\n"
-
-
-def flatten_settings(table: Any, prefix: str = "") -> dict[str, str | float]:
-    """Return hyperparameters by full name: `[set.fedala] eta = 0.5` is `"fedala.eta" = 0.5`."""
-    if not isinstance(table, Mapping):
-        raise UserError("set must be a table of hyperparameters, such as {'fedala.eta' = 0.5}.")
-    flat: dict[str, str | float] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and not prefix:
-            flat |= flatten_settings(value, f"{name}.")
-        elif isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
-            flat[name] = value
-        else:
-            raise UserError(
-                f"set {name} must be a number, text, true or false, and is none of them."
-            )
-    return flat
-
-
-def _flatten_sweep(table: Any) -> dict[str, str]:
-    """Return swept values by full name, as text: `lr = [0.1, 0.01]` is `lr = "0.1,0.01"`."""
-    if not isinstance(table, Mapping):
-        raise UserError("sweep must be a table of values, such as {lr = [0.1, 0.01]}.")
-    flat: dict[str, str] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}.{name}": text for name, text in _flatten_sweep(value).items()}
-        else:
-            values = value if isinstance(value, list | tuple) else [value]
-            flat[key] = ",".join(
-                str(one).lower() if isinstance(one, bool) else str(one) for one in values
-            )
-    return flat
-
-
-def _to_text(value: Any) -> str:
-    return (
-        ", ".join(f"{key} = {item}" for key, item in value.items())
-        if isinstance(value, Mapping)
-        else str(value)
-    )
-
-
-def toml(value: str | float) -> str:
-    """Return a value as TOML. A JSON scalar is one, except for one character that JSON allows."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

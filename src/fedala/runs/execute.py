@@ -201,6 +201,10 @@ class _GroupRun:
         """Continue the history and the checkpoints of an earlier process."""
         for label, history in progress.histories.items():
             self.results[label].history = history
+            if self.folder:
+                self.results[label].read_tables(
+                    self.folder.rows("clients.csv"), self.folder.rows("metrics.csv")
+                )
         if self.checkpoints is None:
             return
         self.checkpoints.continue_from(progress.found)
@@ -238,8 +242,11 @@ class _GroupRun:
         if self.folder:
             self.folder.tables.add_history(name, row)
             self.folder.tables.add_weights(name, row, evaluation.weights)
+            self.folder.tables.add_metrics(name, row, evaluation.models)
+        for model, figures in evaluation.models:
+            result.metrics.append({"seed": row.seed, "round": row.round, "model": model, **figures})
         if row.round == self.plan.config.rounds:
-            result.client_scores[row.seed] = evaluation.client_scores
+            result.add_clients(row.seed, evaluation.client_scores)
             if self.folder:
                 self.folder.tables.add_clients(name, row, evaluation.client_scores)
         self.observer.on_row(name, row)

@@ -93,6 +93,7 @@ def plan(
 ) -> Plan:
     """Check a config, load its data, and resolve every value. Nothing is written."""
     check_settings(config)
+    _ = config.evaluated_models  # raises if there is no such model
     make_members(config)  # refuses what is wrong before data is loaded
     device = _choose_device(config.device)
     # Read them before the data is loaded, which can take long.

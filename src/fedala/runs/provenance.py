@@ -68,7 +68,7 @@ def list_program_changes(record: Digests | None, about: Digests) -> list[str]:
 def summarize(plan: Plan, result: Result, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json`."""
     return {
-        "methods": {name: method.summary() for name, method in result.methods.items()},
+        "methods": result.summaries(),
         "note": "best: the best round, picked on test data as in the paper; final: the last round",
         "rounds": result.config.rounds,
         "seeds": result.config.seeds,

@@ -1,7 +1,7 @@
 """The results of a run: one `MethodResult` per method, with its history and headline figures."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedala.metrics import ACCURACY, Metric
+from fedala.metrics import ACCURACY, Metric, find_metric
 from fedala.records import HistoryRow
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
@@ -40,12 +40,40 @@ class MethodResult:
     """By seed and client (None: the global model), unless they are saved in a run folder."""
     client_scores: dict[int, np.ndarray] = field(default_factory=dict)
     """By seed: [client, (summed score, summed loss, samples)] of the last evaluation."""
+    client_means: dict[int, np.ndarray] = field(default_factory=dict)
+    """By seed: each client's score at the last evaluation; NaN without test samples."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of `metrics.csv`, without the method and without empty cells."""
     checkpoints: Checkpoints | None = None
 
     @property
     def metric(self) -> Metric:
         """What the scores of the history measure."""
         return self.history[0].metric if self.history else ACCURACY
+
+    def add_clients(self, seed: int, scores: np.ndarray) -> None:
+        """Add what every client scores at the last evaluation of a run."""
+        self.client_scores[seed] = scores
+        with np.errstate(invalid="ignore"):
+            self.client_means[seed] = scores[:, 0] / scores[:, 2]
+
+    def read_tables(
+        self, clients: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Take this method's rows of `clients.csv` and `metrics.csv`."""
+        means: dict[int, dict[int, float]] = {}
+        for row in clients:
+            if row["method"] == self.method:
+                score = float(row[find_metric(row).name])
+                means.setdefault(row["seed"], {})[row["client"]] = score
+        self.client_means = {
+            seed: np.array([own[client] for client in sorted(own)]) for seed, own in means.items()
+        }
+        for row in metrics:
+            if row["method"] == self.method:
+                cells = {name: value for name, value in row.items() if value is not None}
+                del cells["method"]
+                self.metrics.append(cells)
 
     def _per_run(self, figure: Callable[[list[HistoryRow]], float]) -> np.ndarray:
         histories: dict[int, list[HistoryRow]] = {}
@@ -106,8 +134,23 @@ class MethodResult:
         seconds = [row.seconds for row in self.history if row.seed == self.history[0].seed]
         return float(np.mean(seconds[2:-1] or seconds[:-1] or seconds))
 
-    def summary(self) -> dict[str, Any]:
-        """Return the method's part of `summary.json`."""
+    def below_local(self, local: "MethodResult") -> np.ndarray:
+        """Return each run's share of clients that score worse than the same client under Local.
+
+        Clients without test samples do not count. Empty if a method is not finished.
+        """
+        shares = []
+        for seed in sorted(self.client_means.keys() & local.client_means.keys()):
+            own, other = self.client_means[seed], local.client_means[seed]
+            if own.shape == other.shape:
+                is_known = np.isfinite(own) & np.isfinite(other)
+                gains = own[is_known] - other[is_known]
+                is_worse = gains < 0 if self.metric.higher_is_better else gains > 0
+                shares.append(is_worse.mean() if is_known.any() else np.nan)
+        return np.array(shares)
+
+    def summary(self, local: "MethodResult | None" = None) -> dict[str, Any]:
+        """Return the method's part of `summary.json`; `local` is Local in the same run."""
         sent = max(row.sent for row in self.history)
         uploaded = max(row.uploaded for row in self.history)
         summary = {
@@ -121,6 +164,8 @@ class MethodResult:
             },
             "client_rounds_that_diverged": sum(row.diverged for row in self.history),
         }
+        if local and local is not self and len(shares := self.below_local(local)):
+            summary["clients_below_local"] = _spread(shares)
         if self.checkpoints and self.checkpoints.written:
             summary["checkpoints"] = {
                 "written": self.checkpoints.written,
@@ -136,14 +181,12 @@ class MethodResult:
             kinds["validation_picked"] = self.validation_picked
         if any(row.score != row.score_joined for row in self.history):
             kinds["best_joined"] = self.best_joined
-        return {
-            kind: {
-                "mean": float(values.mean()),
-                "std": float(values.std()),
-                "runs": values.tolist(),
-            }
-            for kind, values in kinds.items()
-        }
+        return {kind: _spread(values) for kind, values in kinds.items()}
+
+
+def _spread(values: np.ndarray) -> dict[str, Any]:
+    """Return mean, standard deviation and values of a figure that each run has."""
+    return {"mean": float(values.mean()), "std": float(values.std()), "runs": values.tolist()}
 
 
 @dataclass
@@ -153,6 +196,11 @@ class Result:
     config: Config
     methods: dict[str, MethodResult]
     folder: Path | None = None
+
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """Return the summary of each method."""
+        local = self.methods.get("local")
+        return {name: method.summary(local) for name, method in self.methods.items()}
 
     @property
     def _only(self) -> MethodResult:

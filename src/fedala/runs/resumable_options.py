@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedala.errors import UserError
-from fedala.runs.config import Config, flatten_settings
+from fedala.runs.config import Config
+from fedala.runs.config_values import flatten_settings
 
 #: The options that may change. Device and lanes change results by rounding only. `resume.py`
 #: refuses other rounds for a method whose schedule depends on them.
 CHANGEABLE = (
     "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
-    "record_weights", "save_models", "checkpoint_every", "keep_checkpoint",
+    "record_weights", "metrics_every", "save_models", "checkpoint_every", "keep_checkpoint",
 )  # fmt: skip
 
 

@@ -16,17 +16,22 @@ from fedala.errors import printable, spreadsheet_safe
 from fedala.io import files
 from fedala.io.untrusted import check_memory, require_file
 from fedala.metrics import SHARES, find_metric
-from fedala.records import Fault, HistoryRow, WeightSummary
+from fedala.records import Fault, HistoryRow, ModelFigures, WeightSummary
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import RowHash
 from fedala.runs.sweep import list_labels
 from fedala.runs.verified_files import RunRecord
+from fedala.simulation.metrics import FIGURES
 
 #: Tables to which a run appends rows. Each row has its method and its round.
-TABLES = ("history.csv", "clients.csv", "weights.csv", "faults.csv")
+TABLES = ("history.csv", "clients.csv", "metrics.csv", "weights.csv", "faults.csv")
+
+#: Columns of `metrics.csv`: of which model and evaluation a line tells, and the figures.
+METRICS_KEYS = ("method", "seed", "round", "model")
+METRICS_COLUMNS = (*FIGURES, "bytes_sent", "bytes_uploaded")
 
 #: Columns that are not numbers.
-_TEXT_COLUMNS = {"method", "parameter", "name", "time", "changed", "policy"}
+_TEXT_COLUMNS = {"method", "model", "parameter", "name", "time", "changed", "policy"}
 
 Lines = list[dict[str, str]]
 
@@ -57,6 +62,15 @@ class Tables:
             line |= {"samples": int(samples), row.metric.name: shares[0], "loss": shares[1]}
             lines.append(line)
         self.append("clients.csv", lines)
+
+    def add_metrics(self, method: str, row: HistoryRow, models: Sequence[ModelFigures]) -> None:
+        """Append what each kind of model scores, if the round recorded it."""
+        lines = []
+        for model, figures in models:
+            line = {"method": method, "seed": row.seed, "round": row.round, "model": model}
+            lines.append({**line, **{name: figures.get(name) for name in METRICS_COLUMNS}})
+        if lines:
+            self.append("metrics.csv", lines)
 
     def add_weights(self, method: str, row: HistoryRow, weights: Sequence[WeightSummary]) -> None:
         """Append how the W of each participant is spread, if the round recorded it."""
@@ -191,6 +205,8 @@ class Tables:
         if name in TABLES and digests:
             self._unrecorded[name] = digests.check_rows(self.path / name, lines)
         try:
+            if name == "metrics.csv":
+                _check_unique(lines)
             return [_values(line) for line in lines]
         except ValueError as error:
             raise files.DamagedFile(f"{self.path / name} is damaged: {error}.") from None
@@ -278,6 +294,13 @@ def _values(line: Mapping[str, str]) -> dict[str, Any]:
         if accuracy is not None and (accuracy < 0 or accuracy > 1):
             raise ValueError(f"an accuracy of {accuracy} is not from 0 to 1")
     return values
+
+
+def _check_unique(lines: Lines) -> None:
+    """Raise a ValueError if two lines of `metrics.csv` tell about the same model."""
+    keys = [tuple(line.get(name) for name in METRICS_KEYS) for line in lines]
+    if len(set(keys)) < len(keys):
+        raise ValueError("it has two rows of the same method, seed, round and model")
 
 
 def _find_problem(cells: Mapping[str, Any]) -> str:

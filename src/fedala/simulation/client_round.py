@@ -1,6 +1,6 @@
 """A client's part of a round, on one machine or on its own: initialise, test, train, upload."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State, Task
+from fedala.lanes.evaluation import PredictionLog, Predictions
 from fedala.lanes.trees import leaves, matches, take
 from fedala.methods import Method
 from fedala.simulation.client_states import Lane
@@ -28,6 +29,12 @@ class RoundRequest:
     evaluate_after_training: bool = False
     record_weights: bool = False
     """Whether ALA's W is reported."""
+    evaluate_received: bool = False
+    """Whether the received model is tested, too."""
+    evaluate_trained: bool = False
+    """Whether the trained personal model is tested, too."""
+    predicts: Collection[str] = ()
+    """The kinds of models whose class probabilities are collected, sample by sample."""
 
 
 @dataclass
@@ -40,6 +47,10 @@ class CohortResult:
     scores: list[Tensor] = field(default_factory=list)
     """For every part of the data that is tested, [lane, (summed score, summed loss, samples)]."""
     scores_after_training: list[Tensor] = field(default_factory=list)
+    further_scores: dict[str, Tensor] = field(default_factory=dict)
+    """Of further kinds of models, on the test samples: [lane, (correct, loss, samples)]."""
+    predictions: dict[str, list[Predictions | None]] = field(default_factory=dict)
+    """By kind of model: what it says of each lane's test samples."""
     upload: Message = field(default_factory=Message)
     is_finite: Tensor | None = None
     """[lane]: whether training ended with finite numbers; None if nothing was trained."""
@@ -86,7 +97,9 @@ def run_client_round(
         result.weights = method.ala_weights(state)
     if request.evaluate:
         result.evaluated = method.model_to_evaluate(cohort, initialized, received, state)
-        result.scores = score_model(cohort, result.evaluated, parts)
+        result.scores = _test(result, cohort, request, "initialized", result.evaluated, parts)
+        if request.evaluate_received:
+            _test_received(result, cohort, request)
     if request.train:
         # Initialising may add to a client's first state; what was there before stays as it was.
         result.state_before = {**state, **before}
@@ -98,6 +111,11 @@ def run_client_round(
         if request.evaluate_after_training:
             model = method.model_when_absent(result.upload, result.state)
             result.scores_after_training = score_model(cohort, model, parts)
+        if request.evaluate_trained:
+            model = method.trained_model(cohort, received, result.upload, result.state)
+            if initialized.keys() <= model.keys():
+                [scores] = _test(result, cohort, request, "trained", model, ["test"])
+                result.further_scores["trained"] = scores
     return result
 
 
@@ -108,10 +126,49 @@ def take_slots(cohort: Cohort, state: State) -> State:
     return {name: value for name, value in state.items() if name != SLOTS}
 
 
-def score_model(cohort: Cohort, model: Params, parts: Sequence[str]) -> list[Tensor]:
-    """Test each lane's model; return, for every part, [lane, (score, loss, samples)], summed."""
+def _test(
+    result: CohortResult,
+    cohort: Cohort,
+    request: RoundRequest,
+    kind: str,
+    model: Params,
+    parts: Sequence[str],
+) -> list[Tensor]:
+    """Test a kind of model, and collect what it predicts if that is asked for."""
+    log = PredictionLog() if kind in request.predicts else None
+    scores = score_model(cohort, model, parts, log)
+    if log:
+        result.predictions[kind] = log.collect(len(cohort))
+    return scores
+
+
+def _test_received(result: CohortResult, cohort: Cohort, request: RoundRequest) -> None:
+    """Test the received model, unless it is the very model that has just been tested."""
+    model, tested = cohort.received.model, result.evaluated
+    if all(value is tested.get(name) for name, value in model.items()):
+        result.further_scores["received"] = result.scores[0]
+        if "received" in request.predicts:
+            result.predictions["received"] = result.predictions["initialized"]
+        return
+    [scores] = _test(result, cohort, request, "received", model, ["test"])
+    result.further_scores["received"] = scores
+
+
+def score_model(
+    cohort: Cohort, model: Params, parts: Sequence[str], log: PredictionLog | None = None
+) -> list[Tensor]:
+    """Test each lane's model; return, for every part, [lane, (score, loss, samples)], summed.
+
+    `log` gets what the models say of the samples of the first part, which are the test samples.
+    """
     return [
-        torch.stack([figures.double() for figures in cohort.evaluate(model, part)], 1)
+        torch.stack(
+            [
+                figures.double()
+                for figures in cohort.evaluate(model, part, log=log if part == parts[0] else None)
+            ],
+            1,
+        )
         for part in parts
     ]
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task
+from fedala.lanes.evaluation import PredictionLog
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.trees import count_lanes, join, share, take
+from fedala.records import INITIALIZED
 from fedala.simulation.client_round import (
     CohortResult,
     RoundRequest,
@@ -82,11 +84,28 @@ class LocalTransport(Transport):
     def score_models(
         self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
     ) -> Iterator[CohortResult]:
+        return self._test_models(round, models, clients, predicts=False)
+
+    def predict_models(
+        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        return self._test_models(round, models, clients, predicts=True)
+
+    def _test_models(
+        self,
+        round: int,
+        models: Sequence[Params],
+        clients: Sequence[Sequence[int]],
+        *,
+        predicts: bool,
+    ) -> Iterator[CohortResult]:
         sent = [Message(model) for model in models]
         for lanes in self._form_cohorts(clients):
             cohort = self.make_cohort(lanes, round, sent, clients)
-            scores = score_model(cohort, cohort.received.model, self.setup.parts)
-            yield CohortResult(lanes, scores=scores)
+            log = PredictionLog() if predicts else None
+            scores = score_model(cohort, cohort.received.model, self.setup.parts, log)
+            found = {INITIALIZED: log.collect(len(lanes))} if log else {}
+            yield CohortResult(lanes, scores=scores, predictions=found)
 
     def _form_cohorts(self, clients: Sequence[Sequence[int]]) -> Iterator[list[Lane]]:
         lanes = [(run, client) for run, own in enumerate(clients) for client in own]

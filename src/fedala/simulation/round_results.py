@@ -12,9 +12,10 @@ from torch import Tensor
 from fedala.lanes import Message
 from fedala.lanes.uploads import Piece
 from fedala.methods import ServerRound
-from fedala.records import Fault, HistoryRow
+from fedala.records import INITIALIZED, Fault, HistoryRow, ModelFigures
 from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import Lane
+from fedala.simulation.model_scores import ModelLog
 from fedala.simulation.scores import ScoreTable, WeightLog, settle
 
 
@@ -30,6 +31,7 @@ class RoundResults:
     absent_scores: ScoreTable | None
     """What clients score until they take part again; None if nobody asks."""
     began: float
+    models: ModelLog
     uploads: list[tuple[Sequence[Lane], Message]] = field(default_factory=list)
     weights: WeightLog = field(default_factory=WeightLog)
     faults: list[Fault] = field(default_factory=list)
@@ -45,6 +47,7 @@ class RoundResults:
         self._metrics.append((result.lanes, result.metrics))
         self.weights.add(result.lanes, result.weights)
         self.scores.add(result.lanes, result.scores)
+        self.models.add(result)
         if self.absent_scores:
             self.absent_scores.add(result.lanes, result.scores_after_training)
 
@@ -76,9 +79,26 @@ class RoundResults:
             settle([self.scores, self.absent_scores], skip=self.diverged)
         else:
             settle([self.scores])
+        self.models.settle(self.diverged)
 
-    def make_row(self, run: int, clients: Any, *, validates: bool, **cells: Any) -> HistoryRow:
-        """Make the row of one run, with the score of `clients`; `cells` are its other fields."""
+    def make_row(
+        self,
+        run: int,
+        clients: Any,
+        models: Sequence[ModelFigures] = (),
+        *,
+        validates: bool,
+        **cells: Any,
+    ) -> HistoryRow:
+        """Make the row of one run, with the score of `clients`; `cells` are its other fields.
+
+        Further kinds of `models` get a column each for their accuracy.
+        """
+        further = {
+            f"accuracy_{model}": figures["accuracy"]
+            for model, figures in models
+            if model != INITIALIZED and "accuracy" in figures
+        }
         score, loss = self.scores.share(run, clients, 0)
         validation = self.scores.share(run, clients, 1)[0] if validates else None
         return HistoryRow(
@@ -87,7 +107,7 @@ class RoundResults:
             loss=loss,
             score_joined=self.scores.share(run, self.joined[run], 0)[0],
             score_validation=validation,
-            metrics=self._average_metrics(run),
+            metrics={**self._average_metrics(run), **further},
             uploaded=self.uploaded,
             seconds=time.perf_counter() - self.began,
             **cells,

@@ -20,10 +20,12 @@ from fedala.lanes.messages import add_transient, count_numbers_per_lane, drop_tr
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import leaves, matches, take, tree_map
 from fedala.methods import Method, ServerRound
-from fedala.records import Evaluation, Fault, PersonalModel
-from fedala.simulation.client_round import CohortResult, RoundRequest
+from fedala.records import INITIALIZED, Evaluation, Fault, PersonalModel
+from fedala.simulation.client_round import CohortResult
 from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.further_models import FurtherModels
 from fedala.simulation.local_transport import LocalTransport
+from fedala.simulation.model_scores import EvaluationSchedule, has_class_labels
 from fedala.simulation.out_of_memory import retry_with_fewer_lanes
 from fedala.simulation.participation import draw_participants, list_absent
 from fedala.simulation.round_results import RoundResults
@@ -54,6 +56,8 @@ class Simulation:
         on_fault: Callable[[Fault], None] = lambda fault: None,
         on_message: Callable[[str], None] = lambda message: None,
         record_weights: int = 0,
+        evaluate: Sequence[str] = (INITIALIZED,),
+        metrics_every: int | None = None,
         transport: Callable[[Setup], Transport] | None = None,
         **local_options: Any,
     ) -> None:
@@ -63,7 +67,8 @@ class Simulation:
         `LocalTransport`. With `variants` of the method, each of them runs with every seed; the
         runs of the first variant come first. `validates` tells whether validation samples are
         tested; by default, if there are any. Every `record_weights` rounds (0: never), evaluations
-        tell how W is spread, at the first evaluation from there on.
+        tell how W is spread, at the first evaluation from there on. `evaluate` names the kinds of
+        models to test (`records.MODEL_KINDS`); `metrics_every` is that of `EvaluationSchedule`.
         """
         method.check_model(task.model)
         if variants:
@@ -76,7 +81,6 @@ class Simulation:
         self.variants = [i for i in range(max(1, len(variants))) for _ in seeds]
         self.eval_every, self.eval_clients = eval_every, eval_clients
         self.on_divergence, self.on_fault, self.on_message = on_divergence, on_fault, on_message
-        self.record_weights = record_weights
         if validates is None:
             validates = any(len(rows) for rows in task.parts["validation"])
         parts = ["test", "validation"] if validates else ["test"]
@@ -91,6 +95,9 @@ class Simulation:
             if transport
             else LocalTransport(setup, on_message=on_message, **local_options)
         )
+        details = metrics_every if has_class_labels(task) else None
+        schedule = EvaluationSchedule(rounds, eval_every, record_weights, evaluate, details)
+        self.further_models = FurtherModels(setup, self.transport, schedule, on_message)
         self._sizes = self._list_sizes()
         everybody = list(range(self.population))
         self._shared = [method.shared_part(task, model) for model in self.initial]
@@ -135,6 +142,7 @@ class Simulation:
             "servers": servers,
             "diverged": torch.tensor(diverged, dtype=torch.int64),
             "explained": torch.tensor(sorted(self._explained), dtype=torch.int64),
+            **self.further_models.state(),
             **self.transport.state(),
         }
         if self.absent_scores is not None:
@@ -148,6 +156,7 @@ class Simulation:
             scores is not None and tuple(scores.shape) != self._score_shape
         ):
             raise ValueError("another run's state")
+        self.further_models.restore(state)
         self.transport.restore(round, state)
         self.round = round
         servers = tree_map(lambda t: t.to(self.task.device), state["servers"])
@@ -171,8 +180,8 @@ class Simulation:
         work = self._begin_round(round, train)
         for result in self.transport.run_round(work.request, work.sent, work.joined):
             self._take_result(work, result, on_model)
-        if work.request.evaluate and self.eval_clients == "all":
-            self._score_absent(work)
+        if work.request.evaluate:
+            self._score_server_models(work)
         servers = self._aggregate(work) if train else self.servers
         work.settle()
         diverged = dict(self._diverged)
@@ -193,16 +202,6 @@ class Simulation:
         if self.transport.begin_round():
             self._sizes = self._list_sizes()
         began = time.perf_counter()
-        evaluate = not train or (round - 1) % self.eval_every == 0
-        every = self.record_weights
-        is_due = every > 0 and (not train or (round - 1) % every < self.eval_every)
-        request = RoundRequest(
-            round,
-            train,
-            evaluate,
-            evaluate_after_training=self._evaluates_absent and train,
-            record_weights=evaluate and is_due,
-        )
         joined = [self.draw_participants(seed, round) for seed in self.seeds]
         servers = [self._server_round(run, round, own) for run, own in enumerate(joined)]
         sent = [
@@ -211,10 +210,14 @@ class Simulation:
         ]
         for message, server_round in zip(sent, servers, strict=True):
             _check_message(self.method, message, len(server_round.clients))
+        request = self.further_models.make_request(
+            round, sent, train=train, evaluates_absent=self._evaluates_absent
+        )
         absent = self._score_initial_models() if self._evaluates_absent else None
         scores = absent.copy() if absent else ScoreTable(np.zeros(self._score_shape))
         keeps_absent = absent if absent and train else None
-        return RoundResults(request, joined, servers, sent, scores, keeps_absent, began)
+        log = self.further_models.make_log()
+        return RoundResults(request, joined, servers, sent, scores, keeps_absent, began, log)
 
     def _server_round(self, run: int, round: int, clients: Sequence[int]) -> ServerRound:
         return ServerRound(self.seeds[run], round, self.rounds, clients, self._sizes)
@@ -295,6 +298,7 @@ class Simulation:
     def _finish_round(self, work: RoundResults, servers: list[State]) -> None:
         self.servers, self.round = servers, work.request.round
         self._explained |= work.explained
+        self.further_models.finish_round(work)
         if work.absent_scores:
             self.absent_scores = work.absent_scores.values
         self.transport.finish_round(work.request.round, set(work.counted()))
@@ -323,30 +327,32 @@ class Simulation:
             self.absent_scores = table.values
         return ScoreTable(self.absent_scores.copy())
 
-    def _score_absent(self, work: RoundResults) -> None:
-        """Test the global model on the samples of absent clients, if it is their model."""
-        if self.method.has_personal_models or self.join_ratio == 1:
-            return
-        if not all(map(self.method.global_model, self.servers)):
-            raise UserError(
-                f"{self.method.title} has no global model to test absent clients with: override "
-                "global_model, or set has_personal_models."
-            )
-        absent = [list_absent(self.population, joined) for joined in work.joined]
-        models = [
+    def _score_server_models(self, work: RoundResults) -> None:
+        """Test the global model for those to which it belongs, and look at absent clients."""
+        if self.join_ratio < 1 and self.eval_clients == "all":
+            if self.method.has_personal_models:
+                self.further_models.predict_absent(work)
+            else:
+                self.further_models.score_absent(work, self._global_models())
+        self.further_models.test_global_models(work, self._global_models)
+
+    def _global_models(self) -> list[Params]:
+        """Return every run's global model."""
+        return [
             self._reset_transient(run, Message(self.method.global_model(server))).model
             for run, server in enumerate(self.servers)
         ]
-        for result in self.transport.score_models(work.request.round, models, absent):
-            work.scores.add(result.lanes, result.scores)
 
     def _report(self, work: RoundResults, diverged: Mapping[Lane, int]) -> list[Evaluation]:
         """Return what is reported of every run."""
         evaluations = []
         for run, weights in enumerate(work.weights.collect(len(self.seeds))):
+            clients = slice(None) if self.eval_clients == "all" else work.joined[run]
+            models = self.further_models.list_models(work, run, clients)
             row = work.make_row(
                 run,
-                slice(None) if self.eval_clients == "all" else work.joined[run],
+                clients,
+                models,
                 validates="validation" in self.parts,
                 seed=self.seeds[run],
                 sent=self._count_numbers(work.sent[run]),
@@ -354,7 +360,8 @@ class Simulation:
                 metric=self.task.loss.metric,
             )
             scores = work.scores.values[run, :, 0]
-            evaluations.append(Evaluation(row, scores, weights, self.variants[run]))
+            variant = self.variants[run]
+            evaluations.append(Evaluation(row, scores, weights, models, variant))
         return evaluations
 
     # --- models at the end ---------------------------------------------------------------------

@@ -75,6 +75,12 @@ class Transport(ABC):
     ) -> Iterator[CohortResult]:
         """Test one model per run, as it is, on the samples of some clients."""
 
+    def predict_models(
+        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        """Do the same, and collect the predictions if the samples are on this machine."""
+        return self.score_models(round, models, clients)
+
     @abstractmethod
     def keep_states(self, result: CohortResult, policy: str) -> None:
         """Keep the clients' new states; those of diverged clients follow the policy."""

@@ -9,6 +9,7 @@ from fedala.report import html
 from fedala.report.page import clients, head, results, weights
 from fedala.report.page.chart_data import collect_chart_data
 from fedala.report.page.curves import view_curves
+from fedala.report.page.models import view_models
 from fedala.report.page.setup import view_setup
 from fedala.report.page.views import Section
 from fedala.report.runs import Run, find_runs
@@ -50,6 +51,7 @@ def render_page(runs: Sequence[Run]) -> str:
     series = list_series(runs)
     sections = [
         Section("results", "Results", results.view_results(series)),
+        Section("models", "Which accuracy?", view_models(series)),
         Section("curves", "Learning curves", view_curves(series)),
         Section("clients", "Clients", clients.view_clients(series)),
         Section("split", "Split", clients.view_split(runs)),

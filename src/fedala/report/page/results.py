@@ -27,6 +27,11 @@ SCORES = {
         "test {title} in the round that is best on held-out training data: what to expect in use",
     ),
 }
+BELOW_LOCAL = (
+    "Clients below Local",
+    "share of the clients, in %, that score worse in the last round than with Local, where each "
+    "client trains alone",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ def view_results(series: Sequence[Series]) -> Results:
     for key, (title, meaning) in SCORES.items():
         if any(key in one.scores for one in series):
             meanings.append((title, meaning.format(**words)))
+    if any("clients_below_local" in one.summary for one in series):
+        meanings.append(BELOW_LOCAL)
     return Results(tables, meanings)
 
 
@@ -89,8 +96,13 @@ def _make_table(metric: Metric, series: Sequence[Series]) -> Table:
             difference = None if base is None else own[key]["mean"] - base
             cells.append(difference_cell(metric, difference))
         rows.append([label_cell(one), *cells])
+    compares_local = any("clients_below_local" in one.summary for one in series)
+    if compares_local:
+        for row, one in zip(rows, series, strict=True):
+            row.append(score_cell(ACCURACY, one.summary.get("clients_below_local")))
     heads = [SCORES[key][0] for key in keys]
     heads += [f"{SCORES[key][0]}, against FedAvg" for key in compared]
+    heads += [BELOW_LOCAL[0]] * compares_local
     return Table(_caption(metric, series), ["Method", *heads], rows, style="figures")
 
 

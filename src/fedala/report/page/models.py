@@ -1,0 +1,107 @@
+"""The section on the kinds of models that were evaluated: a table for each, so none are mixed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedala.records import MODEL_KINDS
+from fedala.report.arrays import mean_std
+from fedala.report.page.views import Cell, Row, Table, label_cell
+from fedala.report.series import Series
+
+#: The kinds of models: their titles, and what they are.
+KINDS = {
+    "initialized": (
+        "Initialised personal models",
+        "each client's own model as it starts a round, before it trains: the accuracy of the "
+        "paper, and of every other section of this page",
+    ),
+    "trained": (
+        "Trained personal models",
+        "each client's own model right after the local training of the last round, as most other "
+        "papers report it; only clients that took part in that round count",
+    ),
+    "received": (
+        "Received models",
+        "the model that the server sends, tested by each client on its own samples before anything "
+        "is done to it; only clients that take part in the evaluation's round count",
+    ),
+    "global": (
+        "Global model",
+        "the server's one model, tested on the samples of all clients together",
+    ),
+}
+
+#: The figures of a table: their headings, and what they are.
+FIGURES = {
+    "accuracy": ("Accuracy", "correct answers of all clients / samples of all clients"),
+    "accuracy_mean": ("Mean", "of the clients' accuracies; every client counts the same"),
+    "accuracy_std": ("Deviation", "standard deviation of the clients' accuracies"),
+    "accuracy_worst": (
+        "Worst tenth",
+        "mean accuracy of the tenth of the clients with the lowest, at least one",
+    ),
+    "f1": ("Macro F1", "mean F1 of the classes"),
+    "balanced_accuracy": ("Balanced accuracy", "mean accuracy of the classes"),
+    "auc": ("AUC", "mean area under the ROC curve of each class against the rest"),
+    "ece": ("ECE", "expected calibration error, 15 bins; 0 is best"),
+    "f1_mean": ("Macro F1, clients", "mean of the clients' own"),
+    "balanced_accuracy_mean": ("Balanced accuracy, clients", "mean of the clients' own"),
+    "auc_mean": ("AUC, clients", "mean of the clients' own, without those of one class"),
+    "ece_mean": ("ECE, clients", "mean of the clients' own"),
+    "loss": ("Loss", "mean loss of all samples"),
+    "bytes_sent": ("Bytes received", "by a client in the last round"),
+    "bytes_uploaded": ("Bytes uploaded", "by a client in the last round"),
+}
+
+
+@dataclass(frozen=True)
+class Models:
+    """The section on the kinds of models."""
+
+    tables: list[Table]
+    meanings: list[tuple[str, str]]
+
+
+def view_models(series: Sequence[Series]) -> Models | None:
+    """Return what each kind of model scores at the last evaluation; None if nothing is recorded."""
+    found = {(one.index, kind): _average(one, kind) for one in series for kind in MODEL_KINDS}
+    present = {name for figures in found.values() for name in figures}
+    names = [name for name in FIGURES if name in present]
+    tables = []
+    for kind, (title, meaning) in KINDS.items():
+        rows: list[Row] = []
+        for one in series:
+            figures = found[one.index, kind]
+            if figures:
+                rows.append([label_cell(one), *(figures.get(name, Cell("–")) for name in names)])
+        if rows:
+            heads = ["Method", *(FIGURES[name][0] for name in names)]
+            caption = f"{title}, in %: {meaning}."
+            tables.append(Table(caption, heads, rows, style="figures"))
+    if not tables:
+        return None
+    return Models(tables, [FIGURES[name] for name in names])
+
+
+def _average(one: Series, kind: str) -> dict[str, Cell]:
+    """Return the figures of a kind of model at a method's last evaluation, over the runs."""
+    last = one.result.history[-1].round
+    rows = [row for row in one.result.metrics if row["model"] == kind and row["round"] == last]
+    cells = {}
+    for name in FIGURES:
+        values = np.array([row[name] for row in rows if name in row], dtype=float)
+        if values.size:
+            cells[name] = _make_cell(name, values)
+    return cells
+
+
+def _make_cell(name: str, values: np.ndarray) -> Cell:
+    """Return mean and deviation of a figure over the runs, in percent if it is a share."""
+    mean, deviation = (float(part) for part in mean_std(values))
+    if name.startswith("bytes"):
+        return Cell(f"{mean:,.0f}")
+    scale, digits = (1, 4) if name == "loss" else (100, 2)
+    spread = f"{scale * deviation:.{digits}f}" if values.size > 1 else ""
+    return Cell(f"{scale * mean:.{digits}f}", spread)

@@ -1,0 +1,55 @@
+"""The values of a config as text, and tables of them in a config file."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedala.errors import UserError
+
+
+def flatten_settings(table: Any, prefix: str = "") -> dict[str, str | float]:
+    """Return hyperparameters by full name: `[set.fedala] eta = 0.5` is `"fedala.eta" = 0.5`."""
+    if not isinstance(table, Mapping):
+        raise UserError("set must be a table of hyperparameters, such as {'fedala.eta' = 0.5}.")
+    flat: dict[str, str | float] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and not prefix:
+            flat |= flatten_settings(value, f"{name}.")
+        elif isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
+            flat[name] = value
+        else:
+            raise UserError(
+                f"set {name} must be a number, text, true or false, and is none of them."
+            )
+    return flat
+
+
+def flatten_sweep(table: Any) -> dict[str, str]:
+    """Return swept values by full name, as text: `lr = [0.1, 0.01]` is `lr = "0.1,0.01"`."""
+    if not isinstance(table, Mapping):
+        raise UserError("sweep must be a table of values, such as {lr = [0.1, 0.01]}.")
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": text for name, text in flatten_sweep(value).items()}
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            flat[key] = ",".join(
+                str(one).lower() if isinstance(one, bool) else str(one) for one in values
+            )
+    return flat
+
+
+def describe_value(value: Any) -> str:
+    return (
+        ", ".join(f"{key} = {item}" for key, item in value.items())
+        if isinstance(value, Mapping)
+        else str(value)
+    )
+
+
+def toml(value: str | float) -> str:
+    """Return a value as TOML. A JSON scalar is one, except for one character that JSON allows."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,176 @@
+"""Test the models of the server and of absent clients, and tell what each kind of model scores."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fedala.errors import UserError
+from fedala.lanes import Cohort, Message, Params, State
+from fedala.lanes.evaluation import PredictionLog
+from fedala.lanes.messages import drop_transient
+from fedala.lanes.trees import count_bytes, take, tree_map
+from fedala.records import INITIALIZED, ModelFigures
+from fedala.simulation.client_round import CohortResult, RoundRequest
+from fedala.simulation.client_states import Lane
+from fedala.simulation.model_scores import (
+    EvaluationSchedule,
+    ModelLog,
+    TrainedRound,
+    list_models,
+)
+from fedala.simulation.participation import list_absent
+from fedala.simulation.round_results import RoundResults
+from fedala.simulation.transport import Setup, Transport
+
+
+class FurtherModels:
+    """The further kinds of models of one simulation, and the detailed metrics of all kinds."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        transport: Transport,
+        schedule: EvaluationSchedule,
+        on_message: Callable[[str], None],
+    ) -> None:
+        self.setup, self.transport, self.schedule = setup, transport, schedule
+        self.on_message = on_message
+        #: What the next evaluation tells about the last round.
+        self.last_round: TrainedRound | None = None
+        self._missing: set[str] = set()  # kinds that the user has been told about
+
+    def make_log(self) -> ModelLog:
+        """Return the log of a round."""
+        return ModelLog(len(self.setup.seeds), self.setup.population)
+
+    def make_request(
+        self, round: int, sent: Sequence[Message], *, train: bool, evaluates_absent: bool
+    ) -> RoundRequest:
+        """Return what a round asks of its participants."""
+        return self.schedule.make_request(
+            round,
+            train=train,
+            evaluates_received="received" in self.schedule.kinds and self._is_whole_sent(sent),
+            evaluates_absent=evaluates_absent,
+        )
+
+    def _is_whole_sent(self, sent: Sequence[Message]) -> bool:
+        """Tell whether each client receives a model that can be tested; if not, say so."""
+        is_stack = self.setup.method.sends_model_stack
+        if not is_stack and all(self._is_whole(message.model) for message in sent):
+            return True
+        self._say_missing("received", "sends no whole model")
+        return False
+
+    def _is_whole(self, model: Params) -> bool:
+        return self.setup.initial[0].keys() <= model.keys()
+
+    def _say_missing(self, kind: str, reason: str) -> None:
+        """Say once that a method does not have a kind of model."""
+        if kind in self.schedule.kinds and kind not in self._missing:
+            self._missing.add(kind)
+            title = self.setup.method.title
+            self.on_message(f"{title} {reason}, so its {kind} model is not evaluated.")
+
+    # --- models of the server and of absent clients --------------------------------------------
+
+    def test_global_models(
+        self, work: RoundResults, get_models: Callable[[], Sequence[Params]]
+    ) -> None:
+        """Test every run's global model on the samples of all clients."""
+        if "global" not in self.schedule.kinds:
+            return
+        models = get_models()
+        if not all(map(self._is_whole, models)):
+            self._say_missing("global", "has no whole global model")
+            return
+        everybody = [list(range(self.setup.population))] * len(models)
+        predicts = "global" in work.request.predicts
+        for result in self._choose_test(predicts)(work.request.round, models, everybody):
+            tested = CohortResult(result.lanes, further_scores={"global": result.scores[0]})
+            if INITIALIZED in result.predictions:
+                tested.predictions["global"] = result.predictions[INITIALIZED]
+            work.models.add(tested)
+
+    def score_absent(self, work: RoundResults, models: Sequence[Params]) -> None:
+        """Test every run's global model on the samples of absent clients: it is their model."""
+        if not all(models):
+            raise UserError(
+                f"{self.setup.method.title} has no global model to test absent clients with: "
+                "override global_model, or set has_personal_models."
+            )
+        absent = [list_absent(self.setup.population, joined) for joined in work.joined]
+        predicts = INITIALIZED in work.request.predicts
+        for result in self._choose_test(predicts)(work.request.round, models, absent):
+            work.add_figures(result)
+
+    def _choose_test(self, predicts: bool) -> Callable[..., Iterator[CohortResult]]:
+        return self.transport.predict_models if predicts else self.transport.score_models
+
+    def predict_absent(self, work: RoundResults) -> None:
+        """Collect what the personal models of absent clients say, if details are due.
+
+        Their scores are known from the rounds in which they took part.
+        """
+        if INITIALIZED not in work.request.predicts:
+            return
+        setup = self.setup
+        for run, joined in enumerate(work.joined):
+            for client in list_absent(setup.population, joined):
+                log = PredictionLog()
+                cohort = Cohort(setup.task, [client], [setup.seeds[run]], work.request.round)
+                cohort.evaluate(self._model_of_absent((run, client)), log=log)
+                found = {INITIALIZED: log.collect(1)}
+                work.models.add(CohortResult([(run, client)], predictions=found))
+
+    def _model_of_absent(self, lane: Lane) -> Params:
+        state = self.transport.client_states.get(lane)
+        if state is None:
+            return self.setup.initial[lane[0]]
+        model = self.setup.method.model_when_absent(Message(), state)
+        moved: Params = tree_map(lambda t: t.to(self.setup.task.device), model)
+        return moved
+
+    # --- the report ----------------------------------------------------------------------------
+
+    def list_models(self, work: RoundResults, run: int, clients: Any) -> list[ModelFigures]:
+        """Return what every kind of model scores in a run; `clients`: those that are evaluated."""
+        is_detailed = INITIALIZED in work.request.predicts
+        if not is_detailed and not self.schedule.has_further_kinds():
+            return []
+        scores = work.scores.values[run, :, 0]
+        return list_models(
+            work.models,
+            self.schedule.kinds,
+            run,
+            scores,
+            clients,
+            self.last_round,
+            is_detailed=is_detailed,
+        )
+
+    def finish_round(self, work: RoundResults) -> None:
+        """Keep what the next evaluation tells about this round."""
+        self.last_round = None
+        if self.schedule.reports_round(work.request.round):
+            sent = [self._count_bytes(message) for message in work.sent]
+            uploaded = max((self._count_bytes(upload) for _, upload in work.uploads), default=0)
+            self.last_round = TrainedRound.collect(work.models, sent, uploaded)
+            if work.request.evaluate_trained and not work.models.has_scores("trained"):
+                self._say_missing("trained", "keeps no whole model after training")
+
+    def _count_bytes(self, message: Message) -> int:
+        """Return how many bytes of a message travel to or from one client."""
+        travelling = message._replace(model=drop_transient(self.setup.task, message.model))
+        return count_bytes(take(travelling, slice(0, 1)))
+
+    # --- between two rounds --------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Return what a checkpoint must hold."""
+        return {"last_round": self.last_round.state()} if self.last_round else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned; a checkpoint may be older than this part of it."""
+        found = state.get("last_round")
+        runs = len(self.setup.seeds)
+        self.last_round = TrainedRound.restore(found, runs) if found else None
