@@ -95,7 +95,7 @@ def test_predictions_are_those_of_the_plain_module(model, lanes):
         np.testing.assert_allclose(found.probabilities, expected, atol=1e-12)
         assert (found.targets == task.y[rows].numpy()).all()
         assert (found.predicted == expected.argmax(1)).all()
-        assert (found.targets == found.predicted).sum() == score.correct[lane]
+        assert (found.targets == found.predicted).sum() == score.score[lane]
 
 
 def test_many_samples_are_batches_of_the_same_size_in_any_cohort(monkeypatch):

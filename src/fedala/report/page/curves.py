@@ -19,9 +19,10 @@ def view_curves(series: Sequence[Series]) -> list[Chart]:
     if all(_counts_everybody(one.result.history) for one in series):
         for metric in metrics:
             names.pop(metric.columns["score_joined"], None)
-    own = {column for metric in metrics for column in metric.columns.values()}
-    scores = [name for name in names if name in own]
-    losses = [name for name in names if name.endswith("loss") and name not in own]
+    # Further models have columns of their own, such as accuracy_trained.
+    own = tuple(f"{metric.name}_" for metric in metrics)
+    scores = [name for name in names if f"{name}_".startswith(own)]
+    losses = [name for name in names if name.endswith("loss") and name not in scores]
     others = [name for name in names if name not in scores + losses]
     seeds = sorted({seed for one in series for seed in list_seeds(one.result)})
     has_band = any(len(list_seeds(one.result)) > 1 for one in series)
