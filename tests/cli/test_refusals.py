@@ -184,6 +184,7 @@ OTHERS = {
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "validation": "0.1", "precision": "float64",
+    "loss": "cross_entropy", "label_smoothing": "0.1", "class_weights": "balanced",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {
@@ -294,6 +295,11 @@ REFUSALS = [
     Refusal("report stopped --plots d.npz/plots", "d.npz"),
     Refusal("report f1", "f1", no_history),
     Refusal("report f1", "clients.csv", put("f1/clients.csv", "not,a,table\n1,2,3\n")),
+    # losses
+    Refusal("RUN --loss mse --out new", "mse needs float targets, and d.npz has 4 classes"),
+    Refusal("RUN --loss hinge --out new", "There is no loss 'hinge'"),
+    Refusal("RUN --loss own --out new", "a Python function"),
+    Refusal("RUN --class-weights 1,2 --out new", "4 numbers from 0 on"),
     # partition
     Refusal("partition --dataset d.npz --clients 3 --save nowhere/split.json", "nowhere"),
     Refusal("partition --dataset d.npz --clients 3 --save f1/split.csv", "split.csv"),
