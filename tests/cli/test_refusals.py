@@ -185,6 +185,12 @@ OTHERS = {
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "evaluate": "trained", "validation": "0.1",
     "precision": "float64", "resize": "8", "normalize": "mnist", "augment": "flip",
+    "loss": "cross_entropy", "label_smoothing": "0.1", "class_weights": "balanced",
+    "optimizer": "adam", "momentum": "0.5", "nesterov": None, "weight_decay": "0.1",
+    "beta2": "0.9", "clip": "1", "keep_optimizer": None, "schedule": "cosine", "warmup": "1",
+    "decay": "0.5", "decay_every": "2", "local_steps": "3", "sweep": "lr=0.1,0.2", "trials": "3",
+    "server_optimizer": "adam", "server_lr": "0.1", "server_momentum": "0.5",
+    "server_beta2": "0.5", "server_tau": "0.1",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {
@@ -303,6 +309,11 @@ REFUSALS = [
     Refusal("report stopped --plots d.npz/plots", "d.npz"),
     Refusal("report f1", "f1", no_history),
     Refusal("report f1", "clients.csv", put("f1/clients.csv", "not,a,table\n1,2,3\n")),
+    # losses
+    Refusal("RUN --loss mse --out new", "mse needs float targets, and d.npz has 4 classes"),
+    Refusal("RUN --loss hinge --out new", "There is no loss 'hinge'"),
+    Refusal("RUN --loss own --out new", "a Python function"),
+    Refusal("RUN --class-weights 1,2 --out new", "4 numbers from 0 on"),
     # partition
     Refusal("partition --dataset d.npz --clients 3 --save nowhere/split.json", "nowhere"),
     Refusal("partition --dataset d.npz --clients 3 --save f1/split.csv", "split.csv"),

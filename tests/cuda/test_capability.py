@@ -9,7 +9,7 @@ from torch import nn
 from fedala import cuda
 from fedala.cuda.ala_learner import is_plain_head
 from fedala.lanes.layers import Cut
-from fedala.lanes.losses import CrossEntropy
+from fedala.lanes.losses import CrossEntropy, OwnLoss
 from fedala.lanes.weight_learning import Problem, Settings
 
 
@@ -87,3 +87,18 @@ def problem_on(device):
 )
 def test_weight_learning_takes_the_kernel_only_on_a_gpu_that_has_it(gpus, device, takes_kernel):
     assert is_plain_head(problem_on(device)) is takes_kernel
+
+
+@pytest.mark.parametrize(
+    ("loss", "takes_kernel"),
+    [
+        (CrossEntropy(), True),
+        (CrossEntropy(smoothing=0.1), False),
+        (CrossEntropy(weights=(1.0, 2.0)), False),
+        (OwnLoss(nn.functional.cross_entropy), False),
+    ],
+)
+def test_weight_learning_takes_the_kernel_only_for_plain_cross_entropy(gpus, loss, takes_kernel):
+    problem = problem_on("cuda:0")
+    problem.cohort.task.loss = loss
+    assert is_plain_head(problem) is takes_kernel
