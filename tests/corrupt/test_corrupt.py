@@ -21,7 +21,7 @@ SAMPLE = [
     ("finished", "clients.csv", "400 digits for samples", "report"),
     ("finished", "clients.csv", "a digit of accuracy", "report"),
     ("finished", "clients.csv", "removed", "run --resume --rounds 4"),
-    ("finished", "metrics.csv", "a digit of auc", "report"),
+    ("finished", "metrics.csv", "a digit of", "report"),
     ("finished", "metrics.csv", "removed", "run --resume --rounds 4"),
     ("finished", "summary.json", "a lone surrogate", "report"),
     ("finished", "summary.json", "a digit of seconds", "report"),

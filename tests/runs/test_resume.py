@@ -160,6 +160,20 @@ def test_more_rounds_with_detailed_metrics(tmp_path):
     same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_metrics_are_in_the_result_with_and_without_a_folder(tmp_path):
+    options = {"rounds": 2, "evaluate": "global", "set": {"fedala.max_epochs": 2}}
+    found = execute(planned(**options), None).methods["fedala"].metrics
+    assert [(row["round"], row["model"]) for row in found] == [
+        (round, kind) for round in range(3) for kind in ("initialized", "global")
+    ]
+    execute(planned(**options), tmp_path / "run")
+    rows = RunFolder(tmp_path / "run").rows("metrics.csv")
+    assert found == [
+        {name: value for name, value in row.items() if value is not None and name != "method"}
+        for row in rows
+    ]
+
+
 def test_a_folder_without_metrics_is_read_and_resumed(tmp_path):
     """Folders of older versions have no metrics.csv, and their checkpoints nothing for it."""
     path = tmp_path / "run"

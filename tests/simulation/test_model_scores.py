@@ -10,7 +10,7 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.trees import leaves
 from fedala.methods import make
 from fedala.records import MODEL_KINDS
-from fedala.simulation.model_scores import EvaluationSchedule
+from fedala.simulation.model_scores import EvaluationSchedule, has_class_labels
 
 SIZES = [30, 9, 0, 17, 12, 3]
 EVERYBODY = sum(max(1, size // 3) for size in SIZES)
@@ -216,6 +216,14 @@ def test_detailed_metrics_come_when_they_are_due(every, eval_every, expected):
             assert "accuracy_worst" in figures
         rounds = [one.row.round for one in evaluations]
         assert sorted({round for _, round, _ in found}) == (rounds if len(kinds) > 1 else expected)
+
+
+def test_only_samples_of_one_class_each_have_detailed_metrics():
+    task = ragged_task(SIZES)
+    assert has_class_labels(task)
+    for y in (task.y.double(), torch.eye(3, dtype=torch.int64)[task.y], {"label": task.y}):
+        task.y = y
+        assert not has_class_labels(task)
 
 
 def test_a_run_by_default_asks_for_nothing_more():
