@@ -186,8 +186,8 @@ OTHERS = {
     "eval_every": "2", "eval_clients": "joined", "evaluate": "trained", "validation": "0.1",
     "precision": "float64", "resize": "8", "normalize": "mnist", "augment": "flip",
     "loss": "cross_entropy", "label_smoothing": "0.1", "class_weights": "balanced",
-    "optimizer": "adam", "momentum": "0.5", "nesterov": None, "weight_decay": "0.1",
-    "beta2": "0.9", "clip": "1", "keep_optimizer": None, "schedule": "cosine", "warmup": "1",
+    "optimizer": "adam", "momentum": "0.5", "nesterov": "", "weight_decay": "0.1",
+    "beta2": "0.9", "clip": "1", "keep_optimizer": "", "schedule": "cosine", "warmup": "1",
     "decay": "0.5", "decay_every": "2", "local_steps": "3", "sweep": "lr=0.1,0.2", "trials": "3",
     "server_optimizer": "adam", "server_lr": "0.1", "server_momentum": "0.5",
     "server_beta2": "0.5", "server_tau": "0.1",
@@ -202,7 +202,7 @@ WRONG = {
 
 def _flag(name: str, value: str | None) -> str:
     flag = name.replace("_", "-")
-    return f"--no-{flag}" if value is None else f"--{flag} {value}"
+    return f"--no-{flag}" if value is None else f"--{flag} {value}".strip()
 
 
 @dataclass(frozen=True)
