@@ -292,6 +292,12 @@ REFUSALS = [
     Refusal("report f1 --out d.npz/page.html", "d.npz"),
     Refusal("report stopped --plots d.npz", "d.npz"),
     Refusal("report stopped --plots d.npz/plots", "d.npz"),
+    Refusal("report f1 --figure final", "--latex"),
+    Refusal("report f1 --latex --figure worst", "--figure"),
+    Refusal("report f1 --latex --paired clients", "--baseline"),
+    Refusal("report f1 --latex --baseline fedavg --out tables", "fedavg"),
+    Refusal("report f1 --latex --figure validation --out tables", "validation"),
+    Refusal("report f1 --latex --out d.npz", "d.npz"),
     Refusal("report f1", "f1", no_history),
     Refusal("report f1", "clients.csv", put("f1/clients.csv", "not,a,table\n1,2,3\n")),
     # partition

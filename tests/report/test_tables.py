@@ -37,12 +37,6 @@ def summary(title, **accuracy):
     }
 
 
-def test_accuracies_are_percent_with_the_deviation_of_several_runs():
-    assert tables.percent(figure(0.5)) == "50.00"
-    assert tables.percent(figure(0.5, 0.7)) == "60.00 ± 10.00"
-    assert tables.percent(None) == "–"
-
-
 def test_results_show_only_known_accuracies():
     text = render(
         tables.results(

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
+from fedala.report.headline import format_figure
 
 #: The accuracies of a summary, and their headings.
 ACCURACIES = {
@@ -45,7 +46,7 @@ def results(methods: Mapping[str, Any]) -> Table:
     if diverged:
         table.add_column("client rounds\nthat diverged", justify="right")
     for method in methods.values():
-        accuracies = [percent(method["accuracy"].get(key)) for key in shown]
+        accuracies = [format_figure(method["accuracy"].get(key)) for key in shown]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"
         faults = [f"{method.get('client_rounds_that_diverged', 0):,}"] if diverged else []
         table.add_row(
@@ -56,14 +57,6 @@ def results(methods: Mapping[str, Any]) -> Table:
             *faults,
         )
     return table
-
-
-def percent(figure: Mapping[str, Any] | None) -> str:
-    """Return mean ± standard deviation in percent; a single run has no deviation."""
-    if figure is None or figure["mean"] is None:  # in summary.json, null stands for NaN
-        return "–"
-    deviation = f" ± {100 * figure['std']:.2f}" if len(figure["runs"]) > 1 else ""
-    return f"{100 * figure['mean']:.2f}{deviation}"
 
 
 def clients(federation: Federation) -> Table:

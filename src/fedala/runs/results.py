@@ -40,6 +40,11 @@ class MethodResult:
     """By seed: [client, (correct answers, summed loss, samples)] of the last evaluation."""
     checkpoints: Checkpoints | None = None
 
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the runs, in the order of their figures."""
+        return list(dict.fromkeys(row.seed for row in self.history))
+
     def _per_run(self, figure: Callable[[list[HistoryRow]], float]) -> np.ndarray:
         histories: dict[int, list[HistoryRow]] = {}
         for row in self.history:

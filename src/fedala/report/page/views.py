@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fedala.report.headline import format_points
 from fedala.report.series import Series
 
 #: The most points of a curve, rows of a table, and clients on the page; the csv files have all.
@@ -84,8 +85,8 @@ def percent_cell(figure: dict[str, Any] | None, best: float = np.inf) -> Cell:
     """Return an accuracy of a summary in percent; the `best` one is emphasised."""
     if figure is None:
         return Cell("–")
-    deviation = f"{100 * figure['std']:.2f}" if len(figure["runs"]) > 1 else ""
-    return Cell(f"{100 * figure['mean']:.2f}", deviation, is_best=figure["mean"] == best)
+    deviation = format_points(figure["std"]) if len(figure["runs"]) > 1 else ""
+    return Cell(format_points(figure["mean"]), deviation, is_best=figure["mean"] == best)
 
 
 def difference_cell(difference: float | None) -> Cell:
