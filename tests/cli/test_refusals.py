@@ -178,11 +178,12 @@ def no_history(here: Path) -> None:
     (here / "f1" / "history.csv").unlink()
 
 
-#: The options that cannot change when a run is resumed, each with another value.
+#: The options that cannot change when a run is resumed, each with another value. Methods and seeds
+#: can be added, but not taken away.
 OTHERS = {
     "method": "fedavg", "set": "fedala.eta=0.5", "dataset": "other.npz", "model": "resnet18",
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
-    "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
+    "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "0", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "validation": "0.1", "precision": "float64",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
@@ -216,6 +217,15 @@ REFUSALS = [
     # run --resume
     *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in OTHERS.items()),
     *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in WRONG.items()),
+    Refusal("run --resume f1 --seeds 2 --rounds 9", "then with the other"),
+    Refusal("run --resume f1 --seeds 2", "", other_data),
+    Refusal("run --resume f1 --seeds 2 --out f2", "exists"),
+    Refusal("run --resume f1 --method +nonsense", "nonsense"),
+    Refusal("run --resume f1 --method +fedavg --rounds 9", "then with the other"),
+    Refusal("run --resume f1 --method +fedavg --set fedala.eta=0.5", "set"),
+    Refusal("run --resume f1 --method +fedavg --lr 0.1", "lr"),
+    Refusal("run --resume f1 --method +fedavg", "", other_data),
+    Refusal("run --resume f3 --seeds 2", "history.csv", put("f3/history.csv", "a,b\n1,2\n")),
     Refusal("run --resume f1 --rounds 2", "rounds"),
     Refusal("run --resume f2 --rounds 2", "rounds"),
     Refusal("run --resume stopped --rounds 1", "rounds"),

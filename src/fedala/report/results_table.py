@@ -96,6 +96,9 @@ class ResultsTable:
                 if run.last_round(method) < run.rounds:
                     reached = f"{run.last_round(method)} of {run.rounds} rounds"
                     notes.append(f"Unfinished: {result.title} in {head}, {reached}.")
+                if run.missing_seeds(method):
+                    seeds = f"{len(result.seeds)} of {run.config['seeds']} seeds"
+                    notes.append(f"Unfinished: {result.title} in {head}, {seeds}.")
             if run.pending_methods:
                 notes.append(f"Not begun in {head}: {', '.join(run.pending_methods)}.")
         return notes

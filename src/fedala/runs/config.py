@@ -17,6 +17,7 @@ from fedala.io.untrusted import read_file
 from fedala.options import build, option, suggest
 
 LARGEST = 2**20  # bytes of a config file
+MOST_SEEDS = 10_000
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
 
@@ -65,7 +66,7 @@ class Config:
     shuffle: bool = option(
         True, "reshuffle the batches every epoch; the paper's presets keep a fixed order"
     )
-    seeds: int = option(1, "number of runs, each with its own seed", least=1, most=10_000)
+    seeds: int = option(1, "number of runs, each with its own seed", least=1, most=MOST_SEEDS)
     seed: int = option(0, "seed of the first run; each further run adds 1", least=0, most=2**32 - 1)
     eval_every: int = option(
         1, "rounds between evaluations; the last round is always evaluated", least=1

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.methods import Method
 from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel
+from fedala.runs.batches import Batch, split_seeds
 from fedala.runs.build import build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
@@ -24,7 +25,7 @@ from fedala.runs.plan import Plan, check_room, plan
 from fedala.runs.provenance import describe, summarize
 from fedala.runs.results import MethodResult, Result
 from fedala.runs.resumable_options import change_config
-from fedala.runs.resume import Progress, reopen, resume_advice
+from fedala.runs.resume import Progress, find_checkpoints, reopen, resume_advice
 from fedala.simulation import Simulation
 
 
@@ -44,7 +45,8 @@ def run(
     Options are those of `fedala run`. Instead of a dataset's name, give a `Dataset` or a
     `Federation` of your own; instead of a model's name, a function that builds an `nn.Module`.
     With `out`, everything is kept in that folder. `resume` names the folder of a run that was
-    interrupted or shall have more rounds; give data and model of your own again.
+    interrupted, or shall have more rounds, further seeds (`seeds=5`) or further methods
+    (`method="+ditto"`); give data and model of your own again.
     """
     if isinstance(dataset, Path):
         dataset = str(dataset)
@@ -103,25 +105,31 @@ def execute(
     devices = [plan.device] if plan.device.type == "cuda" else []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        about = describe(plan) if out else Digests()
-        folder, progress = None, dict[str, Progress]()
+        folder, about, progress = None, Digests(), dict[tuple[str, int], Progress]()
+        batches = split_seeds(plan.config, [plan.config.seeds])
         if out and resume:
             source = resume if isinstance(resume, Path) else out
-            folder, progress = reopen(stack, plan, out, source, about, observer)
+            reopened = reopen(stack, plan, out, source, observer)
+            folder, about = reopened.folder, reopened.about
+            batches, progress = reopened.batches, reopened.progress
         else:
             check_room(plan, out)
             if out:
+                about = describe(plan)
                 creation = RunFolder.create(out, plan.config, force=force, about=about)
                 folder = stack.enter_context(creation)
         try:
             if folder:
                 folder.tables.write_split(plan.federation)
             for number, method in enumerate(plan.methods):
-                one = _MethodRun(plan, method, observer)
-                if folder:
-                    one.keep_in(folder, number, about)
-                result.methods[method.name] = one.result
-                one.carry_out(progress.get(method.name), simulate)
+                result.methods[method.name] = MethodResult(method.name, method.title)
+                for batch in batches:
+                    one = _BatchRun(
+                        batch.narrow(plan), method, batch, result.methods[method.name], observer
+                    )
+                    if folder:
+                        one.keep_in(folder, number, about)
+                    one.carry_out(progress.get((method.name, batch.number)), simulate)
                 if folder:
                     folder.write_summary(summarize(plan, result, time.time() - began))
         except OSError as error:
@@ -135,24 +143,24 @@ def execute(
 
 
 @dataclass
-class _MethodRun:
-    """One method of a run: from its start or its last checkpoint to its last evaluation."""
+class _BatchRun:
+    """One batch of seeds of a method: from its start or last checkpoint to its last evaluation."""
 
     plan: Plan
+    """Of these seeds alone."""
     method: Method
+    batch: Batch
+    result: MethodResult
+    """The method's, to which the batch adds its own."""
     observer: RunObserver
-    result: MethodResult = field(init=False)
     folder: RunFolder | None = None
     checkpoints: Checkpoints | None = None
-
-    def __post_init__(self) -> None:
-        self.result = MethodResult(self.method.name, self.method.title)
 
     def keep_in(self, folder: RunFolder, number: int, about: Digests) -> None:
         """Keep tables, models and checkpoints in a folder; `number`: the method's position."""
         self.folder = folder
         self.checkpoints = self.result.checkpoints = Checkpoints(
-            folder.checkpoint_folder(number),
+            find_checkpoints(folder, number, self.batch),
             about.identity,
             every=self.plan.config.checkpoint_every,
             size=self.plan.local_clients * self.plan.state_bytes[self.method.name],
@@ -165,6 +173,7 @@ class _MethodRun:
             self._take_over(progress)
             if progress.is_finished:
                 return
+        self.observer.on_begin(self.method.name, self.batch.seeds)
         simulation = self._build(progress, simulate)
         try:
             self._run_rounds(simulation)
@@ -173,14 +182,12 @@ class _MethodRun:
                 self.checkpoints.discard()
         if self.folder and self.checkpoints:
             self.folder.tables.flush()
-            self.folder.record_progress(
-                self.method.name, checkpoint=self.checkpoints.round, is_finished=True
-            )
+            self._record(self.checkpoints.round, is_finished=True)
             self.checkpoints.finish(keep=self.plan.config.keep_checkpoint)
 
     def _take_over(self, progress: Progress) -> None:
         """Continue the history and the checkpoints of an earlier process."""
-        self.result.history = progress.history
+        self.result.history += progress.history
         if self.checkpoints is None:
             return
         self.checkpoints.continue_from(progress.found)
@@ -188,6 +195,16 @@ class _MethodRun:
         if progress.is_finished and newest and not newest.done:
             # The earlier process was killed between its results and this.
             self.checkpoints.finish(keep=self.plan.config.keep_checkpoint)
+
+    def _record(self, checkpoint: int | None, *, is_finished: bool = False) -> None:
+        """Record the newest checkpoint, and what has been written."""
+        if self.folder:
+            self.folder.record_progress(
+                self.method.name,
+                batch=self.batch.number,
+                checkpoint=checkpoint,
+                is_finished=is_finished,
+            )
 
     def _build(self, progress: Progress | None, simulate: Callable[..., Simulation]) -> Simulation:
         """Build the simulation, with the state of the newest checkpoint if there is one."""
@@ -244,6 +261,6 @@ class _MethodRun:
         if self.folder and self.checkpoints and is_wanted:
             self.folder.tables.flush()
             self.checkpoints.write(simulation)
-            self.folder.record_progress(self.method.name, checkpoint=round)
+            self._record(round)
         if is_stopping and not is_last:
             raise Stopped(f"Stopped after {round} rounds of {self.method.title}")

@@ -1,6 +1,7 @@
 """Resume a run: everything is inspected, and refused if need be, before anything is changed."""
 
 import shlex
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,21 +10,23 @@ from fedala.errors import UserError
 from fedala.io import files
 from fedala.methods import Method
 from fedala.records import HistoryRow
+from fedala.runs.batches import Batch, cut_sizes, split_seeds
 from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
 from fedala.runs.config import Config
-from fedala.runs.digests import Digests
+from fedala.runs.digests import NAME as DIGESTS
+from fedala.runs.digests import BatchRecord, Digests, MethodRecord
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan, check_room
-from fedala.runs.provenance import list_program_changes
-from fedala.runs.resumable_options import change_config
+from fedala.runs.provenance import describe, list_program_changes
+from fedala.runs.resumable_options import change_config, has_additions
 from fedala.runs.tables import TABLES
 from fedala.simulation.client_states import NOTHING
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one method of an interrupted or finished run has got."""
+    """How far one batch of seeds of a method of an interrupted or finished run has got."""
 
     found: FoundCheckpoints
     history: list[HistoryRow]
@@ -34,6 +37,18 @@ class Progress:
     def first_round(self) -> int:
         """The first round to run: that of the newest checkpoint, or 0."""
         return self.found.newest.round if self.found.newest else 0
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """A run folder, ready to be continued."""
+
+    folder: RunFolder
+    about: Digests
+    """What the run is."""
+    batches: list[Batch]
+    progress: dict[tuple[str, int], Progress]
+    """By method and batch."""
 
 
 def resume_advice(config: Config, folder: Path) -> str:
@@ -48,9 +63,8 @@ def reopen(
     plan: Plan,
     out: Path,
     source: Path,
-    about: Digests,
     observer: RunObserver,
-) -> tuple[RunFolder, dict[str, Progress]]:
+) -> Reopened:
     """Open the folder of a run, or copy it to `out`, to resume the run there.
 
     The folder stays locked until `stack` closes. Everything is checked before anything is written.
@@ -59,11 +73,14 @@ def reopen(
     before = folder.config()
     options = {f.name: getattr(plan.config, f.name) for f in fields(plan.config)}
     after = change_config(before, options)
+    if after.methods != plan.config.methods:
+        raise UserError(f"method must name the methods in the order of the run: {after.method}.")
     _check_schedules(plan, before, after)
+    about, batches = _describe(plan, folder, before, after)
     is_copy = out.absolute() != folder.path.absolute()
     with ExitStack() as source_lock:
         source_lock.enter_context(folder.lock())
-        progress = _inspect(plan, folder, before, about, observer)
+        progress = _inspect(plan, folder, before, about, batches, observer)
         check_room(plan, out, present=0 if is_copy else folder.size())
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
         for change in (program_changes := list_program_changes(folder.record, about)):
@@ -77,11 +94,47 @@ def reopen(
             folder = stack.enter_context(folder.copy_to(out))
         else:
             stack.enter_context(source_lock.pop_all())
-    unfinished = {name: one.first_round for name, one in progress.items() if not one.is_finished}
-    folder.drop_rows_from(unfinished, about)
+    _drop_unfinished(folder, about, batches, progress)
     folder.tables.add_resumption("; ".join(changes))
-    folder.write_config(after)
-    return folder, progress
+    folder.write_config(after)  # after the record, which knows what the run was before
+    return Reopened(folder, about, batches, progress)
+
+
+def _describe(
+    plan: Plan, folder: RunFolder, before: Config, after: Config
+) -> tuple[Digests, list[Batch]]:
+    """Return what the run is, by what it was when it began, and its batches of seeds."""
+    record = folder.record or Digests()
+    origin = record.origin
+    if not origin and has_additions(before, after):
+        origin = {"method": before.method, "set": dict(before.set), "seeds": before.seeds}
+    about = describe(plan, origin)
+    with files.refuse_damage(folder.path / DIGESTS):
+        sizes = cut_sizes(record.batches, before.seeds)
+    if after.seeds > before.seeds:
+        sizes.append(after.seeds - before.seeds)
+    about.batches = sizes if len(sizes) > 1 else []
+    return about, split_seeds(after, sizes)
+
+
+def _drop_unfinished(
+    folder: RunFolder,
+    about: Digests,
+    batches: list[Batch],
+    progress: Mapping[tuple[str, int], Progress],
+) -> None:
+    """Drop the rows that come after the checkpoints, and record what is finished."""
+    first_rounds: dict[tuple[str, int], int] = {}
+    records: dict[str, list[BatchRecord]] = {}
+    for (method, number), one in progress.items():
+        if not one.is_finished:
+            seeds = batches[number].seeds
+            first_rounds |= {(method, seed): one.first_round for seed in seeds}
+        if len(batches) > 1:
+            entry = folder.find_method_record(method) or MethodRecord()
+            record = BatchRecord(one.is_finished, entry.batch(number).checkpoint)
+            records.setdefault(method, []).append(record)
+    folder.drop_rows_from(first_rounds, about, records)
 
 
 def _check_schedules(plan: Plan, before: Config, after: Config) -> None:
@@ -94,9 +147,17 @@ def _check_schedules(plan: Plan, before: Config, after: Config) -> None:
 
 
 def _inspect(
-    plan: Plan, folder: RunFolder, before: Config, about: Digests, observer: RunObserver
-) -> dict[str, Progress]:
-    """Return how far each method has got. Refuse what cannot be resumed, and change nothing."""
+    plan: Plan,
+    folder: RunFolder,
+    before: Config,
+    about: Digests,
+    batches: list[Batch],
+    observer: RunObserver,
+) -> dict[tuple[str, int], Progress]:
+    """Return how far each batch of each method has got. Refuse what cannot be resumed.
+
+    Nothing is changed.
+    """
     if folder.record is None:
         for sentence in folder.list_unverified():
             observer.on_message(sentence)
@@ -111,22 +172,30 @@ def _inspect(
             folder.rows(name)  # raises if the table is damaged
     progress = {}
     for number, method in enumerate(plan.methods):
-        checkpoints = Checkpoints(
-            folder.checkpoint_folder(number), about.identity, on_message=observer.on_message
-        )
-        inspection = _Inspection(
-            plan, method, folder, before, history.get(method.name, []), checkpoints.find()
-        )
-        progress[method.name] = inspection.locate(observer)
+        for batch in batches:
+            checkpoints = Checkpoints(
+                find_checkpoints(folder, number, batch),
+                about.identity,
+                on_message=observer.on_message,
+            )
+            rows = [row for row in history.get(method.name, []) if row.seed in batch.seeds]
+            inspection = _Inspection(plan, method, batch, folder, before, rows, checkpoints.find())
+            progress[method.name, batch.number] = inspection.locate(observer)
     return progress
+
+
+def find_checkpoints(folder: RunFolder, number: int, batch: Batch) -> Path:
+    """Return the folder of the checkpoints of a batch; `number`: the method's position."""
+    return folder.checkpoint_folder(number, batch.seeds.start if batch.number else None)
 
 
 @dataclass(frozen=True)
 class _Inspection:
-    """One method of a run folder, looked at to decide where it continues."""
+    """One batch of a method of a run folder, looked at to decide where it continues."""
 
     plan: Plan
     method: Method
+    batch: Batch
     folder: RunFolder
     before: Config
     rows: list[HistoryRow]
@@ -155,9 +224,15 @@ class _Inspection:
     def _rounds(self) -> int:
         return int(self.plan.config.rounds or 1)
 
+    @property
+    def _record(self) -> BatchRecord | None:
+        """The record of the batch; None if the folder has none of the method."""
+        entry = self.folder.find_method_record(self.method.name)
+        return entry.batch(self.batch.number) if entry else None
+
     def _is_finished(self) -> bool:
         """Tell whether the method has all of its rounds, by the record if there is one."""
-        entry = self.folder.find_method_record(self.method.name)
+        entry = self._record
         if entry:
             return entry.finished and self._rounds == self.before.rounds
         newest = self.found.newest
@@ -165,7 +240,7 @@ class _Inspection:
 
     def _check_rounds(self) -> None:
         """Refuse fewer rounds than the method has been trained for."""
-        entry, newest = self.folder.find_method_record(self.method.name), self.found.newest
+        entry, newest = self._record, self.found.newest
         trained = newest.round if newest else 0
         if entry and entry.finished:
             trained = int(self.before.rounds or 0)
@@ -177,7 +252,7 @@ class _Inspection:
 
     def _check_presence(self) -> None:
         """Refuse a folder that has lost its checkpoints: it would look like a new run's."""
-        entry = self.folder.find_method_record(self.method.name)
+        entry = self._record
         if self.found.newest is None and entry and entry.checkpoint is not None:
             raise files.DamagedFile(
                 f"The checkpoints of {self.method.title} are gone from {self.folder.path}: "
@@ -188,7 +263,7 @@ class _Inspection:
         """Tell whether a saved model is damaged. Refuse if no checkpoint can give it back."""
         if not self.plan.config.save_models:
             return False
-        damaged = self.folder.models.find_damaged(self.method.name)
+        damaged = self.folder.models.find_damaged(self.method.name, self.batch.seeds)
         if damaged is None:
             return False
         newest = self.found.newest
@@ -204,7 +279,7 @@ class _Inspection:
 
     def _check_fresh_start(self) -> None:
         """Refuse to start a method again that has results and no checkpoint."""
-        entry = self.folder.find_method_record(self.method.name)
+        entry = self._record
         if entry and entry.finished:
             raise UserError(
                 f"{self.method.title} is finished and kept no checkpoint, "
@@ -222,7 +297,7 @@ class _Inspection:
     ) -> list[HistoryRow]:
         """Return the rows of so many rounds if none is missing; a finished run has one more."""
         evaluations = -(-rounds // self.before.eval_every) + evaluates_last
-        expected = evaluations * self.before.seeds
+        expected = evaluations * len(self.batch.seeds)
         if len(rows) != expected:
             raise files.DamagedFile(
                 f"{self.folder.path / 'history.csv'} is damaged: it has {len(rows)} of the "
