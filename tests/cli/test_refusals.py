@@ -178,11 +178,12 @@ def no_history(here: Path) -> None:
     (here / "f1" / "history.csv").unlink()
 
 
-#: The options that cannot change when a run is resumed, each with another value.
+#: The options that cannot change when a run is resumed, each with another value. Methods and seeds
+#: can be added, but not taken away.
 OTHERS = {
     "method": "fedavg", "set": "fedala.eta=0.5", "dataset": "other.npz", "model": "resnet18",
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
-    "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
+    "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "0", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "evaluate": "trained", "validation": "0.1",
     "precision": "float64", "resize": "8", "normalize": "mnist", "augment": "flip",
     "loss": "cross_entropy", "label_smoothing": "0.1", "class_weights": "balanced",
@@ -226,6 +227,15 @@ REFUSALS = [
     *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in WRONG.items()),
     Refusal("RUN --out new --evaluate trained,best", "evaluate: there is no model 'best'"),
     Refusal("flower new app --evaluate global", "the initialised personal model only"),
+    Refusal("run --resume f1 --seeds 2 --rounds 9", "then with the other"),
+    Refusal("run --resume f1 --seeds 2", "", other_data),
+    Refusal("run --resume f1 --seeds 2 --out f2", "exists"),
+    Refusal("run --resume f1 --method +nonsense", "nonsense"),
+    Refusal("run --resume f1 --method +fedavg --rounds 9", "then with the other"),
+    Refusal("run --resume f1 --method +fedavg --set fedala.eta=0.5", "set"),
+    Refusal("run --resume f1 --method +fedavg --lr 0.1", "lr"),
+    Refusal("run --resume f1 --method +fedavg", "", other_data),
+    Refusal("run --resume f3 --seeds 2", "history.csv", put("f3/history.csv", "a,b\n1,2\n")),
     Refusal("run --resume f1 --rounds 2", "rounds"),
     Refusal("run --resume f2 --rounds 2", "rounds"),
     Refusal("run --resume stopped --rounds 1", "rounds"),
@@ -307,6 +317,12 @@ REFUSALS = [
     Refusal("report f1 --out d.npz/page.html", "d.npz"),
     Refusal("report stopped --plots d.npz", "d.npz"),
     Refusal("report stopped --plots d.npz/plots", "d.npz"),
+    Refusal("report f1 --figure final", "--latex"),
+    Refusal("report f1 --latex --figure worst", "--figure"),
+    Refusal("report f1 --latex --paired clients", "--baseline"),
+    Refusal("report f1 --latex --baseline fedavg --out tables", "fedavg"),
+    Refusal("report f1 --latex --figure validation --out tables", "validation"),
+    Refusal("report f1 --latex --out d.npz", "d.npz"),
     Refusal("report f1", "f1", no_history),
     Refusal("report f1", "clients.csv", put("f1/clients.csv", "not,a,table\n1,2,3\n")),
     # losses

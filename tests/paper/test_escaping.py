@@ -10,9 +10,9 @@ from paper_results import call, make_result, write_table
 
 from fedala.errors import spreadsheet_safe
 from fedala.paper import report
-from fedala.paper.formats import escape_markdown
 from fedala.paper.reading import read_csv
 from fedala.paper.results import Results
+from fedala.report.formats import escape_markdown
 
 BASE = make_result(setting="mnist-pathological")
 HOSTILE = (

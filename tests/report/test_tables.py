@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from fedala.metrics import ACCURACY
 from fedala.records import HistoryRow
 from fedala.report import tables
 from fedala.report.progress import ProgressBars, format_duration
@@ -36,12 +35,6 @@ def summary(title, **accuracy):
         "seconds_per_round": 0.25,
         "parameters_per_client_and_round": parameters,
     }
-
-
-def test_accuracies_are_percent_with_the_deviation_of_several_runs():
-    assert tables.format_spread(ACCURACY, figure(0.5)) == "50.00"
-    assert tables.format_spread(ACCURACY, figure(0.5, 0.7)) == "60.00 ± 10.00"
-    assert tables.format_spread(ACCURACY, None) == "–"
 
 
 def test_results_show_only_known_accuracies():

@@ -24,6 +24,7 @@ from fedala.paper.experiments import Table as PaperTable
 from fedala.paper.progress import CellProgress
 from fedala.paper.reading import read_results
 from fedala.paper.results import CSV, Results
+from fedala.report.headline import format_spread
 from fedala.report.tables import console
 from fedala.runs.config import Config
 from fedala.runs.observer import Stopped, catch_stop_signals
@@ -334,9 +335,7 @@ def _comparison(results: Results) -> Table:
     colours = {"agrees": "green", "near": "yellow", "differs": "red"}
     for row in comparison.list_comparisons(results):
         colour = colours[row["agreement"]]
-        paper, ours = (
-            comparison.format_spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours")
-        )
+        paper, ours = (format_spread(row[key], row[f"{key}_std"]) for key in ("paper", "ours"))
         shown.add_row(
             row["table"],
             row["column"],

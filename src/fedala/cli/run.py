@@ -34,6 +34,7 @@ app = typer.Typer()
   fedala run --dataset cifar10 --data-dir data --partition pathological:2
   fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
   fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
+  fedala run --resume runs/mine --seeds 5 --method +ditto    # add seeds and methods to it
 
 A config file is TOML with the same names, such as batch_size = 10.
 Options of the command line override it.""")
@@ -164,7 +165,9 @@ def _execute(
                 watch.row(method, row)
                 live.row(method, row)
 
-            observer = RunObserver(show_row, watch.fault, watch.say, lambda: bool(signals))
+            observer = RunObserver(
+                show_row, watch.fault, watch.say, lambda: bool(signals), watch.begin
+            )
             return execute(checked, folder, force=force, resume=resume, observer=observer)
     except Stopped as stopped:
         say(f"{stopped}; {resume_advice(config, folder)}.")

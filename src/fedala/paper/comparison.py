@@ -9,6 +9,7 @@ from typing import Any
 from fedala.methods import catalogue
 from fedala.paper.experiments import Column, PrintedNumber, Table, tables
 from fedala.paper.results import CellResult, Results
+from fedala.report.headline import format_spread
 from fedala.report.progress import format_duration
 
 #: The largest difference between two accuracies, in points, for each kind of agreement.
@@ -216,11 +217,6 @@ def title_of(method: str) -> str:
     """Return the title of a method of a row, such as `Ditto+ALA`."""
     base, plus, _ = method.partition("+")
     return catalogue()[base].title + ("+ALA" if plus else "")
-
-
-def format_spread(mean: float, std: float | None) -> str:
-    """Return mean ± standard deviation."""
-    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
 def describe(results: Results) -> str:

@@ -1,10 +1,7 @@
 """Sheets as Markdown and as LaTeX. Text from outside shows as text."""
 
-import html
-import re
-
-from fedala.errors import printable
 from fedala.paper.comparison import SIGNS, OwnNumber, Sheet, SheetCell
+from fedala.report.formats import escape_latex, escape_markdown, latex_table, markdown_table
 
 _MEANINGS = {
     "agrees": "within one point of the paper, or within the two standard deviations together",
@@ -23,33 +20,14 @@ LEGEND = (
 )
 _COLOUR_LEGEND = _explain({"agrees": "Green", "near": "brown", "differs": "red"}, ": ")
 
-#: Characters that Markdown takes for more than text, in addition to those of HTML. `//`, `www.`
-#: and `@` make links of addresses.
-_MARKDOWN = re.compile(r"[\\`*_\[\]|~$]|(?<=:)//|(?i:(?<=www)\.)|@")
-
-
-def escape_markdown(text: str) -> str:
-    """Return one line of Markdown that shows exactly `text`, in a table or elsewhere."""
-
-    def escape(match: re.Match[str]) -> str:
-        return "&#64;" if match[0] == "@" else f"\\{match[0]}"
-
-    return _MARKDOWN.sub(escape, html.escape(printable(text, 1000), quote=False))
-
 
 def to_markdown(sheet: Sheet) -> str:
     """Return a heading, a table and its notes."""
     heads = [f"{group}<br>{name}" for group, name in sheet.heads]
-    lines = [
-        f"### {sheet.title}",
-        "",
-        "| | " + " | ".join(heads) + " |",
-        "|---|" + "---|" * len(heads),
-    ]
+    rows = []
     for method, cells in sheet.rows:
-        texts = [_markdown_cell(sheet, cell) for cell in cells]
-        lines.append(f"| {method} | " + " | ".join(texts) + " |")
-    lines.append("")
+        rows.append([method, *(_markdown_cell(sheet, cell) for cell in cells)])
+    lines = [f"### {sheet.title}", "", *markdown_table(heads, rows), ""]
     for note, letter in sheet.notes.items():
         lines.append(f"<sup>{letter}</sup> {escape_markdown(note)}<br>")
     return "\n".join([*lines, ""])
@@ -76,75 +54,39 @@ PREAMBLE = r"""% \usepackage{booktabs,graphicx,xcolor}
 
 def to_latex(sheet: Sheet) -> str:
     """Return a booktabs table, at most as wide as the page; it needs `PREAMBLE`."""
-    spec = "|".join(["l", *("c" * size for _, size in sheet.spans)])
-    spans = [f"\\multicolumn{{{size}}}{{c}}{{{_tex(name)}}}" for name, size in sheet.spans]
-    body = []
+    spans = [f"\\multicolumn{{{size}}}{{c}}{{{escape_latex(name)}}}" for name, size in sheet.spans]
+    groups = []
     for group in sheet.groups:
-        body.append("\\midrule")
+        rows = []
         for method, cells in group:
-            texts = [_tex(method), *(_latex_cell(sheet, cell) for cell in cells)]
-            body.append(" & ".join(texts) + " \\\\")
-    notes = "; ".join(f"$^{{{letter}}}$ {_tex(note)}" for note, letter in sheet.notes.items())
-    caption = f"{_tex(sheet.table.title)}. Above: the paper; below: ours, with the difference. "
-    caption += f"{_COLOUR_LEGEND}. {notes}"
-    lines = [
-        "\\begin{table*}[ht]",
-        "\\centering",
-        "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%",
-        f"\\begin{{tabular}}{{{spec}}}",
-        "\\toprule",
-        f" & {' & '.join(spans)} \\\\",
-        "Methods & " + " & ".join(_tex(name) for _, name in sheet.heads) + " \\\\",
-        *body,
-        "\\bottomrule",
-        "\\end{tabular}}",
-        f"\\caption{{{caption}}}",
-        f"\\label{{ours:{sheet.table.name}}}",
-        "\\end{table*}",
-        "",
-    ]
-    return "\n".join(lines)
+            texts = [_latex_cell(sheet, cell) for cell in cells]
+            rows.append([escape_latex(method), *texts])
+        groups.append(rows)
+    notes = [f"$^{{{letter}}}$ {escape_latex(note)}" for note, letter in sheet.notes.items()]
+    caption = f"{escape_latex(sheet.table.title)}. Above: the paper; below: ours, "
+    caption += f"with the difference. {_COLOUR_LEGEND}. {'; '.join(notes)}"
+    return latex_table(
+        "|".join(["l", *("c" * size for _, size in sheet.spans)]),
+        [["", *spans], ["Methods", *(escape_latex(name) for _, name in sheet.heads)]],
+        groups,
+        caption=caption,
+        label=f"ours:{sheet.table.name}",
+    )
 
 
 def _latex_cell(sheet: Sheet, cell: SheetCell | None) -> str:
     if cell is None:
         return "---"
     if not cell.ours:
-        return _tex(cell.paper)
-    lines = [_tex(cell.paper), *(_latex_number(sheet, own) for own in cell.ours)]
+        return escape_latex(cell.paper)
+    lines = [escape_latex(cell.paper), *(_latex_number(sheet, own) for own in cell.ours)]
     inner = " \\\\ ".join(lines)
     return f"\\begin{{tabular}}[t]{{@{{}}c@{{}}}}{inner}\\end{{tabular}}"
 
 
 def _latex_number(sheet: Sheet, own: OwnNumber) -> str:
     mark = f"$^{{{sheet.mark(own)}}}$" if own.departures else ""
-    text = f"{_tex(own.text)}{mark}"
+    text = f"{escape_latex(own.text)}{mark}"
     if own.agreement is None:
         return text
     return f"\\textcolor{{{own.agreement}}}{{{text} (${own.difference:+.2f}$)}}"
-
-
-_TEX = {
-    "±": r"$\pm$",
-    "ρ": r"$\rho$",
-    "Σ": r"$\Sigma$",
-    "α_f": r"$\alpha_f$",
-    "·": r"$\cdot$",
-    "%": r"\%",
-    "&": r"\&",
-    "_": r"\_",
-    "#": r"\#",
-    "$": r"\$",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "\\": r"\textbackslash{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-}
-
-
-def _tex(text: str) -> str:
-    return re.sub("|".join(map(re.escape, _TEX)), lambda match: _TEX[match[0]], text)

@@ -1,6 +1,7 @@
 """The progress of a run: one bar per method on a terminal, otherwise a plain line now and then."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
@@ -39,6 +40,11 @@ class ProgressBars(Progress):
         self.best: dict[str, dict[int, float]] = {}
         self.metric = ACCURACY
         self.start_time = self.row_time = self.print_time = time.monotonic()
+
+    def begin(self, method: str, seeds: Sequence[int]) -> None:
+        """Show rounds of these seeds from now on."""
+        self.last_seed = seeds[-1]
+        self.method = ""  # the next row is the first of another series
 
     def row(self, method: str, row: HistoryRow) -> None:
         """Show one run's evaluation of a round.

@@ -75,8 +75,17 @@ class Run:
         return next(iter(self.results.values())).metric
 
     def last_round(self, method: str) -> int:
-        """Return the last round of a method that was evaluated."""
-        return self.results[method].history[-1].round
+        """Return the last round of a method that was evaluated, in all of its runs."""
+        last: dict[int, int] = {}
+        for row in self.results[method].history:
+            last[row.seed] = max(row.round, last.get(row.seed, 0))
+        return min(last.values())
+
+    def missing_seeds(self, method: str) -> int:
+        """Return how many runs of a method have not begun: seeds that are being added."""
+        seeds = self.config.get("seeds")
+        begun = len(self.results[method].seeds)
+        return max(0, seeds - begun) if isinstance(seeds, int) else 0
 
     @property
     def pending_methods(self) -> list[str]:

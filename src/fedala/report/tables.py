@@ -11,7 +11,8 @@ from rich.table import Table
 
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
-from fedala.metrics import Metric, find_metric
+from fedala.metrics import find_metric
+from fedala.report.headline import format_figure
 
 #: The scores of a summary, and their headings.
 SCORES = {
@@ -47,7 +48,7 @@ def results(methods: Mapping[str, Any]) -> Table:
     if diverged:
         table.add_column("client rounds\nthat diverged", justify="right")
     for method in methods.values():
-        scores = [format_spread(metric, method[metric.name].get(key)) for key in shown]
+        scores = [format_figure(metric, method[metric.name].get(key)) for key in shown]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"
         faults = [f"{method.get('client_rounds_that_diverged', 0):,}"] if diverged else []
         table.add_row(
@@ -58,14 +59,6 @@ def results(methods: Mapping[str, Any]) -> Table:
             *faults,
         )
     return table
-
-
-def format_spread(metric: Metric, figure: Mapping[str, Any] | None) -> str:
-    """Return mean ± standard deviation of a score; a single run has no deviation."""
-    if figure is None or figure["mean"] is None:  # in summary.json, null stands for NaN
-        return "–"
-    deviation = f" ± {metric.format(figure['std'])}" if len(figure["runs"]) > 1 else ""
-    return f"{metric.format(figure['mean'])}{deviation}"
 
 
 def clients(federation: Federation) -> Table:

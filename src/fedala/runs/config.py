@@ -24,6 +24,7 @@ RECIPE_OPTIONS = (
     "warmup", "decay", "decay_every",
 )  # fmt: skip
 SERVER_NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_tau")
+MOST_SEEDS = 10_000
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
 
@@ -169,7 +170,7 @@ class Config:
     server_tau: float = option(
         0.001, "τ: how far adam, yogi and adagrad adapt; the smaller, the more", above=0, most=1e9
     )
-    seeds: int = option(1, "number of runs, each with its own seed", least=1, most=10_000)
+    seeds: int = option(1, "number of runs, each with its own seed", least=1, most=MOST_SEEDS)
     seed: int = option(0, "seed of the first run; each further run adds 1", least=0, most=2**32 - 1)
     eval_every: int = option(
         1, "rounds between evaluations; the last round is always evaluated", least=1

@@ -17,6 +17,8 @@ from typing import Any
 from fedala.io import files
 from fedala.io.files import sha256
 from fedala.io.untrusted import read_file
+from fedala.runs.config import MOST_SEEDS
+from fedala.runs.config_values import flatten_settings
 
 NAME = "digests.json"
 LARGEST = 2**28  # bytes: a million saved models
@@ -41,16 +43,34 @@ class RowHash:
 
 
 @dataclass
-class MethodRecord:
-    """How far one method of a run had got when the record was written."""
+class BatchRecord:
+    """How far one batch of seeds of a method had got when the record was written."""
 
     finished: bool = False
     checkpoint: int | None = None
     """The round of its newest checkpoint; None if there has never been one."""
+
+
+@dataclass
+class MethodRecord:
+    """How far one method of a run had got when the record was written."""
+
+    finished: bool = False
+    """Whether all its batches of seeds are finished."""
+    checkpoint: int | None = None
+    """The round of the newest checkpoint of its first batch; None if there has never been one."""
     rows: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By table: how many of its rows the record covers, and their digest."""
     models: dict[str, str] = field(default_factory=dict)
     """By path in the run folder: the digest of each saved model."""
+    batches: list[BatchRecord] = field(default_factory=list)
+    """Every batch of seeds, if there are several."""
+
+    def batch(self, number: int) -> BatchRecord:
+        """Return the record of a batch of seeds; a new batch is not finished."""
+        if self.batches:
+            return self.batches[number] if number < len(self.batches) else BatchRecord()
+        return BatchRecord(self.finished, self.checkpoint) if number == 0 else BatchRecord()
 
 
 @dataclass
@@ -65,9 +85,13 @@ class Digests:
     versions: dict[str, str] = field(default_factory=dict)
     probe: list[float] = field(default_factory=list)
     """What the initial model computes from the first samples."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """`method`, `set` and `seeds` of the run as it began, if some were added: its identity."""
+    batches: list[int] = field(default_factory=list)
+    """How many seeds each batch has, if there are several."""
 
     def pack(self) -> bytes:
-        return files.pack_checksummed("digests", asdict(self))
+        return files.pack_checksummed("digests", _without_empty_additions(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> "Digests | None":
@@ -84,7 +108,10 @@ class Digests:
             }
             versions = {str(name): str(version) for name, version in values["versions"].items()}
             probe = [float(value) for value in values["probe"]]
-            return cls(written, methods, str(values["identity"]), versions, probe)
+            origin = _origin(values.get("origin", {}))
+            batches = [_size(size) for size in values.get("batches", [])]
+            identity = str(values["identity"])
+            return cls(written, methods, identity, versions, probe, origin, batches)
 
     def add_version(self, path: Path, data: bytes) -> bool:
         """Record a file's next version along with the present one; tell whether the record changed.
@@ -134,10 +161,42 @@ class Digests:
         return newer
 
 
-def _method(values: Mapping[str, Any]) -> MethodRecord:
+def _without_empty_additions(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a run to which nothing was added does not have."""
+    for method in values["methods"].values():
+        if not method["batches"]:
+            del method["batches"]
+    return {
+        name: value for name, value in values.items() if value or name not in ("origin", "batches")
+    }
+
+
+def _origin(values: Mapping[str, Any]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {
+        "method": str(values["method"]),
+        "set": flatten_settings(values["set"]),
+        "seeds": _size(values["seeds"]),
+    }
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MOST_SEEDS:
+        raise ValueError("a number of seeds is not of its kind")
+    return value
+
+
+def _batch(values: Mapping[str, Any]) -> BatchRecord:
     finished, checkpoint = values["finished"], values["checkpoint"]
     if type(finished) is not bool or not (checkpoint is None or type(checkpoint) is int):
         raise ValueError("a method's state is not of its kind")
+    return BatchRecord(finished, checkpoint)
+
+
+def _method(values: Mapping[str, Any]) -> MethodRecord:
+    own = _batch(values)
+    batches = [_batch(value) for value in values.get("batches", [])]
     rows = {str(name): (int(count), str(value)) for name, (count, value) in values["rows"].items()}
     models = {str(name): str(value) for name, value in values["models"].items()}
-    return MethodRecord(finished, checkpoint, rows, models)
+    return MethodRecord(own.finished, own.checkpoint, rows, models, batches)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.lanes.losses import LossFunction
 from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel
+from fedala.runs.batches import Batch, split_seeds
 from fedala.runs.build import build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
@@ -25,7 +26,7 @@ from fedala.runs.plan import Plan, check_room, plan
 from fedala.runs.provenance import describe, summarize
 from fedala.runs.results import MethodResult, Result
 from fedala.runs.resumable_options import change_config
-from fedala.runs.resume import Progress, reopen, resume_advice
+from fedala.runs.resume import Progress, find_checkpoints, reopen, resume_advice
 from fedala.simulation import Simulation
 
 
@@ -47,7 +48,8 @@ def run(
     `Federation` of your own; instead of a model's name, a function that builds an `nn.Module`;
     instead of a loss's name, a function (output, y) that returns the mean loss of a batch.
     With `out`, everything is kept in that folder. `resume` names the folder of a run that was
-    interrupted or shall have more rounds; give data, model and loss of your own again.
+    interrupted, or shall have more rounds, further seeds (`seeds=5`) or further methods
+    (`method="+ditto"`); give data, model and loss of your own again.
     """
     if isinstance(dataset, Path):
         dataset = str(dataset)
@@ -107,25 +109,31 @@ def execute(
     devices = [plan.device] if plan.device.type == "cuda" else []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        about = describe(plan) if out else Digests()
-        folder, progress = None, dict[int, Progress]()
+        folder, about, progress = None, Digests(), dict[tuple[int, int], Progress]()
+        batches = split_seeds(plan.config, [plan.config.seeds])
         if out and resume:
             source = resume if isinstance(resume, Path) else out
-            folder, progress = reopen(stack, plan, out, source, about, observer)
+            reopened = reopen(stack, plan, out, source, observer)
+            folder, about = reopened.folder, reopened.about
+            batches, progress = reopened.batches, reopened.progress
         else:
             check_room(plan, out)
             if out:
+                about = describe(plan)
                 creation = RunFolder.create(out, plan.config, force=force, about=about)
                 folder = stack.enter_context(creation)
         try:
             if folder:
                 folder.tables.write_split(plan.federation)
             for number, group in enumerate(plan.groups):
-                one = _GroupRun(plan.for_group(group), group, observer)
-                if folder:
-                    one.keep_in(folder, number, about)
-                result.methods |= one.results
-                one.carry_out(progress.get(number), simulate)
+                results = {m.label: MethodResult(m.label, m.title) for m in group.members}
+                result.methods |= results
+                for batch in batches:
+                    narrowed = batch.narrow(plan.for_group(group))
+                    one = _BatchRun(narrowed, group, batch, results, observer)
+                    if folder:
+                        one.keep_in(folder, number, about)
+                    one.carry_out(progress.get((number, batch.number)), simulate)
                 if folder:
                     folder.write_summary(summarize(plan, result, time.time() - began))
         except OSError as error:
@@ -139,38 +147,30 @@ def execute(
 
 
 @dataclass
-class _GroupRun:
-    """One method of a run, or variants of it that run side by side.
+class _BatchRun:
+    """A batch of seeds of one method, or of variants of it that run side by side.
 
     It leads from the start or the last checkpoint to the last evaluation.
     """
 
     plan: Plan
+    """Of this group and these seeds alone."""
     group: Group
+    batch: Batch
+    results: dict[str, MethodResult]
+    """By label: the results of the methods, to which the batch adds its own."""
     observer: RunObserver
-    results: dict[str, MethodResult] = field(init=False)
-    """By label."""
     folder: RunFolder | None = None
     checkpoints: Checkpoints | None = None
 
-    def __post_init__(self) -> None:
-        self.results = {
-            member.label: MethodResult(member.label, member.title) for member in self.group.members
-        }
-
     def _find_result(self, variant: int) -> MethodResult:
         return self.results[self.group.members[variant].label]
-
-    @property
-    def _title(self) -> str:
-        method = self.group.members[0].method
-        return method.title if len(self.results) > 1 else self._find_result(0).title
 
     def keep_in(self, folder: RunFolder, number: int, about: Digests) -> None:
         """Keep tables, models and checkpoints in a folder; `number`: the group's position."""
         self.folder = folder
         self.checkpoints = Checkpoints(
-            folder.checkpoint_folder(number),
+            find_checkpoints(folder, number, self.batch),
             about.identity,
             every=self.plan.config.checkpoint_every,
             size=self.plan.local_clients * self.plan.count_state_bytes(self.group),
@@ -184,6 +184,8 @@ class _GroupRun:
             self._take_over(progress)
             if progress.is_finished:
                 return
+        for label in self.results:
+            self.observer.on_begin(label, self.batch.seeds)
         simulation = self._build(progress, simulate)
         try:
             self._run_rounds(simulation)
@@ -192,19 +194,16 @@ class _GroupRun:
                 self.checkpoints.discard()
         if self.folder and self.checkpoints:
             self.folder.tables.flush()
-            self.folder.record_progress(
-                self.results, checkpoint=self.checkpoints.round, is_finished=True
-            )
+            self._record(self.checkpoints.round, is_finished=True)
             self.checkpoints.finish(keep=self.plan.config.keep_checkpoint)
 
     def _take_over(self, progress: Progress) -> None:
         """Continue the history and the checkpoints of an earlier process."""
         for label, history in progress.histories.items():
-            self.results[label].history = history
-            if self.folder:
-                self.results[label].read_tables(
-                    self.folder.rows("clients.csv"), self.folder.rows("metrics.csv")
-                )
+            result = self.results[label]
+            result.history += history
+            if self.folder and self.batch.number == 0:  # the tables have the rows of all batches
+                result.read_tables(self.folder.rows("clients.csv"), self.folder.rows("metrics.csv"))
         if self.checkpoints is None:
             return
         self.checkpoints.continue_from(progress.found)
@@ -212,6 +211,16 @@ class _GroupRun:
         if progress.is_finished and newest and not newest.done:
             # The earlier process was killed between its results and this.
             self.checkpoints.finish(keep=self.plan.config.keep_checkpoint)
+
+    def _record(self, checkpoint: int | None, *, is_finished: bool = False) -> None:
+        """Record the newest checkpoint, and what has been written."""
+        if self.folder:
+            self.folder.record_progress(
+                self.results,
+                batch=self.batch.number,
+                checkpoint=checkpoint,
+                is_finished=is_finished,
+            )
 
     def _build(self, progress: Progress | None, simulate: Callable[..., Simulation]) -> Simulation:
         """Build the simulation, with the state of the newest checkpoint if there is one."""
@@ -275,6 +284,6 @@ class _GroupRun:
         if self.folder and self.checkpoints and is_wanted:
             self.folder.tables.flush()
             self.checkpoints.write(simulation)
-            self.folder.record_progress(self.results, checkpoint=round)
+            self._record(round)
         if is_stopping and not is_last:
-            raise Stopped(f"Stopped after {round} rounds of {self._title}")
+            raise Stopped(f"Stopped after {round} rounds of {self.group.title}")

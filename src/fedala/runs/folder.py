@@ -17,8 +17,8 @@ from fedala.io import files
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
-from fedala.runs.digests import Digests, MethodRecord
-from fedala.runs.models import SavedModels
+from fedala.runs.digests import BatchRecord, Digests, MethodRecord
+from fedala.runs.models import SavedModels, seed_of_model
 from fedala.runs.run_files import LOGGER_FOLDER, check_no_links, list_run_files
 from fedala.runs.tables import Tables
 from fedala.runs.verified_files import RunRecord
@@ -151,37 +151,51 @@ class RunFolder:
         self,
         methods: Iterable[str],
         *,
+        batch: int = 0,
         checkpoint: int | None = None,
         is_finished: bool = False,
     ) -> None:
-        """Record the newest checkpoint of methods that run side by side.
+        """Record the newest checkpoint of a batch of methods that run side by side.
 
         The digests of their present rows and models become part of the record.
         """
         for method in methods:
             entry = self._record.method(method)
             entry.rows = self.tables.row_digests(method)
-            entry.checkpoint, entry.finished = checkpoint, is_finished
+            entry.finished = is_finished
+            if entry.batches:
+                entry.batches[batch] = BatchRecord(is_finished, checkpoint)
+                entry.finished = all(one.finished for one in entry.batches)
+            if batch == 0:
+                entry.checkpoint = checkpoint
         self._record.write()
 
-    def drop_rows_from(self, first_rounds: Mapping[str, int], about: Digests) -> None:
-        """Drop the rows of each unfinished method from its given round on, and record the rest.
+    def drop_rows_from(
+        self,
+        first_rounds: Mapping[tuple[str, int], int],
+        about: Digests,
+        batches: Mapping[str, list[BatchRecord]] | None = None,
+    ) -> None:
+        """Drop unfinished rows, by method and seed from a given round on, and record the rest.
 
-        `about` says what the run is from now on.
+        `about` says what the run is from now on, and `batches` how far each method has got if it
+        has several batches of seeds.
         """
         texts = self.tables.without_rows_from(first_rounds)
         digests = self._record.digests_to_extend()
-        digests.identity, digests.versions, digests.probe = (
-            about.identity,
-            about.versions,
-            about.probe,
-        )
-        for method in {*digests.methods, *self.tables.methods}:
+        for name in ("identity", "versions", "probe", "origin", "batches"):
+            setattr(digests, name, getattr(about, name))
+        # A process that was killed may have recorded a method that it was about to add.
+        known = {*self.tables.methods, *(name for name, _ in first_rounds)}
+        digests.methods = {name: one for name, one in digests.methods.items() if name in known}
+        for method in known:
+            seeds = {seed for name, seed in first_rounds if name == method}
             entry = self._record.method(method)
             entry.rows = self.tables.row_digests(method)
-            entry.finished = method not in first_rounds
-            if method in first_rounds:
-                entry.models = {}
+            entry.finished = not seeds
+            entry.batches = (batches or {}).get(method, [])
+            models = entry.models.items()
+            entry.models = {name: one for name, one in models if seed_of_model(name) not in seeds}
         self._record.write()  # before the tables get shorter: a crash in between is not damage
         self.tables.replace(texts)
 
@@ -237,9 +251,13 @@ class RunFolder:
         text = json.dumps(_finite(summary), indent=2, ensure_ascii=False, allow_nan=False)
         self._record.replace("summary.json", text + "\n")
 
-    def checkpoint_folder(self, number: int) -> Path:
-        """Return the folder of the checkpoints of one of the run's methods."""
-        return self.path / "checkpoint" / str(number)
+    def checkpoint_folder(self, number: int, added_seed: int | None = None) -> Path:
+        """Return the folder of the checkpoints of one of the run's methods.
+
+        A batch of added seeds has its own: `added_seed` is its first one.
+        """
+        name = str(number) if added_seed is None else f"{number}-{added_seed}"
+        return self.path / "checkpoint" / name
 
     def size(self) -> int:
         """Return the bytes of the folder's models and checkpoints."""

@@ -38,6 +38,12 @@ class Group:
     members: tuple[Member, ...]
 
     @property
+    def title(self) -> str:
+        """What a sentence calls the group: its method."""
+        first = self.members[0]
+        return first.title if len(self.members) == 1 else first.method.title
+
+    @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants of the method; none if there is a single one."""
         variants = tuple(member.variant for member in self.members)

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,10 +50,12 @@ class SavedModels:
             tensors: dict[str, Tensor] = load(data)
         return tensors
 
-    def find_damaged(self, method: str) -> Path | None:
+    def find_damaged(self, method: str, seeds: Container[int]) -> Path | None:
         """Return a saved model of the method that is gone or not what the run wrote, if any."""
         record = self._record.find_method(method)
         for name, digest in record.models.items() if record else ():
+            if seed_of_model(name) not in seeds:
+                continue
             try:
                 files.read_verified(self.path / name, digest)
             except files.DamagedFile:
@@ -74,3 +77,10 @@ class SavedModels:
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
+
+
+def seed_of_model(name: str) -> int:
+    """Return the seed of a saved model by its path in the run folder; −1 if it is not one."""
+    folders = name.split("/")
+    seed = folders[2].removeprefix("seed-") if len(folders) == 4 else ""
+    return int(seed) if seed.isdecimal() else -1

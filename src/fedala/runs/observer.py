@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,8 @@ class RunObserver:
     on_message: Callable[[str], None] = lambda sentence: None
     should_stop: Callable[[], bool] = lambda: False
     """Called after every round."""
+    on_begin: Callable[[str, Sequence[int]], None] = lambda method, seeds: None
+    """Called before the rounds of some seeds of a method, which run side by side."""
 
 
 @contextmanager

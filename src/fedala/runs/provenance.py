@@ -6,6 +6,8 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,19 @@ from fedala.runs.resumable_options import identify
 from fedala.version import __version__
 
 
-def describe(plan: Plan) -> Digests:
-    """Start the record of a run: what it is, and which program runs it."""
-    return Digests(identity=_identity(plan), versions=versions(), probe=_probe(plan))
+def describe(plan: Plan, origin: Mapping[str, Any] | None = None) -> Digests:
+    """Start the record of a run: what it is, and which program runs it.
+
+    `origin` has the options as they were before seeds or methods were added. The run stays the same
+    run, so they make its identity.
+    """
+    began = replace(plan, config=replace(plan.config, **(origin or {})))
+    return Digests(
+        identity=_identity(began),
+        versions=versions(),
+        probe=_probe(plan),
+        origin=dict(origin or {}),
+    )
 
 
 def _identity(plan: Plan) -> str:

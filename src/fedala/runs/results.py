@@ -51,6 +51,11 @@ class MethodResult:
         """What the scores of the history measure."""
         return self.history[0].metric if self.history else ACCURACY
 
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the runs, in the order of their figures."""
+        return list(dict.fromkeys(row.seed for row in self.history))
+
     def add_clients(self, seed: int, scores: np.ndarray) -> None:
         """Add what every client scores at the last evaluation of a run."""
         self.client_scores[seed] = scores

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedala.errors import UserError
+from fedala.methods import list_methods, setting_prefixes
+from fedala.methods.registry import ALIASES
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings
 
@@ -16,20 +18,75 @@ CHANGEABLE = (
 
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return the config of a run that is resumed; refuse a change of any other option."""
+    """Return the config of a run that is resumed; refuse a change of any other option.
+
+    Methods and seeds may be added: `method` names them all, or after a `+` only the further ones.
+    """
+    changes = dict(changes)
+    if isinstance(changes.get("method"), str):
+        changes["method"] = _merge_methods(config, changes["method"])
     settings = {**config.set, **flatten_settings(changes.get("set", {}))}
     changed = Config.from_values({**config.values(), **changes, "set": settings})
-    differences = [
+    if changed.seeds < config.seeds:
+        raise UserError(
+            f"seeds is {changed.seeds}, and the run has {config.seeds} already: "
+            "seeds can be added to a run, and not taken away."
+        )
+    additions = {"method", "seeds"}
+    if not _changes_settings_of_own_methods(config, changed):
+        additions.add("set")
+    differences = config.differences(changed)
+    refused = [
         f"{name} ({change})"
-        for name, change in config.differences(changed).items()
-        if name not in CHANGEABLE
+        for name, change in differences.items()
+        if name not in {*CHANGEABLE, *additions}
     ]
-    if differences:
+    if refused:
         raise UserError(
             "A run that is resumed must stay what it is, and this would change "
-            f"{', '.join(differences)}. What may change is {', '.join(CHANGEABLE)}."
+            f"{', '.join(refused)}. What may change is {', '.join(CHANGEABLE)}; "
+            "further seeds and methods may be added."
+        )
+    if "rounds" in differences and has_additions(config, changed):
+        raise UserError(
+            "A run cannot get another number of rounds and further seeds or methods at once: "
+            "resume it first with the one, then with the other."
         )
     return changed
+
+
+def has_additions(before: Config, after: Config) -> bool:
+    """Tell whether seeds or methods are added to a run."""
+    return (before.method, before.seeds) != (after.method, after.seeds)
+
+
+def _merge_methods(config: Config, given: str) -> str:
+    """Return the methods of a run with those that are added behind them."""
+    is_addition = given.strip().startswith("+")
+    names = [name.strip().removeprefix("+") for name in given.split(",")]
+    if given == "all":
+        names = list_methods()
+    chosen = Config.from_values({"method": ",".join(names)}).methods
+    own = [_resolve_alias(name) for name in config.methods]
+    missing = [name for name in own if name not in map(_resolve_alias, chosen)]
+    if missing and not is_addition:
+        raise UserError(
+            f"method is {given}, and the run has {', '.join(missing)}, too: methods can be added "
+            "to a run, as in --method +ditto, and not taken away."
+        )
+    added = [name for name in chosen if _resolve_alias(name) not in own]
+    return ",".join([config.method, *added])
+
+
+def _resolve_alias(name: str) -> str:
+    return ALIASES.get(name, name)
+
+
+def _changes_settings_of_own_methods(before: Config, after: Config) -> bool:
+    """Tell whether a hyperparameter changes of a method that the run has already."""
+    prefixes = {prefix for name in before.methods for prefix in setting_prefixes(name)}
+    changed = [key for key, value in after.set.items() if before.set.get(key) != value]
+    return any(key.partition(".")[0] in prefixes for key in changed)
 
 
 #: Options that every run has named since the first version that recorded an identity.

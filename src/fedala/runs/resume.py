@@ -1,6 +1,7 @@
 """Resume a run: everything is inspected, and refused if need be, before anything is changed."""
 
 import shlex
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,22 +9,24 @@ from pathlib import Path
 from fedala.errors import UserError
 from fedala.io import files
 from fedala.records import HistoryRow
+from fedala.runs.batches import Batch, cut_sizes, split_seeds
 from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
 from fedala.runs.config import Config
-from fedala.runs.digests import Digests, MethodRecord
+from fedala.runs.digests import NAME as DIGESTS
+from fedala.runs.digests import BatchRecord, Digests, MethodRecord
 from fedala.runs.folder import RunFolder
 from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan, check_room
-from fedala.runs.provenance import list_program_changes
-from fedala.runs.resumable_options import change_config
+from fedala.runs.provenance import describe, list_program_changes
+from fedala.runs.resumable_options import change_config, has_additions
 from fedala.runs.tables import TABLES
 from fedala.simulation.client_states import NOTHING
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one group of an interrupted or finished run has got."""
+    """How far one batch of seeds of a group of an interrupted or finished run has got."""
 
     found: FoundCheckpoints
     histories: dict[str, list[HistoryRow]]
@@ -35,6 +38,18 @@ class Progress:
     def first_round(self) -> int:
         """The first round to run: that of the newest checkpoint, or 0."""
         return self.found.newest.round if self.found.newest else 0
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """A run folder, ready to be continued."""
+
+    folder: RunFolder
+    about: Digests
+    """What the run is."""
+    batches: list[Batch]
+    progress: dict[tuple[int, int], Progress]
+    """By group and batch."""
 
 
 def resume_advice(config: Config, folder: Path) -> str:
@@ -49,9 +64,8 @@ def reopen(
     plan: Plan,
     out: Path,
     source: Path,
-    about: Digests,
     observer: RunObserver,
-) -> tuple[RunFolder, dict[int, Progress]]:
+) -> Reopened:
     """Open the folder of a run, or copy it to `out`, to resume the run there.
 
     The folder stays locked until `stack` closes. Everything is checked before anything is written.
@@ -60,11 +74,14 @@ def reopen(
     before = folder.config()
     options = {f.name: getattr(plan.config, f.name) for f in fields(plan.config)}
     after = change_config(before, options)
+    if after.methods != plan.config.methods:
+        raise UserError(f"method must name the methods in the order of the run: {after.method}.")
     _check_schedules(plan, before, after)
+    about, batches = _describe(plan, folder, before, after)
     is_copy = out.absolute() != folder.path.absolute()
     with ExitStack() as source_lock:
         source_lock.enter_context(folder.lock())
-        progress = _inspect(plan, folder, before, about, observer)
+        progress = _inspect(plan, folder, before, about, batches, observer)
         check_room(plan, out, present=0 if is_copy else folder.size())
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
         for change in (program_changes := list_program_changes(folder.record, about)):
@@ -78,16 +95,48 @@ def reopen(
             folder = stack.enter_context(folder.copy_to(out))
         else:
             stack.enter_context(source_lock.pop_all())
-    unfinished = {
-        label: one.first_round
-        for one in progress.values()
-        for label in one.histories
-        if not one.is_finished
-    }
-    folder.drop_rows_from(unfinished, about)
+    _drop_unfinished(folder, about, batches, progress)
     folder.tables.add_resumption("; ".join(changes))
-    folder.write_config(after)
-    return folder, progress
+    folder.write_config(after)  # after the record, which knows what the run was before
+    return Reopened(folder, about, batches, progress)
+
+
+def _describe(
+    plan: Plan, folder: RunFolder, before: Config, after: Config
+) -> tuple[Digests, list[Batch]]:
+    """Return what the run is, by what it was when it began, and its batches of seeds."""
+    record = folder.record or Digests()
+    origin = record.origin
+    if not origin and has_additions(before, after):
+        origin = {"method": before.method, "set": dict(before.set), "seeds": before.seeds}
+    about = describe(plan, origin)
+    with files.refuse_damage(folder.path / DIGESTS):
+        sizes = cut_sizes(record.batches, before.seeds)
+    if after.seeds > before.seeds:
+        sizes.append(after.seeds - before.seeds)
+    about.batches = sizes if len(sizes) > 1 else []
+    return about, split_seeds(after, sizes)
+
+
+def _drop_unfinished(
+    folder: RunFolder,
+    about: Digests,
+    batches: list[Batch],
+    progress: Mapping[tuple[int, int], Progress],
+) -> None:
+    """Drop the rows that come after the checkpoints, and record what is finished."""
+    first_rounds: dict[tuple[str, int], int] = {}
+    records: dict[str, list[BatchRecord]] = {}
+    for (_, number), one in progress.items():
+        for label in one.histories:
+            if not one.is_finished:
+                seeds = batches[number].seeds
+                first_rounds |= {(label, seed): one.first_round for seed in seeds}
+            if len(batches) > 1:
+                entry = folder.find_method_record(label) or MethodRecord()
+                record = BatchRecord(one.is_finished, entry.batch(number).checkpoint)
+                records.setdefault(label, []).append(record)
+    folder.drop_rows_from(first_rounds, about, records)
 
 
 def _check_schedules(plan: Plan, before: Config, after: Config) -> None:
@@ -107,9 +156,17 @@ def _check_schedules(plan: Plan, before: Config, after: Config) -> None:
 
 
 def _inspect(
-    plan: Plan, folder: RunFolder, before: Config, about: Digests, observer: RunObserver
-) -> dict[int, Progress]:
-    """Return how far each group has got. Refuse what cannot be resumed, and change nothing."""
+    plan: Plan,
+    folder: RunFolder,
+    before: Config,
+    about: Digests,
+    batches: list[Batch],
+    observer: RunObserver,
+) -> dict[tuple[int, int], Progress]:
+    """Return how far each batch of each group has got. Refuse what cannot be resumed.
+
+    Nothing is changed.
+    """
     if folder.record is None:
         for sentence in folder.list_unverified():
             observer.on_message(sentence)
@@ -124,21 +181,36 @@ def _inspect(
             folder.rows(name)  # raises if the table is damaged
     progress = {}
     for number, group in enumerate(plan.groups):
-        checkpoints = Checkpoints(
-            folder.checkpoint_folder(number), about.identity, on_message=observer.on_message
-        )
-        histories = {member.label: history.get(member.label, []) for member in group.members}
-        inspection = _Inspection(plan, group, folder, before, histories, checkpoints.find())
-        progress[number] = inspection.locate(observer)
+        for batch in batches:
+            checkpoints = Checkpoints(
+                find_checkpoints(folder, number, batch),
+                about.identity,
+                on_message=observer.on_message,
+            )
+            histories = {
+                member.label: [
+                    row for row in history.get(member.label, []) if row.seed in batch.seeds
+                ]
+                for member in group.members
+            }
+            found = checkpoints.find()
+            inspection = _Inspection(plan, group, batch, folder, before, histories, found)
+            progress[number, batch.number] = inspection.locate(observer)
     return progress
+
+
+def find_checkpoints(folder: RunFolder, number: int, batch: Batch) -> Path:
+    """Return the folder of the checkpoints of a batch; `number`: the group's position."""
+    return folder.checkpoint_folder(number, batch.seeds.start if batch.number else None)
 
 
 @dataclass(frozen=True)
 class _Inspection:
-    """One group of a run folder, looked at to decide where it continues."""
+    """One batch of a group of a run folder, looked at to decide where it continues."""
 
     plan: Plan
     group: Group
+    batch: Batch
     folder: RunFolder
     before: Config
     histories: dict[str, list[HistoryRow]]
@@ -160,7 +232,7 @@ class _Inspection:
             return Progress(self.found, {label: [] for label in self.histories}, is_finished=False)
         if newest.server == NOTHING:
             raise UserError(
-                f"{self._title} is finished and its checkpoint was not kept, "
+                f"{self.group.title} is finished and its checkpoint was not kept, "
                 "so it cannot get more rounds."
             )
         histories = {}
@@ -169,20 +241,14 @@ class _Inspection:
             histories[label] = self._complete(label, earlier, newest.round)
         return Progress(self.found, histories, is_finished=False)
 
-    @property
-    def _title(self) -> str:
-        """What a sentence calls the group."""
-        members = self.group.members
-        return members[0].title if len(members) == 1 else members[0].method.title
-
     def _title_of(self, label: str) -> str:
         return next(member.title for member in self.group.members if member.label == label)
 
     @property
-    def _records(self) -> list[MethodRecord]:
-        """The records of those members that have one."""
+    def _records(self) -> list[BatchRecord]:
+        """The records of the batch, of those members that have one."""
         found = (self.folder.find_method_record(label) for label in self.histories)
-        return [record for record in found if record]
+        return [record.batch(self.batch.number) for record in found if record]
 
     @property
     def _rounds(self) -> int:
@@ -206,7 +272,7 @@ class _Inspection:
             trained = int(self.before.rounds or 0)
         if trained > self._rounds:
             raise UserError(
-                f"{self._title} has been trained for {trained} rounds already, "
+                f"{self.group.title} has been trained for {trained} rounds already, "
                 f"which is more than {self._rounds}."
             )
 
@@ -215,7 +281,7 @@ class _Inspection:
         has_recorded = any(record.checkpoint is not None for record in self._records)
         if self.found.newest is None and has_recorded:
             raise files.DamagedFile(
-                f"The checkpoints of {self._title} are gone from {self.folder.path}: "
+                f"The checkpoints of {self.group.title} are gone from {self.folder.path}: "
                 "nothing can be resumed."
             )
 
@@ -223,7 +289,9 @@ class _Inspection:
         """Tell whether a saved model is damaged. Refuse if no checkpoint can give it back."""
         if not self.plan.config.save_models:
             return False
-        found = (self.folder.models.find_damaged(label) for label in self.histories)
+        found = (
+            self.folder.models.find_damaged(label, self.batch.seeds) for label in self.histories
+        )
         damaged = next((path for path in found if path), None)
         if damaged is None:
             return False
@@ -242,13 +310,14 @@ class _Inspection:
         """Refuse to start a group again that has results and no checkpoint."""
         if any(record.finished for record in self._records):
             raise UserError(
-                f"{self._title} is finished and kept no checkpoint, so it cannot get more rounds."
+                f"{self.group.title} is finished and kept no checkpoint, "
+                "so it cannot get more rounds."
             )
         has_rows = any(self.histories.values())
         if has_rows and (self.folder.record is None or self.before.checkpoint_every == 0):
             config = shlex.quote(str(self.folder.path / "config.toml"))
             raise UserError(
-                f"{self.folder.path} has no checkpoint of {self._title}, so it cannot be "
+                f"{self.folder.path} has no checkpoint of {self.group.title}, so it cannot be "
                 f"resumed: run it again, with --config {config} and another --out."
             )
 
@@ -257,7 +326,7 @@ class _Inspection:
     ) -> list[HistoryRow]:
         """Return the rows of so many rounds if none is missing; a finished run has one more."""
         evaluations = -(-rounds // self.before.eval_every) + evaluates_last
-        expected = evaluations * self.before.seeds
+        expected = evaluations * len(self.batch.seeds)
         if len(rows) != expected:
             raise files.DamagedFile(
                 f"{self.folder.path / 'history.csv'} is damaged: it has {len(rows)} of the "

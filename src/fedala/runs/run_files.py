@@ -18,7 +18,7 @@ _FOLDERS = ("models", "checkpoint", "tensorboard")
 #: Files that lie in its sub-folders.
 _INNER_FILES = re.compile(
     r"models/[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
-    r"|checkpoint/\d+/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)"
+    r"|checkpoint/\d+(-\d+)?/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)"
     r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+",
     re.ASCII,
 )

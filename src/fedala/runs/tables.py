@@ -158,18 +158,19 @@ class Tables:
         hashes = self._hashes.items()
         return {table: rows.value for (table, other), rows in hashes if other == method}
 
-    def without_rows_from(self, first_rounds: Mapping[str, int]) -> dict[str, str]:
-        """Return the text of each table without a method's rows from its given round on.
+    def without_rows_from(self, first_rounds: Mapping[tuple[str, int], int]) -> dict[str, str]:
+        """Return the text of each table without rows from a given round on, by method and seed.
 
         The digests of rows become those of these texts. Nothing is written.
         """
         present = [name for name in TABLES if (self.path / name).is_file()]
+        ends = {(method, str(seed)): round for (method, seed), round in first_rounds.items()}
         self._hashes, texts = {}, {}
         for name in present:
             columns, lines = self._read_lines(name)
             kept = Lines()
             for line in lines:
-                if int(line["round"]) < first_rounds.get(line["method"], 2**63):
+                if int(line["round"]) < ends.get((line["method"], line["seed"]), 2**63):
                     self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
                     kept.append(line)
             texts[name] = csv_text(columns, kept, header=True)
@@ -250,7 +251,7 @@ class Tables:
                 else:
                     lines.append(line)
             for line in lines if name in TABLES else ():
-                line["method"], int(line["round"])  # raise if this is another table
+                line["method"], line["seed"], int(line["round"])  # raise if this is another table
             return list(reader.fieldnames or ()), lines, bool(broken)
 
     @contextmanager

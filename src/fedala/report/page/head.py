@@ -100,6 +100,13 @@ def _warn(run: Run) -> list[str]:
         warnings.append(
             f"{run.name} is unfinished: {', '.join(unfinished)} of {run.rounds} rounds."
         )
+    missing = [
+        f"{result.title} {len(result.seeds)} of {run.config['seeds']} seeds"
+        for name, result in run.results.items()
+        if run.missing_seeds(name)
+    ]
+    if missing:
+        warnings.append(f"{run.name} has not begun with all seeds: {', '.join(missing)}.")
     if note := run.summary.get("data"):
         warnings.append(f"The data of {run.name}: {note}.")
     for result in run.results.values():

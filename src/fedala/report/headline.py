@@ -1,0 +1,54 @@
+"""The headline of a method: which figure a table shows, how it is written, and which is better."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedala.metrics import Metric
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A figure by which methods are compared."""
+
+    key: str
+    """Its name in a summary."""
+    meaning: str
+    """How its round was chosen, as the end of a sentence."""
+
+
+#: By the name that `--figure` takes.
+HEADLINES = {
+    "validation": Headline("validation_picked", "in the round that the validation samples pick"),
+    "best": Headline("best", "in the best round, which is picked on test data"),
+    "final": Headline("final", "after the last round"),
+}
+
+
+def format_spread(mean: float, std: float | None) -> str:
+    """Return mean ± standard deviation, both in percent already."""
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+
+
+def format_figure(metric: Metric, figure: Mapping[str, Any] | None) -> str:
+    """Return a figure of a summary: mean ± standard deviation; a single run has no deviation."""
+    if figure is None or not has_number(figure):
+        return "–"
+    deviation = f" ± {metric.format(figure['std'])}" if len(figure["runs"]) > 1 else ""
+    return metric.format(figure["mean"]) + deviation
+
+
+def has_number(figure: Mapping[str, Any]) -> bool:
+    """Tell whether a figure is a number: in summary.json, null stands for NaN."""
+    return figure["mean"] is not None and not math.isnan(figure["mean"])
+
+
+def rank_means(metric: Metric, means: Iterable[float]) -> dict[float, int]:
+    """Return the rank of every mean: 1 for the best, 2 for the second, …
+
+    Means that look the same share their rank.
+    """
+    shown = {mean: metric.format(mean) for mean in means}
+    ranking = sorted(set(shown.values()), key=float, reverse=metric.higher_is_better)
+    return {mean: ranking.index(text) + 1 for mean, text in shown.items()}

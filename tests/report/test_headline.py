@@ -1,0 +1,32 @@
+"""The headline: how it is written, and which is better."""
+
+import math
+
+import pytest
+
+from fedala.metrics import ACCURACY, MSE
+from fedala.report.headline import format_figure, rank_means
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "runs", "text"),
+    [
+        (0.5, 0.0, 1, "50.00"),
+        (0.6, 0.1, 2, "60.00 ± 10.00"),
+        (math.nan, math.nan, 2, "–"),
+        (None, None, 2, "–"),
+    ],
+)
+def test_figures_are_percent_with_the_deviation_of_several_runs(mean, std, runs, text):
+    assert format_figure(ACCURACY, {"mean": mean, "std": std, "runs": [mean] * runs}) == text
+
+
+def test_no_figure_is_a_dash():
+    assert format_figure(ACCURACY, None) == "–"
+
+
+def test_means_that_look_the_same_share_their_rank():
+    means = [0.5, 0.90001, 0.90002, 0.7, 0.09]
+    ranks = rank_means(ACCURACY, means)
+    assert [ranks[mean] for mean in means] == [3, 1, 1, 2, 4]
+    assert rank_means(MSE, [2.0, 0.5]) == {2.0: 2, 0.5: 1}
