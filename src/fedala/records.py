@@ -67,6 +67,8 @@ class Evaluation:
     client_scores: np.ndarray
     """[client, (correct answers, summed loss, samples)] on the test samples."""
     weights: Sequence[WeightSummary] = ()
+    run: int = 0
+    """The position of the run among those of the simulation."""
 
 
 @dataclass(frozen=True)

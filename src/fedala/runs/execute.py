@@ -18,9 +18,11 @@ from fedala.runs.build import build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
 from fedala.runs.digests import Digests
+from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
 from fedala.runs.folder import RunFolder
+from fedala.runs.kept_models import BEST, LAST, KeptModels
 from fedala.runs.observer import RunObserver, Stopped
-from fedala.runs.plan import Plan, check_room, plan
+from fedala.runs.plan import Plan, check_room, choose_best_models, plan
 from fedala.runs.provenance import describe, summarize
 from fedala.runs.results import MethodResult, Result
 from fedala.runs.resumable_options import change_config
@@ -98,6 +100,13 @@ def execute(
     `simulate` makes a method's simulation.
     """
     observer = observer or RunObserver()
+    if plan.config.save_best is None:
+        plan = choose_best_models(plan, out)
+        if plan.config.save_models and not plan.config.save_best:
+            observer.on_message(
+                "Only the models of the last evaluation are saved, because those of the best one "
+                "take much memory, or do not fit on the disk: --save-best saves them as well."
+            )
     result = Result(plan.config, {}, out)
     began = time.time()
     devices = [plan.device] if plan.device.type == "cuda" else []
@@ -113,6 +122,7 @@ def execute(
             if out:
                 creation = RunFolder.create(out, plan.config, force=force, about=about)
                 folder = stack.enter_context(creation)
+        _warn_of_optimistic_stops(plan, observer)
         try:
             if folder:
                 folder.tables.write_split(plan.federation)
@@ -134,6 +144,14 @@ def execute(
     return result
 
 
+def _warn_of_optimistic_stops(plan: Plan, observer: RunObserver) -> None:
+    if plan.config.patience is not None and not any(map(len, plan.federation.validation)):
+        observer.on_message(
+            "Runs stop by their accuracy on test samples, so that their results are optimistic: "
+            "with --validation 0.1, they stop by samples that are held out."
+        )
+
+
 @dataclass
 class _MethodRun:
     """One method of a run: from its start or its last checkpoint to its last evaluation."""
@@ -144,6 +162,9 @@ class _MethodRun:
     result: MethodResult = field(init=False)
     folder: RunFolder | None = None
     checkpoints: Checkpoints | None = None
+    kept: KeptModels = field(default_factory=KeptModels)
+    watches: list[RunWatch] = field(default_factory=list)
+    """By run: its evaluations so far."""
 
     def __post_init__(self) -> None:
         self.result = MethodResult(self.method.name, self.method.title)
@@ -163,9 +184,31 @@ class _MethodRun:
         """Run all rounds that are left."""
         if progress:
             self._take_over(progress)
-            if progress.is_finished:
-                return
+        if not (progress and progress.is_finished):
+            self._run(progress, simulate)
+        self._note_ends()
+
+    def _note_ends(self) -> None:
+        """Note in the results which best models are kept, and which runs have stopped early."""
+        config, result = self.plan.config, self.result
+        seeds = range(config.seed, config.seed + config.seeds)
+        watches = group_runs(result.history, seeds, config.patience)
+        result.picked_by = headline_column(result.history[0])
+        for seed, watch in zip(seeds, watches, strict=True):
+            best, last = watch.best, watch.last
+            result.best_rounds.append(best.round if best and self._has_best(seed) else None)
+            is_early = watch.is_over(config.patience) and last and last.round != config.rounds
+            result.stops.append(last.round if last and is_early else None)
+
+    def _has_best(self, seed: int) -> bool:
+        """Tell whether the models of a run's best evaluation are there."""
+        if self.folder:
+            return self.folder.models.has_best(self.method.name, seed)
+        return any(other == seed for other, _ in self.result.best_models)
+
+    def _run(self, progress: Progress | None, simulate: Callable[..., Simulation]) -> None:
         simulation = self._build(progress, simulate)
+        self._watch(simulation, progress)
         try:
             self._run_rounds(simulation)
         finally:
@@ -204,22 +247,71 @@ class _MethodRun:
             self.checkpoints.restore(newest, simulation, restores_lanes=restores_lanes)
         return simulation
 
+    def _watch(self, simulation: Simulation, progress: Progress | None) -> None:
+        """Stop the runs that have stopped before, and take over the models that they keep."""
+        config, newest = self.plan.config, progress.found.newest if progress else None
+        self.watches = group_runs(self.result.history, simulation.seeds, config.patience)
+        over = [watch.is_over(config.patience) for watch in self.watches]
+        simulation.stopped = {run for run, is_over in enumerate(over) if is_over}
+        stops_early = config.patience is not None and config.save_models
+        simulation.keeps_evaluated = bool(config.save_best) or stops_early
+        self.kept = KeptModels(
+            self.checkpoints.folder if self.checkpoints else None,
+            writes_at_once=not self.plan.fits_best_models,
+        )
+        kinds = {BEST: config.save_best, LAST: config.save_models}
+        if newest:
+            self.kept.adopt(newest.kept, [kind for kind, is_wanted in kinds.items() if is_wanted])
+        for run, watch in enumerate(self.watches):
+            if config.save_best and watch.best and not self.kept.has(BEST, run):
+                self.observer.on_message(
+                    f"{self.method.title}, seed {simulation.seeds[run]}: the models of the best "
+                    f"round so far, {watch.best.round}, have not been kept; those of a better "
+                    "round will be."
+                )
+
     def _run_rounds(self, simulation: Simulation) -> None:
         on_model = self._add_model if self.plan.config.save_models else None
         for evaluation in simulation.run(on_model, lambda round: self._end_round(simulation)):
-            self._add_evaluation(evaluation)
+            self._add_evaluation(simulation, evaluation)
+        for kind, run, client, path, digest in self.kept.list_files():
+            if self.folder:
+                seed, best = simulation.seeds[run], kind == BEST
+                self.folder.models.link(self.method.name, seed, client, path, digest, best=best)
+        for kind, models in self.kept.list_models():
+            for personal in models:
+                self._add_model(personal, best=kind == BEST)
 
-    def _add_evaluation(self, evaluation: Evaluation) -> None:
+    def _add_evaluation(self, simulation: Simulation, evaluation: Evaluation) -> None:
+        is_last = self._follow(simulation, evaluation)
         row, name = evaluation.row, self.method.name
         self.result.history.append(row)
         if self.folder:
             self.folder.tables.add_history(name, row)
             self.folder.tables.add_weights(name, row, evaluation.weights)
-        if row.round == self.plan.config.rounds:
+        if is_last:
             self.result.client_scores[row.seed] = evaluation.client_scores
             if self.folder:
                 self.folder.tables.add_clients(name, row, evaluation.client_scores)
         self.observer.on_row(name, row)
+
+    def _follow(self, simulation: Simulation, evaluation: Evaluation) -> bool:
+        """Keep the models of a new best evaluation. Stop a run; tell whether this is its last."""
+        row, run, config = evaluation.row, evaluation.run, self.plan.config
+        watch = self.watches[run]
+        if watch.add(row) and config.save_best:
+            self.kept.keep(BEST, run, row.round, simulation.list_models(run))
+        if row.round == config.rounds or not watch.is_over(config.patience):
+            return row.round == config.rounds
+        simulation.stopped.add(run)
+        if config.save_models:
+            self.kept.keep(LAST, run, row.round, simulation.list_models(run))
+        best = f"round {watch.best.round}" if watch.best else "none, no accuracy is a number"
+        self.observer.on_message(
+            f"{self.method.title}, seed {row.seed}: stopped after round {row.round}; "
+            f"the best is {best}."
+        )
+        return True
 
     def _add_fault(self, fault: Fault) -> None:
         if self.folder:
@@ -227,23 +319,25 @@ class _MethodRun:
             self.folder.tables.add_fault(self.method.name, fault, policy)
         self.observer.on_fault(self.method.name, fault)
 
-    def _add_model(self, personal: PersonalModel) -> None:
+    def _add_model(self, personal: PersonalModel, *, best: bool = False) -> None:
         if self.folder:
-            self.folder.models.save(self.method.name, personal)
+            self.folder.models.save(self.method.name, personal, best=best)
         else:
             state = {name: value[0].to("cpu", copy=True) for name, value in personal.model.items()}
-            self.result.models[personal.seed, personal.client] = state
+            models = self.result.best_models if best else self.result.models
+            models[personal.seed, personal.client] = state
 
     def _end_round(self, simulation: Simulation) -> None:
         """Write a checkpoint if one is due. Stop if the observer asks for it."""
         round, config = simulation.round, self.plan.config
-        is_stopping, is_last = self.observer.should_stop(), round == config.rounds
+        is_stopping = self.observer.should_stop()
+        is_last = round == config.rounds or not simulation.is_active
         is_wanted = config.checkpoint_every != 0 and (
             is_stopping or is_last or (self.checkpoints and self.checkpoints.is_due(round))
         )
         if self.folder and self.checkpoints and is_wanted:
             self.folder.tables.flush()
-            self.checkpoints.write(simulation)
+            self.checkpoints.write(simulation, self.kept)
             self.folder.record_progress(self.method.name, checkpoint=round)
         if is_stopping and not is_last:
             raise Stopped(f"Stopped after {round} rounds of {self.method.title}")

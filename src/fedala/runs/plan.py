@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from fedala.runs.config import Config
 from fedala.runs.folder import nearest_existing_parent
 
 MakeModel = Callable[[], nn.Module]
+
+#: How much memory the models of the best evaluation may take, unless `client_memory` says so.
+_BEST_MODELS_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,18 @@ class Plan:
     @property
     def model_bytes(self) -> int:
         return count_bytes(model_state(self.make_skeleton()))
+
+    @property
+    def fits_best_models(self) -> bool:
+        """Whether the models of the best evaluation may stay in memory until they are written."""
+        if not any(method.has_personal_models for method in self.methods):
+            return True
+        budget = _BEST_MODELS_BYTES
+        if self.device.type == "cuda":
+            budget = min(budget, torch.cuda.get_device_properties(self.device).total_memory // 16)
+        if self.config.client_memory is not None:
+            budget = int(self.config.client_memory * 2**30)
+        return self.local_clients * self.model_bytes <= budget
 
 
 def plan(
@@ -236,19 +252,36 @@ def _check_memory(plan: Plan) -> None:
         )
 
 
+def choose_best_models(plan: Plan, out: Path | None) -> Plan:
+    """Decide whether the best models are saved, if the config leaves that open.
+
+    They are, along with the last ones, if they fit into memory and onto the disk.
+    """
+    config = plan.config
+    if config.save_best is not None:
+        return plan
+    with_best = replace(plan, config=replace(config, save_best=True))
+    if config.save_models and plan.fits_best_models:
+        with suppress(UserError):
+            check_room(with_best, out)
+            return with_best
+    return replace(plan, config=replace(config, save_best=False))
+
+
 def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
     """Refuse a run whose models and checkpoints do not fit on the disk, or in memory without `out`.
 
     `present`: the bytes of them that are on the disk already.
     """
     config, clients = plan.config, plan.local_clients
-    models = (
-        clients * sum(method.has_personal_models for method in plan.methods)
-        if config.save_models
-        else 0
-    )
+    personal = clients * sum(method.has_personal_models for method in plan.methods)
+    models = personal * (config.save_models + bool(config.save_best))
     needed, what = models * plan.model_bytes, f"Keeping {models} models takes"
     advice = "use --no-save-models, or save_models=False"
+    if config.save_best:
+        advice = (
+            "use --no-save-best to keep only the models of the last evaluation, or --no-save-models"
+        )
     if out is None:
         room, where = free_memory() // 2, "memory"
     else:
@@ -259,6 +292,8 @@ def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
             changed = min(1.0, config.join_ratio * (config.checkpoint_every or 10))
             states = [clients * plan.state_bytes[method.name] for method in plan.methods]
             needed += int(sum(states) + 2 * changed * max(states))
+            if personal and config.save_best:
+                needed += 2 * clients * plan.model_bytes
             what = f"Keeping {models} models and the state of {clients} clients takes"
             advice += ", or --checkpoint-every 0 to do without checkpoints"
     needed = max(0, needed - present)

@@ -39,6 +39,14 @@ class MethodResult:
     client_scores: dict[int, np.ndarray] = field(default_factory=dict)
     """By seed: [client, (correct answers, summed loss, samples)] of the last evaluation."""
     checkpoints: Checkpoints | None = None
+    best_models: Models = field(default_factory=dict)
+    """Like `models`, of each run's best evaluation."""
+    best_rounds: list[int | None] = field(default_factory=list)
+    """By run: the round of the best models that are kept; None if they are not."""
+    picked_by: str = "accuracy"
+    """The column of the history that picks the best models."""
+    stops: list[int | None] = field(default_factory=list)
+    """By run: the round after which it stopped early; None if it did not."""
 
     def _per_run(self, figure: Callable[[list[HistoryRow]], float]) -> np.ndarray:
         histories: dict[int, list[HistoryRow]] = {}
@@ -107,6 +115,10 @@ class MethodResult:
             },
             "client_rounds_that_diverged": sum(row.diverged for row in self.history),
         }
+        if any(round is not None for round in self.best_rounds):
+            summary["best_models"] = {"picked_by": self.picked_by, "rounds": self.best_rounds}
+        if any(round is not None for round in self.stops):
+            summary["stopped_after_round"] = self.stops
         if self.checkpoints and self.checkpoints.written:
             summary["checkpoints"] = {
                 "written": self.checkpoints.written,
@@ -160,3 +172,7 @@ class Result:
     @property
     def models(self) -> Models:
         return self._only.models
+
+    @property
+    def best_models(self) -> Models:
+        return self._only.best_models

@@ -10,7 +10,7 @@ from fedala.runs.config import Config, flatten_settings
 #: refuses other rounds for a method whose schedule depends on them.
 CHANGEABLE = (
     "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
-    "record_weights", "save_models", "checkpoint_every", "keep_checkpoint",
+    "record_weights", "save_models", "save_best", "checkpoint_every", "keep_checkpoint",
 )  # fmt: skip
 
 

@@ -18,11 +18,12 @@ from fedala.errors import RunError, UserError
 from fedala.lanes import Message, Params, State, Task, Uploads
 from fedala.lanes.messages import add_transient, count_numbers_per_lane, drop_transient
 from fedala.lanes.samples import to_device
-from fedala.lanes.trees import leaves, matches, take, tree_map
+from fedala.lanes.trees import matches, tree_map
 from fedala.methods import Method, ServerRound
 from fedala.records import Evaluation, Fault, PersonalModel
-from fedala.simulation.client_round import CohortResult, RoundRequest
+from fedala.simulation.client_round import CohortResult, RoundRequest, check_message
 from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.evaluated_models import EvaluatedModels, RunModels
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.out_of_memory import retry_with_fewer_lanes
 from fedala.simulation.participation import draw_participants, list_absent
@@ -92,6 +93,11 @@ class Simulation:
         self.absent_scores: np.ndarray | None = None
         self._diverged: dict[Lane, int] = {}  # rounds that did not count since the last row
         self._explained: set[Lane] = set()  # lanes whose first bad step has been looked for
+        #: Runs that take part in no further round.
+        self.stopped: set[int] = set()
+        #: Whether `list_models` can be asked after every evaluation, and not only after the last.
+        self.keeps_evaluated = False
+        self._evaluated: EvaluatedModels | None = None
 
     @property
     def clients(self) -> ClientStates:
@@ -106,12 +112,42 @@ class Simulation:
         """Run all rounds that are left: T rounds give evaluations 0 to T.
 
         The models of the last evaluation go to `on_model`. `after_round` is called when a round has
-        been trained and its evaluations have been taken.
+        been trained and its evaluations have been taken. A run that has `stopped` in between has no
+        further evaluations, and its models do not go to `on_model`.
         """
-        while self.round < self.rounds:
+        while self.round < self.rounds and self.is_active:
             yield from self.step(self.round + 1, train=True)
             after_round(self.round)
-        yield from self.step(self.rounds + 1, train=False, on_model=on_model)
+        if not self.is_active:
+            return
+        yield from self.step(self.rounds + 1, train=False)
+        if on_model:
+            for run in self._active_runs:
+                for model in self.list_models(run):
+                    on_model(model)
+
+    @property
+    def is_active(self) -> bool:
+        """Tell whether any run is left that has not stopped."""
+        return len(self.stopped) < len(self.seeds)
+
+    @property
+    def _active_runs(self) -> list[int]:
+        return [run for run in range(len(self.seeds)) if run not in self.stopped]
+
+    def list_models(self, run: int) -> RunModels:
+        """Return the models of a run's latest evaluation, until the next round begins."""
+        if self._evaluated is None:
+            raise ValueError("the models of this evaluation have not been kept")
+        population = self.population if self._has_models_here else 0
+        return self._evaluated.of_run(
+            run, self.seeds[run], self.initial[run], self.clients, population
+        )
+
+    @property
+    def _has_models_here(self) -> bool:
+        """Tell whether clients have models of their own, and they are on this machine."""
+        return self.method.has_personal_models and self.transport.keeps_models()
 
     # --- between two rounds --------------------------------------------------------------------
 
@@ -146,19 +182,22 @@ class Simulation:
 
     # --- one round -----------------------------------------------------------------------------
 
-    def step(self, round: int, *, train: bool, on_model: OnModel | None = None) -> list[Evaluation]:
+    def step(self, round: int, *, train: bool) -> list[Evaluation]:
         """Do round `round`, from 1. Its evaluation is number `round − 1`.
 
         If the device runs out of memory, the round is done again with half as many lanes.
         """
         return retry_with_fewer_lanes(
-            lambda: self._do_round(round, train, on_model), self.transport, self.on_message
+            lambda: self._do_round(round, train), self.transport, self.on_message
         )
 
-    def _do_round(self, round: int, train: bool, on_model: OnModel | None) -> list[Evaluation]:
+    def _do_round(self, round: int, train: bool) -> list[Evaluation]:
         work = self._begin_round(round, train)
+        self._evaluated = None
+        if work.request.evaluate and (self.keeps_evaluated or not train):
+            self._evaluated = EvaluatedModels(self.method, self.task, self.servers, work.joined)
         for result in self.transport.run_round(work.request, work.sent, work.joined):
-            self._take_result(work, result, on_model)
+            self._take_result(work, result)
         if work.request.evaluate and self.eval_clients == "all":
             self._score_absent(work)
         servers = self._aggregate(work) if train else self.servers
@@ -169,8 +208,6 @@ class Simulation:
         evaluations = self._report(work, diverged) if work.request.evaluate else []
         if train:
             self._finish_round(work, servers)
-        elif on_model:
-            self._give_last_models(work, on_model)
         self._diverged = {} if work.request.evaluate else diverged
         for fault in work.faults:
             self.on_fault(fault)
@@ -191,14 +228,19 @@ class Simulation:
             evaluate_after_training=self._evaluates_absent and train,
             record_weights=evaluate and is_due,
         )
-        joined = [self.draw_participants(seed, round) for seed in self.seeds]
+        joined = [
+            [] if run in self.stopped else self.draw_participants(seed, round)
+            for run, seed in enumerate(self.seeds)
+        ]
         servers = [self._server_round(run, round, own) for run, own in enumerate(joined)]
         sent = [
             self._reset_transient(run, self.method.send(self.servers[run], server_round))
+            if server_round.clients
+            else Message()
             for run, server_round in enumerate(servers)
         ]
         for message, server_round in zip(sent, servers, strict=True):
-            _check_message(self.method, message, len(server_round.clients))
+            check_message(self.method, message, len(server_round.clients))
         absent = self._score_initial_models() if self._evaluates_absent else None
         scores = absent.copy() if absent else ScoreTable(np.zeros(self._score_shape))
         keeps_absent = absent if absent and train else None
@@ -224,18 +266,15 @@ class Simulation:
         """Return who takes part in a round of a run."""
         return draw_participants(seed, round, self.population, self.join_ratio)
 
-    def _take_result(
-        self, work: RoundResults, result: CohortResult, on_model: OnModel | None
-    ) -> None:
+    def _take_result(self, work: RoundResults, result: CohortResult) -> None:
         """Note what a cohort did, and keep its clients' states."""
         work.add_figures(result)
+        if self._evaluated and self._has_models_here:
+            self._evaluated.cohorts.append((result.lanes, result.evaluated))
         if work.request.train:
             self._note_diverged(work, result)
             self.transport.keep_states(result, self.on_divergence)
             work.uploads.append((result.lanes, result.upload))
-        elif on_model and self.method.has_personal_models and self.transport.keeps_models():
-            for i, (run, client) in enumerate(result.lanes):
-                self._give_model(on_model, run, client, take(result.evaluated, slice(i, i + 1)))
 
     def _note_diverged(self, work: RoundResults, result: CohortResult) -> None:
         """Note the lanes whose training failed. Their uploads and states do not count."""
@@ -318,7 +357,10 @@ class Simulation:
                 f"{self.method.title} has no global model to test absent clients with: override "
                 "global_model, or set has_personal_models."
             )
-        absent = [list_absent(self.population, joined) for joined in work.joined]
+        absent = [
+            [] if run in self.stopped else list_absent(self.population, joined)
+            for run, joined in enumerate(work.joined)
+        ]
         models = [
             self._reset_transient(run, Message(self.method.global_model(server))).model
             for run, server in enumerate(self.servers)
@@ -329,7 +371,8 @@ class Simulation:
     def _report(self, work: RoundResults, diverged: Mapping[Lane, int]) -> list[Evaluation]:
         """Return what is reported of every run."""
         evaluations = []
-        for run, weights in enumerate(work.weights.collect(len(self.seeds))):
+        weights = work.weights.collect(len(self.seeds))
+        for run in self._active_runs:
             row = work.make_row(
                 run,
                 slice(None) if self.eval_clients == "all" else work.joined[run],
@@ -338,36 +381,6 @@ class Simulation:
                 sent=self._count_numbers(work.sent[run]),
                 diverged=sum(n for lane, n in diverged.items() if lane[0] == run),
             )
-            evaluations.append(Evaluation(row, work.scores.values[run, :, 0], weights))
+            scores = work.scores.values[run, :, 0]
+            evaluations.append(Evaluation(row, scores, weights[run], run))
         return evaluations
-
-    # --- models at the end ---------------------------------------------------------------------
-
-    def _give_model(self, on_model: OnModel, run: int, client: int | None, model: Params) -> None:
-        is_initial = client is not None and model is self.initial[run]
-        saved = drop_transient(self.task, model)
-        on_model(PersonalModel(self.seeds[run], client, saved, is_initial))
-
-    def _give_last_models(self, work: RoundResults, on_model: OnModel) -> None:
-        """Give the global models, and the personal models of absent clients."""
-        for run, server in enumerate(self.servers):
-            if model := self.method.global_model(server):
-                self._give_model(on_model, run, None, model)
-            if not self.method.has_personal_models or not self.transport.keeps_models():
-                continue
-            for client in list_absent(self.population, work.joined[run]):
-                state = self.clients.get((run, client))
-                if state is None:
-                    self._give_model(on_model, run, client, self.initial[run])
-                elif model := self.method.model_when_absent(Message(), state):
-                    self._give_model(on_model, run, client, model)
-
-
-def _check_message(method: Method, message: Message, clients: int) -> None:
-    """Refuse a message that is neither one lane for all clients nor one for each."""
-    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
-    if len(widths) > 1 or not widths <= {1, clients}:
-        raise UserError(
-            f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
-            "All tensors of a message must have one lane for all clients, or one for each."
-        )
