@@ -117,8 +117,8 @@ class Evaluation:
     weights: Sequence[WeightSummary] = ()
     models: Sequence[ModelFigures] = ()
     """The kinds of models that were tested; empty if no details are due."""
-    variant: int = 0
-    """The number of the method's variant, in a sweep."""
+    run: int = 0
+    """The position of the run among those of the simulation."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class PersonalModel:
     """Parameters and buffers by name, [1, …]."""
     is_initial: bool = False
     """Whether it is the initial model, because the client never took part."""
-    variant: int = 0
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Fault:
     lane: int
     step: int | None
     """The first training step of the round with such a number, from 1; None if it is not known."""
-    variant: int = 0
+    run: int = 0
 
     def __str__(self) -> str:
         step = f", first in step {self.step}" if self.step else ""

@@ -111,7 +111,7 @@ class Drawn:
 
 
 def draw(rng: random.Random) -> Drawn:
-    """Draw from all methods × ρ × seeds × memory limits × evaluation × lanes × checkpoints."""
+    """Draw from methods × ρ × seeds × memory limits × evaluation × stops × lanes × checkpoints."""
     methods = rng.sample(list_methods(), rng.choice((1, 1, 1, 2, 3)))
     made = [make(name) for name in methods]
     options: dict[str, Any] = {
@@ -121,6 +121,8 @@ def draw(rng: random.Random) -> Drawn:
         else rng.choice((1.0, 0.5)),
         "seeds": rng.choice((1, 2)),
         "client_memory": rng.choice((None, 0.0)),
+        "save_best": rng.choice((None, True)),
+        "patience": rng.choice((None, None, 1)),
         "feature_memory": rng.choice((None, 0.0)),
         "eval_every": rng.choice((1, 2, 3)),
         "eval_clients": rng.choice(("all", "joined")),
@@ -140,7 +142,7 @@ def draw(rng: random.Random) -> Drawn:
 
 
 #: What changes files, one by one: there, a child can be killed at the so-manieth.
-OPERATIONS = ("replace", "fsync", "unlink", "rename", "mkdir", "rmdir")
+OPERATIONS = ("replace", "fsync", "unlink", "rename", "link", "mkdir", "rmdir")
 
 
 class Doomed:

@@ -88,9 +88,13 @@ def same(a, b):
     assert models_of(a) == models_of(b)
     assert models_of(a)
     for name in ("clients.csv", "metrics.csv", "faults.csv", "weights.csv", "split.csv"):
-        assert (a / name).exists() == (b / name).exists()
-        if (a / name).exists():
-            assert (a / name).read_text() == (b / name).read_text()
+        assert lines_of(a / name) == lines_of(b / name)
+
+
+def lines_of(table):
+    """A table of a resumed run may have lost all its rows, and be there still."""
+    lines = table.read_text().splitlines() if table.exists() else []
+    return lines if len(lines) > 1 else []
 
 
 def interrupted(path, rounds, method="fedala", observer=None, **options):
@@ -410,7 +414,9 @@ def test_the_last_two_are_kept_and_nothing_else(tmp_path):
         seen.append(sorted(path.name for path in folder.glob("*")) if folder.exists() else [])
 
     execute(
-        planned(rounds=5, checkpoint_every=1), tmp_path / "run", observer=RunObserver(on_row=look)
+        planned(rounds=5, checkpoint_every=1, save_best=False),
+        tmp_path / "run",
+        observer=RunObserver(on_row=look),
     )
     assert max(map(len, seen)) == 2 * (2 + len(SIZES))
     final = list((tmp_path / "run" / "checkpoint" / "0").iterdir())
@@ -722,7 +728,7 @@ def test_a_resume_asks_for_the_room_that_is_missing_only(tmp_path, monkeypatch):
 
 def test_clients_that_never_joined_share_one_file(tmp_path):
     execute(planned(join_ratio=0.2, rounds=1), tmp_path / "run")
-    saved = sorted((tmp_path / "run" / "models").rglob("client-*.safetensors"))
+    saved = sorted((tmp_path / "run" / "models" / "fedala").rglob("client-*.safetensors"))
     assert len(saved) == len(SIZES)
     assert len({path.stat().st_ino for path in saved}) < len(SIZES) - 1
     for client in range(len(SIZES)):

@@ -58,9 +58,9 @@ def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Par
     placeholders = {int: "INTEGER", float: "NUMBER"}
     metavar = "|".join(field.metadata.get("choices") or ())
     metavar = metavar or placeholders.get(_without_none(kind), "TEXT")
-    if kind is bool:
+    if _without_none(kind) is bool:
         annotation, metavar, flag = bool | None, "", f"{flag}/--no-{flag[2:]}"
-        default = flag.split("/")[0 if field.default else 1]
+        default = default and flag.split("/")[0 if field.default else 1]
     elif field.name in ("set", "sweep"):
         metavar = "KEY=VALUE" if field.name == "set" else "KEY=VALUES"
         annotation, default = list[str] | None, ""

@@ -104,6 +104,11 @@ def read_run_config(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
     config = Config.from_values({"method": "fedala", "checkpoint_every": 1, **values})
     if len(config.methods) > 1:
         raise UserError(f"A federation runs one method at a time, not {config.method}.")
+    if config.patience is not None:
+        raise UserError(
+            "patience is not for federations: their clients save their personal models after the "
+            "last of the planned rounds, so leave it out."
+        )
     options = build(Deployment, deployment)
     check_experiment_name(options.experiment)
     return config, options

@@ -54,10 +54,13 @@ def list_columns(result: MethodResult) -> list[str]:
 def sum_seconds(result: MethodResult) -> Array:
     """Return the seconds of all runs together until the end of each evaluated round.
 
-    A round that was not evaluated counts as long as the next evaluated one.
+    A round that was not evaluated counts as long as the next evaluated one. The first run that has
+    not stopped yet tells the time.
     """
     rounds, seconds = collect_curves(result, "seconds")
-    return np.asarray(np.nancumsum(seconds[0] * np.diff(rounds, prepend=-1)))
+    first = np.argmin(np.isnan(seconds), axis=0)
+    of_all = seconds[first, np.arange(len(rounds))]
+    return np.asarray(np.nancumsum(of_all * np.diff(rounds, prepend=-1)))
 
 
 def find_target_rounds(

@@ -1,9 +1,9 @@
 """Checkpoints: the state of a simulation between two rounds, so that it can be resumed exactly.
 
-A checkpoint is a small manifest that names files and their digests: one for the servers and one for
-every client that has a state. Files are never changed, and the manifest is written last, in one
-step, so a manifest that exists is complete. The last two are kept; if the last one is damaged, the
-one before is used.
+A checkpoint is a small manifest that names files and their digests: one for the servers, one for
+every client that has a state, and one for every model that the method keeps. Files are never
+changed, and the manifest is written last, in one step, so a manifest that exists is complete. The
+last two are kept; if the last one is damaged, the one before is used.
 """
 
 import re
@@ -13,16 +13,20 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from fedala.errors import UserError
 from fedala.io import files, tensor_files
+from fedala.runs.kept_models import BEST, LAST, KeptFiles, KeptModels, Key
 from fedala.simulation import Simulation
 from fedala.simulation.client_states import NOTHING, File, Lane
 
 CHECKPOINTS_KEPT = 2
 LARGEST = 2**28  # bytes of a manifest: a million clients
 #: The only names that a manifest can refer to: no path leads out of its folder.
-NAME = re.compile(r"(server-\d+|\d+-\d+-\d+)\.safetensors", re.ASCII)
+NAME = re.compile(
+    r"(server-\d+|\d+-\d+-\d+|(best|last)-\d+-(\d+|global)-\d+)\.safetensors", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -40,25 +44,43 @@ class Checkpoint:
     """Lanes and threads as they were, perhaps chosen by default: the same give the same bits."""
     server: File
     clients: dict[Lane, File]
+    kept: dict[Key, KeptFiles] = field(default_factory=dict)
+    """The models of best evaluations, and of runs that have stopped."""
 
     def _is_valid(self) -> bool:
         """Tell whether every value is possible: anybody can write a manifest and its checksum."""
         lanes = 1 if self.lanes is None else self.lanes
         limits = [(self.round, 0, 2**31), (lanes, 1, 2**31), (self.threads, 1, 2**10)]
-        limits += [(n, 0, 2**31) for n in chain(*self.clients)]
-        return type(self.done) is bool and all(
-            type(n) is int and least <= n < most for n, least, most in limits
+        numbers = list(chain(*self.clients))
+        for (_, run), kept in self.kept.items():
+            numbers += [run, kept.round, *(client for client in kept.files if client is not None)]
+        limits += [(n, 0, 2**31) for n in numbers]
+        kinds = {kind for kind, _ in self.kept}
+        return (
+            type(self.done) is bool
+            and kinds <= {BEST, LAST}
+            and all(type(n) is int and least <= n < most for n, least, most in limits)
         )
 
     @property
     def names(self) -> set[str]:
-        return {file.name for file in (self.server, *self.clients.values()) if file != NOTHING}
+        return {file.name for file in self.list_files()}
+
+    def list_files(self) -> list[File]:
+        """Return the files that belong to the checkpoint."""
+        kept = [file for one in self.kept.values() for file in one.files.values()]
+        every = (self.server, *self.clients.values(), *kept)
+        return [file for file in every if file != NOTHING]
 
     def pack(self) -> bytes:
-        clients = [[*lane, *file] for lane, file in self.clients.items()]
-        return files.pack_checksummed(
-            "checkpoint", {"version": files.VERSION, **asdict(self), "clients": clients}
-        )
+        values = {"version": files.VERSION, **asdict(self)}
+        values["clients"] = [[*lane, *file] for lane, file in self.clients.items()]
+        values["kept"] = [
+            [kind, run, one.round, client, *file]
+            for (kind, run), one in self.kept.items()
+            for client, file in one.files.items()
+        ]
+        return files.pack_checksummed("checkpoint", values)
 
     @classmethod
     def unpack(cls, path: Path) -> "Checkpoint":
@@ -76,12 +98,23 @@ class Checkpoint:
             values["clients"] = {
                 (run, client): File(*file) for run, client, *file in values["clients"]
             }
+            values["kept"] = _read_kept(values.get("kept", []))
             found = cls(**values)
             if not found._is_valid():
                 raise ValueError("it has values that no run writes")
             if strange := [name for name in found.names if not NAME.fullmatch(name)]:
                 raise ValueError(f"it refers to {strange[0]!r}")
             return found
+
+
+def _read_kept(entries: list[list[Any]]) -> dict[Key, KeptFiles]:
+    kept: dict[Key, KeptFiles] = {}
+    for kind, run, round, client, *file in entries:
+        one = kept.setdefault((kind, run), KeptFiles(round, {}))
+        if one.round != round:
+            raise ValueError(f"its {kind} models are of different rounds")
+        one.files[client] = File(*file)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -136,8 +169,12 @@ class Checkpoints:
             return self.every > 0 and round % self.every == 0
         return time.monotonic() - self._last_end > max(10, 100 * self._last_seconds)
 
-    def write(self, simulation: Simulation) -> None:
-        """Write the state of a simulation. If that fails, the checkpoints before are still good."""
+    def write(self, simulation: Simulation, kept: KeptModels | None = None) -> None:
+        """Write the state of a simulation, and the models that the method keeps.
+
+        If that fails, the checkpoints before are still good.
+        """
+        kept = kept or KeptModels()
         if self._checkpoints and self._checkpoints[0].round == simulation.round:
             return
         began = time.monotonic()
@@ -154,6 +191,7 @@ class Checkpoints:
             threads=simulation.transport.threads,
             server=File(server, digest),
             clients=clients,
+            kept=kept.write(),
         )
         self._write_manifest(new)
         self._drop_manifests_except([new, *self._checkpoints][:CHECKPOINTS_KEPT])
@@ -162,6 +200,7 @@ class Checkpoints:
             if path.name not in referenced:
                 path.unlink()
         simulation.clients.hold(referenced)
+        kept.hold(referenced)
         self.bytes = sum((self.folder / name).stat().st_size for name in new.names)
         self._last_end = time.monotonic()
         self._last_seconds = self._last_end - began
@@ -173,7 +212,7 @@ class Checkpoints:
         if not self._checkpoints:
             return
         last = replace(self._checkpoints[0], done=True)
-        last = last if keep else replace(last, server=NOTHING, clients={})
+        last = last if keep else replace(last, server=NOTHING, clients={}, kept={})
         self._write_manifest(last)
         self._drop_manifests_except([last])
         self._remove_unreferenced()
@@ -226,9 +265,8 @@ class Checkpoints:
             )
 
     def _check_files(self, checkpoint: Checkpoint) -> None:
-        for file in (checkpoint.server, *checkpoint.clients.values()):
-            if file != NOTHING:
-                files.read_verified(self.folder / file.name, file.digest)
+        for file in dict.fromkeys(checkpoint.list_files()):
+            files.read_verified(self.folder / file.name, file.digest)
 
     def continue_from(self, found: FoundCheckpoints) -> None:
         """Rename damaged manifests, and write further checkpoints after the intact ones."""

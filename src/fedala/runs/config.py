@@ -193,6 +193,12 @@ class Config:
     validation: float = option(
         0.0, "share of the training data to hold out for picking the best round", least=0, most=0.9
     )
+    patience: int | None = option(
+        None,
+        "stop a run after so many evaluations without a better one, by the validation samples if "
+        "there are any, otherwise by the test samples; without it, all rounds are run",
+        least=1,
+    )
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     lanes: str = option(
         "auto", "clients to train in parallel: auto, all, or a number (1: one after another)"
@@ -227,6 +233,11 @@ class Config:
     )
     save_models: bool = option(
         True, "save the global model and every client's personal model at the end"
+    )
+    save_best: bool | None = option(
+        None,
+        "also save the models of the best evaluation, by the validation samples if there are any; "
+        "without it, if save_models is on and they take at most 2 GiB, or client_memory",
     )
     checkpoint_every: int | None = option(
         None,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from fedala.runs.build import build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
 from fedala.runs.digests import Digests
+from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
 from fedala.runs.folder import RunFolder
-from fedala.runs.members import Group
+from fedala.runs.kept_models import BEST, LAST, KeptModels
+from fedala.runs.members import Group, Member
 from fedala.runs.observer import RunObserver, Stopped
-from fedala.runs.plan import Plan, check_room, plan
+from fedala.runs.plan import Plan, check_room, choose_best_models, plan
 from fedala.runs.provenance import describe, summarize
 from fedala.runs.results import MethodResult, Result
 from fedala.runs.resumable_options import change_config
@@ -104,6 +106,13 @@ def execute(
     `simulate` makes a method's simulation.
     """
     observer = observer or RunObserver()
+    if plan.config.save_best is None:
+        plan = choose_best_models(plan, out)
+        if plan.config.save_models and not plan.config.save_best:
+            observer.on_message(
+                "Only the models of the last evaluation are saved, because those of the best one "
+                "take much memory, or do not fit on the disk: --save-best saves them as well."
+            )
     result = Result(plan.config, {}, out)
     began = time.time()
     devices = [plan.device] if plan.device.type == "cuda" else []
@@ -122,6 +131,7 @@ def execute(
                 about = describe(plan)
                 creation = RunFolder.create(out, plan.config, force=force, about=about)
                 folder = stack.enter_context(creation)
+        _warn_of_optimistic_stops(plan, observer)
         try:
             if folder:
                 folder.tables.write_split(plan.federation)
@@ -146,6 +156,14 @@ def execute(
     return result
 
 
+def _warn_of_optimistic_stops(plan: Plan, observer: RunObserver) -> None:
+    if plan.config.patience is not None and not any(map(len, plan.federation.validation)):
+        observer.on_message(
+            "Runs stop by their score on test samples, so that their results are optimistic: "
+            "with --validation 0.1, they stop by samples that are held out."
+        )
+
+
 @dataclass
 class _BatchRun:
     """A batch of seeds of one method, or of variants of it that run side by side.
@@ -162,9 +180,16 @@ class _BatchRun:
     observer: RunObserver
     folder: RunFolder | None = None
     checkpoints: Checkpoints | None = None
+    kept: KeptModels = field(default_factory=KeptModels)
+    watches: list[RunWatch] = field(default_factory=list)
+    """By run: its evaluations so far."""
 
-    def _find_result(self, variant: int) -> MethodResult:
-        return self.results[self.group.members[variant].label]
+    def _find_member(self, run: int) -> Member:
+        """Return the member of a run of the simulation: each has a run for every seed."""
+        return self.group.members[run // len(self.batch.seeds)]
+
+    def _find_result(self, run: int) -> MethodResult:
+        return self.results[self._find_member(run).label]
 
     def keep_in(self, folder: RunFolder, number: int, about: Digests) -> None:
         """Keep tables, models and checkpoints in a folder; `number`: the group's position."""
@@ -182,11 +207,41 @@ class _BatchRun:
         """Run all rounds that are left."""
         if progress:
             self._take_over(progress)
-            if progress.is_finished:
-                return
-        for label in self.results:
-            self.observer.on_begin(label, self.batch.seeds)
+        if not (progress and progress.is_finished):
+            for label in self.results:
+                self.observer.on_begin(label, self.batch.seeds)
+            self._run(progress, simulate)
+        self._note_ends()
+
+    def _note_ends(self) -> None:
+        """Note in the results which best models are kept, and which runs have stopped early."""
+        config = self.plan.config
+        for label, result in self.results.items():
+            first = result.history[0]
+            result.picked_by = first.metric.columns[headline_column(first)]
+            watches = self._watch_history(label)
+            for seed, watch in zip(self.batch.seeds, watches, strict=True):
+                best, last = watch.best, watch.last
+                has_best = best and self._has_best(result, seed)
+                result.best_rounds.append(best.round if best and has_best else None)
+                is_early = watch.is_over(config.patience) and last and last.round != config.rounds
+                result.stops.append(last.round if last and is_early else None)
+
+    def _watch_history(self, label: str) -> list[RunWatch]:
+        """Return what the history says of each run of a method in this batch."""
+        seeds = self.batch.seeds
+        rows = [row for row in self.results[label].history if row.seed in seeds]
+        return group_runs(rows, seeds, self.plan.config.patience)
+
+    def _has_best(self, result: MethodResult, seed: int) -> bool:
+        """Tell whether the models of a run's best evaluation are there."""
+        if self.folder:
+            return self.folder.models.has_best(result.method, seed)
+        return any(other == seed for other, _ in result.best_models)
+
+    def _run(self, progress: Progress | None, simulate: Callable[..., Simulation]) -> None:
         simulation = self._build(progress, simulate)
+        self._watch(simulation, progress)
         try:
             self._run_rounds(simulation)
         finally:
@@ -239,13 +294,45 @@ class _BatchRun:
             self.checkpoints.restore(newest, simulation, restores_lanes=restores_lanes)
         return simulation
 
+    def _watch(self, simulation: Simulation, progress: Progress | None) -> None:
+        """Stop the runs that have stopped before, and take over the models that they keep."""
+        config, newest = self.plan.config, progress.found.newest if progress else None
+        self.watches = [watch for label in self.results for watch in self._watch_history(label)]
+        over = [watch.is_over(config.patience) for watch in self.watches]
+        simulation.stopped = {run for run, is_over in enumerate(over) if is_over}
+        stops_early = config.patience is not None and config.save_models
+        simulation.keeps_evaluated = bool(config.save_best) or stops_early
+        self.kept = KeptModels(
+            self.checkpoints.folder if self.checkpoints else None,
+            writes_at_once=not self.plan.fits_best_models,
+        )
+        kinds = {BEST: config.save_best, LAST: config.save_models}
+        if newest:
+            self.kept.adopt(newest.kept, [kind for kind, is_wanted in kinds.items() if is_wanted])
+        for run, watch in enumerate(self.watches):
+            if config.save_best and watch.best and not self.kept.has(BEST, run):
+                title, seed = self._find_member(run).title, simulation.seeds[run]
+                self.observer.on_message(
+                    f"{title}, seed {seed}: the models of the best round so far, "
+                    f"{watch.best.round}, have not been kept; those of a better round will be."
+                )
+
     def _run_rounds(self, simulation: Simulation) -> None:
         on_model = self._add_model if self.plan.config.save_models else None
         for evaluation in simulation.run(on_model, lambda round: self._end_round(simulation)):
-            self._add_evaluation(evaluation)
+            self._add_evaluation(simulation, evaluation)
+        for kind, run, client, path, digest in self.kept.list_files():
+            if self.folder:
+                seed, best = simulation.seeds[run], kind == BEST
+                name = self._find_result(run).method
+                self.folder.models.link(name, seed, client, path, digest, best=best)
+        for kind, models in self.kept.list_models():
+            for personal in models:
+                self._add_model(personal, best=kind == BEST)
 
-    def _add_evaluation(self, evaluation: Evaluation) -> None:
-        row, result = evaluation.row, self._find_result(evaluation.variant)
+    def _add_evaluation(self, simulation: Simulation, evaluation: Evaluation) -> None:
+        is_last = self._follow(simulation, evaluation)
+        row, result = evaluation.row, self._find_result(evaluation.run)
         name = result.method
         result.history.append(row)
         if self.folder:
@@ -254,36 +341,56 @@ class _BatchRun:
             self.folder.tables.add_metrics(name, row, evaluation.models)
         for model, figures in evaluation.models:
             result.metrics.append({"seed": row.seed, "round": row.round, "model": model, **figures})
-        if row.round == self.plan.config.rounds:
+        if is_last:
             result.add_clients(row.seed, evaluation.client_scores)
             if self.folder:
                 self.folder.tables.add_clients(name, row, evaluation.client_scores)
         self.observer.on_row(name, row)
 
+    def _follow(self, simulation: Simulation, evaluation: Evaluation) -> bool:
+        """Keep the models of a new best evaluation. Stop a run; tell whether this is its last."""
+        row, run, config = evaluation.row, evaluation.run, self.plan.config
+        watch = self.watches[run]
+        if watch.add(row) and config.save_best:
+            self.kept.keep(BEST, run, row.round, simulation.list_models(run))
+        if row.round == config.rounds or not watch.is_over(config.patience):
+            return row.round == config.rounds
+        simulation.stopped.add(run)
+        if config.save_models:
+            self.kept.keep(LAST, run, row.round, simulation.list_models(run))
+        best = f"round {watch.best.round}" if watch.best else "none, no score is a number"
+        self.observer.on_message(
+            f"{self._find_member(run).title}, seed {row.seed}: stopped after round {row.round}; "
+            f"the best is {best}."
+        )
+        return True
+
     def _add_fault(self, fault: Fault) -> None:
-        name = self._find_result(fault.variant).method
+        name = self._find_result(fault.run).method
         if self.folder:
             self.folder.tables.add_fault(name, fault, self.plan.config.on_divergence)
         self.observer.on_fault(name, fault)
 
-    def _add_model(self, personal: PersonalModel) -> None:
-        result = self._find_result(personal.variant)
+    def _add_model(self, personal: PersonalModel, *, best: bool = False) -> None:
+        result = self._find_result(personal.run)
         if self.folder:
-            self.folder.models.save(result.method, personal)
+            self.folder.models.save(result.method, personal, best=best)
         else:
             state = {name: value[0].to("cpu", copy=True) for name, value in personal.model.items()}
-            result.models[personal.seed, personal.client] = state
+            models = result.best_models if best else result.models
+            models[personal.seed, personal.client] = state
 
     def _end_round(self, simulation: Simulation) -> None:
         """Write a checkpoint if one is due. Stop if the observer asks for it."""
         round, config = simulation.round, self.plan.config
-        is_stopping, is_last = self.observer.should_stop(), round == config.rounds
+        is_stopping = self.observer.should_stop()
+        is_last = round == config.rounds or not simulation.is_active
         is_wanted = config.checkpoint_every != 0 and (
             is_stopping or is_last or (self.checkpoints and self.checkpoints.is_due(round))
         )
         if self.folder and self.checkpoints and is_wanted:
             self.folder.tables.flush()
-            self.checkpoints.write(simulation)
+            self.checkpoints.write(simulation, self.kept)
             self._record(round)
         if is_stopping and not is_last:
             raise Stopped(f"Stopped after {round} rounds of {self.group.title}")

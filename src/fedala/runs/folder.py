@@ -227,9 +227,14 @@ class RunFolder:
         """Return the rows of a table, verified, with numbers as numbers and empty cells as None."""
         return self.tables.rows(name)
 
-    def model(self, method: str, seed: int, client: int | None = None) -> dict[str, Tensor]:
-        """Return a saved model's tensors by name: a client's, or the global model's without one."""
-        return self.models.load(method, seed, client)
+    def model(
+        self, method: str, seed: int, client: int | None = None, *, best: bool = False
+    ) -> dict[str, Tensor]:
+        """Return a saved model's tensors by name: a client's, or the global model's without one.
+
+        With `best`, it is that of the run's best evaluation, and not of the last.
+        """
+        return self.models.load(method, seed, client, best=best)
 
     def list_unverified(self) -> list[str]:
         """Say, in sentences, what could not be verified of the files that have been read."""

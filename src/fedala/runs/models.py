@@ -1,6 +1,10 @@
-"""The models that a run saves: a safetensors file for each client and for the global model."""
+"""The models that a run saves: a safetensors file for each client and for the global model.
+
+`models/METHOD` has those of the last evaluation, `models/best/METHOD` those of the best one.
+"""
 
 import os
+import shutil
 import warnings
 from collections.abc import Container
 from contextlib import suppress
@@ -10,9 +14,19 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedala.io import files
+from fedala.lanes.trees import Params
 from fedala.records import PersonalModel
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.verified_files import RunRecord
+
+BEST_FOLDER = "best"
+
+
+def pack_model(model: Params) -> bytes:
+    """Return the content of a model's file. The model is one lane."""
+    tensors = {name: value[0].detach().cpu().contiguous() for name, value in model.items()}
+    data: bytes = save(tensors)
+    return data
 
 
 class SavedModels:
@@ -22,9 +36,9 @@ class SavedModels:
         self.path, self._record = record.path, record
         self._initial: dict[Path, Path] = {}  # by folder: the file of the initial model
 
-    def save(self, method: str, personal: PersonalModel) -> None:
+    def save(self, method: str, personal: PersonalModel, *, best: bool = False) -> None:
         """Save a model. Clients that never took part share one file, if the disk has hard links."""
-        path = self._file(method, personal.seed, personal.client)
+        path = self._file(method, personal.seed, personal.client, best)
         path.parent.mkdir(parents=True, exist_ok=True)
         digests = self._record.method(method).models
         if personal.is_initial and (twin := self._initial.get(path.parent)):
@@ -33,18 +47,40 @@ class SavedModels:
                 os.link(twin, path)
                 digests[self._name(path)] = digests[self._name(twin)]
                 return
-        model = {
-            name: value[0].detach().cpu().contiguous() for name, value in personal.model.items()
-        }
-        data = save(model)
+        data = pack_model(personal.model)
         files.write_file(path, data, durable=False)
         digests[self._name(path)] = files.sha256(data)
         if personal.is_initial:
             self._initial[path.parent] = path
 
-    def load(self, method: str, seed: int, client: int | None = None) -> dict[str, Tensor]:
-        """Return a saved model's tensors by name: a client's, or the global model's without one."""
-        path = self._file(method, seed, client)
+    def link(
+        self, method: str, seed: int, client: int | None, file: Path, digest: str, *, best: bool
+    ) -> None:
+        """Save a model whose file exists already: a hard link if the disk has them, or a copy."""
+        path = self._file(method, seed, client, best)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        try:
+            os.link(file, path)
+        except OSError:
+            shutil.copyfile(file, path)
+        self._record.method(method).models[self._name(path)] = digest
+
+    def has_best(self, method: str, seed: int) -> bool:
+        """Tell whether the models of a run's best evaluation have been saved."""
+        record = self._record.find_method(method)
+        folder = self._name(self._file(method, seed, None, best=True).parent)
+        names = record.models if record else ()
+        return any(name.startswith(f"{folder}/") for name in names)
+
+    def load(
+        self, method: str, seed: int, client: int | None = None, *, best: bool = False
+    ) -> dict[str, Tensor]:
+        """Return a saved model's tensors by name: a client's, or the global model's without one.
+
+        With `best`, it is that of the run's best evaluation, and not of the last.
+        """
+        path = self._file(method, seed, client, best)
         data = files.read_verified(path, self._digest(method, path))
         with files.refuse_damage(path):
             tensors: dict[str, Tensor] = load(data)
@@ -71,9 +107,10 @@ class SavedModels:
             )
         return digest
 
-    def _file(self, method: str, seed: int, client: int | None) -> Path:
+    def _file(self, method: str, seed: int, client: int | None, best: bool) -> Path:
         name = "global" if client is None else f"client-{client:05d}"
-        return self.path / "models" / method / f"seed-{seed}" / f"{name}.safetensors"
+        folder = self.path / "models" / BEST_FOLDER if best else self.path / "models"
+        return folder / method / f"seed-{seed}" / f"{name}.safetensors"
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
@@ -81,6 +118,6 @@ class SavedModels:
 
 def seed_of_model(name: str) -> int:
     """Return the seed of a saved model by its path in the run folder; −1 if it is not one."""
-    folders = name.split("/")
-    seed = folders[2].removeprefix("seed-") if len(folders) == 4 else ""
+    folders = name.removeprefix("models/best/").removeprefix("models/").split("/")
+    seed = folders[1].removeprefix("seed-") if len(folders) == 3 else ""
     return int(seed) if seed.isdecimal() else -1

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,13 @@ from fedala.runs.members import (
     group_members,
     make_members,
 )
+from fedala.runs.sweep import SWEPT_OPTIONS
 from fedala.simulation.client_round import init_client_state
 
 MakeModel = Callable[[], nn.Module]
+
+#: How much memory the models of the best evaluation may take, unless `client_memory` says so.
+_BEST_MODELS_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,14 @@ class Plan:
         return [member.method for member in self.members]
 
     def for_group(self, group: Group) -> "Plan":
-        """Return the plan of one group alone. Its config is that of the first member."""
-        return replace(self, config=group.members[0].config, groups=(group,))
+        """Return the plan of one group alone. It has the swept options of the first member."""
+        own = group.members[0].config
+        options = {name: getattr(own, name) for name in ("method", "set", "sweep", *SWEPT_OPTIONS)}
+        config = replace(self.config, **options)
+        loss = self.loss
+        if config.label_smoothing != self.config.label_smoothing:
+            loss = make_loss(config, self.federation)
+        return replace(self, config=config, groups=(group,), loss=loss)
 
     @property
     def local_clients(self) -> int:
@@ -83,6 +94,22 @@ class Plan:
     @property
     def model_bytes(self) -> int:
         return count_bytes(model_state(self.make_skeleton()))
+
+    @property
+    def fits_best_models(self) -> bool:
+        """Whether the models of the best evaluation may stay in memory until they are written."""
+        if not any(method.has_personal_models for method in self.methods):
+            return True
+        budget = _BEST_MODELS_BYTES
+        if self.device.type == "cuda":
+            budget = min(budget, torch.cuda.get_device_properties(self.device).total_memory // 16)
+        if self.config.client_memory is not None:
+            budget = int(self.config.client_memory * 2**30)
+        return self.count_best_models() * self.model_bytes <= budget
+
+    def count_best_models(self) -> int:
+        """Return the number of personal models that a group keeps of its best evaluations."""
+        return self.local_clients * max(len(group.members) for group in self.groups)
 
 
 def plan(
@@ -280,19 +307,36 @@ def _check_memory(plan: Plan) -> None:
         )
 
 
+def choose_best_models(plan: Plan, out: Path | None) -> Plan:
+    """Decide whether the best models are saved, if the config leaves that open.
+
+    They are, along with the last ones, if they fit into memory and onto the disk.
+    """
+    config = plan.config
+    if config.save_best is not None:
+        return plan
+    with_best = replace(plan, config=replace(config, save_best=True))
+    if config.save_models and plan.fits_best_models:
+        with suppress(UserError):
+            check_room(with_best, out)
+            return with_best
+    return replace(plan, config=replace(config, save_best=False))
+
+
 def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
     """Refuse a run whose models and checkpoints do not fit on the disk, or in memory without `out`.
 
     `present`: the bytes of them that are on the disk already.
     """
     config, clients = plan.config, plan.local_clients
-    models = (
-        clients * sum(method.has_personal_models for method in plan.methods)
-        if config.save_models
-        else 0
-    )
+    personal = clients * sum(method.has_personal_models for method in plan.methods)
+    models = personal * (config.save_models + bool(config.save_best))
     needed, what = models * plan.model_bytes, f"Keeping {models} models takes"
     advice = "use --no-save-models, or save_models=False"
+    if config.save_best:
+        advice = (
+            "use --no-save-best to keep only the models of the last evaluation, or --no-save-models"
+        )
     if out is None:
         room, where = free_memory() // 2, "memory"
     else:
@@ -304,6 +348,8 @@ def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
             states = [clients * size for size in plan.state_bytes.values()]
             largest = clients * max(plan.count_state_bytes(group) for group in plan.groups)
             needed += int(sum(states) + 2 * changed * largest)
+            if personal and config.save_best:
+                needed += 2 * plan.count_best_models() * plan.model_bytes
             what = f"Keeping {models} models and the state of {clients} clients takes"
             advice += ", or --checkpoint-every 0 to do without checkpoints"
     needed = max(0, needed - present)

@@ -45,6 +45,14 @@ class MethodResult:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """The lines of `metrics.csv`, without the method and without empty cells."""
     checkpoints: Checkpoints | None = None
+    best_models: Models = field(default_factory=dict)
+    """Like `models`, of each run's best evaluation."""
+    best_rounds: list[int | None] = field(default_factory=list)
+    """By run: the round of the best models that are kept; None if they are not."""
+    picked_by: str = "accuracy"
+    """The column of the history that picks the best models."""
+    stops: list[int | None] = field(default_factory=list)
+    """By run: the round after which it stopped early; None if it did not."""
 
     @property
     def metric(self) -> Metric:
@@ -171,6 +179,10 @@ class MethodResult:
         }
         if local and local is not self and len(shares := self.below_local(local)):
             summary["clients_below_local"] = _spread(shares)
+        if any(round is not None for round in self.best_rounds):
+            summary["best_models"] = {"picked_by": self.picked_by, "rounds": self.best_rounds}
+        if any(round is not None for round in self.stops):
+            summary["stopped_after_round"] = self.stops
         if self.checkpoints and self.checkpoints.written:
             summary["checkpoints"] = {
                 "written": self.checkpoints.written,
@@ -231,3 +243,7 @@ class Result:
     @property
     def models(self) -> Models:
         return self._only.models
+
+    @property
+    def best_models(self) -> Models:
+        return self._only.best_models

@@ -13,7 +13,8 @@ from fedala.runs.config_values import flatten_settings
 #: refuses other rounds for a method whose schedule depends on them.
 CHANGEABLE = (
     "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
-    "record_weights", "metrics_every", "save_models", "checkpoint_every", "keep_checkpoint",
+    "record_weights", "metrics_every", "save_models", "save_best", "checkpoint_every",
+    "keep_checkpoint",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from fedala.runs.checkpoint import Checkpoints, FoundCheckpoints
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import BatchRecord, Digests, MethodRecord
+from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
 from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
@@ -256,19 +257,38 @@ class _Inspection:
 
     def _is_finished(self) -> bool:
         """Tell whether the group has all of its rounds, by the record if there is one."""
-        if records := self._records:
-            are_finished = len(records) == len(self.histories) and all(
-                record.finished for record in records
-            )
+        newest, records = self.found.newest, self._records
+        are_finished = len(records) == len(self.histories) and all(
+            record.finished for record in records
+        )
+        if self._have_all_stopped():
+            return are_finished if records else newest is not None and newest.done
+        if records:
             return are_finished and self._rounds == self.before.rounds
-        newest = self.found.newest
         return newest is not None and newest.done and newest.round == self._rounds
+
+    def _have_all_stopped(self) -> bool:
+        """Tell whether every run has stopped before the last of its planned rounds."""
+        patience, planned = self.before.patience, int(self.before.rounds or 0)
+        return all(
+            watch.is_over(patience) and watch.last is not None and watch.last.round < planned
+            for rows in self.histories.values()
+            for watch in self._group_runs(rows)
+        )
+
+    def _group_runs(self, rows: list[HistoryRow]) -> list[RunWatch]:
+        try:
+            return group_runs(rows, self.batch.seeds, self.before.patience)
+        except ValueError as error:
+            path = self.folder.path / "history.csv"
+            raise files.DamagedFile(f"{path} is damaged: {error}.") from None
 
     def _check_rounds(self) -> None:
         """Refuse fewer rounds than the group has been trained for."""
         newest = self.found.newest
         trained = newest.round if newest else 0
-        if any(record.finished for record in self._records):
+        are_finished = any(record.finished for record in self._records)
+        if are_finished and not self._have_all_stopped():
             trained = int(self.before.rounds or 0)
         if trained > self._rounds:
             raise UserError(
@@ -287,7 +307,7 @@ class _Inspection:
 
     def _must_write_models_again(self, observer: RunObserver) -> bool:
         """Tell whether a saved model is damaged. Refuse if no checkpoint can give it back."""
-        if not self.plan.config.save_models:
+        if not (self.plan.config.save_models or self.plan.config.save_best):
             return False
         found = (
             self.folder.models.find_damaged(label, self.batch.seeds) for label in self.histories
@@ -296,7 +316,8 @@ class _Inspection:
         if damaged is None:
             return False
         newest = self.found.newest
-        if newest is None or newest.server == NOTHING or newest.round < self._rounds:
+        is_late = newest and (newest.round >= self._rounds or self._have_all_stopped())
+        if newest is None or newest.server == NOTHING or not is_late:
             raise files.DamagedFile(
                 f"{damaged} is gone or damaged, "
                 "and no checkpoint was kept from which it could be written again."
@@ -324,9 +345,15 @@ class _Inspection:
     def _complete(
         self, label: str, rows: list[HistoryRow], rounds: int, *, evaluates_last: bool = False
     ) -> list[HistoryRow]:
-        """Return the rows of so many rounds if none is missing; a finished run has one more."""
+        """Return the rows of so many rounds if none is missing; a finished run has one more.
+
+        A run that has stopped early has fewer.
+        """
         evaluations = -(-rounds // self.before.eval_every) + evaluates_last
-        expected = evaluations * len(self.batch.seeds)
+        expected = sum(
+            watch.evaluations if watch.is_over(self.before.patience) else evaluations
+            for watch in self._group_runs(rows)
+        )
         if len(rows) != expected:
             raise files.DamagedFile(
                 f"{self.folder.path / 'history.csv'} is damaged: it has {len(rows)} of the "

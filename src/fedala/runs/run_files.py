@@ -17,8 +17,9 @@ _FILES = {*TABLES, "report.html", "lock", "log-id", *WHOLE_FILES, DIGESTS}
 _FOLDERS = ("models", "checkpoint", "tensorboard")
 #: Files that lie in its sub-folders.
 _INNER_FILES = re.compile(
-    r"models/[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
-    r"|checkpoint/\d+(-\d+)?/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+)\.safetensors)"
+    r"models/(best/)?[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
+    r"|checkpoint/\d+(-\d+)?/(\d+\.(json|damaged)|(server-\d+|\d+-\d+-\d+"
+    r"|(best|last)-\d+-(\d+|global)-\d+)\.safetensors)"
     r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+",
     re.ASCII,
 )

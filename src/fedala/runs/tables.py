@@ -86,7 +86,7 @@ class Tables:
     def add_fault(self, method: str, fault: Fault, policy: str) -> None:
         """Append a client that diverged, and what follows from it."""
         line = {"method": method, "round": fault.round, **asdict(fault), "policy": policy}
-        del line["variant"]  # it is part of the method's name
+        del line["run"]  # method and seed say which it is
         self.append("faults.csv", [line])
 
     def append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -173,6 +173,16 @@ def score_model(
     ]
 
 
+def check_message(method: Method, message: Message, clients: int) -> None:
+    """Refuse a message that is neither one lane for all clients nor one for each."""
+    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
+    if len(widths) > 1 or not widths <= {1, clients}:
+        raise UserError(
+            f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
+            "All tensors of a message must have one lane for all clients, or one for each."
+        )
+
+
 def _check_upload(method: Method, cohort: Cohort, initialized: Params, upload: Message) -> None:
     """Refuse tensors without a lane for each client, and extra tensors that were not announced."""
     widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(upload)}

@@ -19,6 +19,7 @@ from fedala.simulation.model_scores import (
 )
 from fedala.simulation.participation import list_absent
 from fedala.simulation.round_results import RoundResults
+from fedala.simulation.scores import ScoreTable, settle
 from fedala.simulation.transport import Setup, Transport
 
 
@@ -56,7 +57,8 @@ class FurtherModels:
     def _is_whole_sent(self, sent: Sequence[Message]) -> bool:
         """Tell whether each client receives a model that can be tested; if not, say so."""
         is_stack = self.setup.method.sends_model_stack
-        if not is_stack and all(self._is_whole(message.model) for message in sent):
+        running = [message for message in sent if message != Message()]  # runs that have not ended
+        if not is_stack and running and all(self._is_whole(message.model) for message in running):
             return True
         self._say_missing("received", "sends no whole model")
         return False
@@ -83,7 +85,8 @@ class FurtherModels:
         if not all(map(self._is_whole, models)):
             self._say_missing("global", "has no whole global model")
             return
-        everybody = [list(range(self.setup.population))] * len(models)
+        population = list(range(self.setup.population))
+        everybody = [population if joined else [] for joined in work.joined]
         predicts = "global" in work.request.predicts
         for result in self._choose_test(predicts)(work.request.round, models, everybody):
             tested = CohortResult(result.lanes, further_scores={"global": result.scores[0]})
@@ -98,10 +101,22 @@ class FurtherModels:
                 f"{self.setup.method.title} has no global model to test absent clients with: "
                 "override global_model, or set has_personal_models."
             )
-        absent = [list_absent(self.setup.population, joined) for joined in work.joined]
+        absent = [self._list_absent(joined) for joined in work.joined]
         predicts = INITIALIZED in work.request.predicts
         for result in self._choose_test(predicts)(work.request.round, models, absent):
             work.add_figures(result)
+
+    def _list_absent(self, joined: Sequence[int]) -> list[int]:
+        """Return the clients that do not take part; none if the run has ended."""
+        return list_absent(self.setup.population, joined) if joined else []
+
+    def score_initial_models(self, table: ScoreTable) -> ScoreTable:
+        """Test the initial model Θ⁰ of each run on the samples of all clients."""
+        everybody = [list(range(self.setup.population))] * len(self.setup.seeds)
+        for result in self.transport.score_models(0, self.setup.initial, everybody):
+            table.add(result.lanes, result.scores)
+        settle([table])
+        return table
 
     def _choose_test(self, predicts: bool) -> Callable[..., Iterator[CohortResult]]:
         return self.transport.predict_models if predicts else self.transport.score_models
@@ -115,7 +130,7 @@ class FurtherModels:
             return
         setup = self.setup
         for run, joined in enumerate(work.joined):
-            for client in list_absent(setup.population, joined):
+            for client in self._list_absent(joined):
                 log = PredictionLog()
                 cohort = Cohort(setup.task, [client], [setup.seeds[run]], work.request.round)
                 cohort.evaluate(self._model_of_absent((run, client)), log=log)

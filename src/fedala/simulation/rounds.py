@@ -14,22 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedala.errors import RunError, UserError
+from fedala.errors import RunError
 from fedala.lanes import Message, Params, State, Task, UpdateRule, Uploads
 from fedala.lanes.messages import add_transient, count_numbers_per_lane, drop_transient
 from fedala.lanes.samples import to_device
-from fedala.lanes.trees import leaves, matches, take, tree_map
+from fedala.lanes.trees import matches, tree_map
 from fedala.methods import Method, ServerRound
 from fedala.records import INITIALIZED, Evaluation, Fault, PersonalModel
-from fedala.simulation.client_round import CohortResult
+from fedala.simulation.client_round import CohortResult, check_message
 from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.evaluated_models import EvaluatedModels, RunModels
 from fedala.simulation.further_models import FurtherModels
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.model_scores import EvaluationSchedule, has_class_labels
 from fedala.simulation.out_of_memory import retry_with_fewer_lanes
-from fedala.simulation.participation import draw_participants, list_absent
+from fedala.simulation.participation import draw_participants
 from fedala.simulation.round_results import RoundResults
-from fedala.simulation.scores import ScoreTable, settle
+from fedala.simulation.scores import ScoreTable
 from fedala.simulation.transport import Setup, Transport
 from fedala.simulation.variants import Variant
 
@@ -111,6 +112,11 @@ class Simulation:
         self.absent_scores: np.ndarray | None = None
         self._diverged: dict[Lane, int] = {}  # rounds that did not count since the last row
         self._explained: set[Lane] = set()  # lanes whose first bad step has been looked for
+        #: Runs that take part in no further round.
+        self.stopped: set[int] = set()
+        #: Whether `list_models` can be asked after every evaluation, and not only after the last.
+        self.keeps_evaluated = False
+        self._evaluated: EvaluatedModels | None = None
 
     @property
     def clients(self) -> ClientStates:
@@ -125,12 +131,42 @@ class Simulation:
         """Run all rounds that are left: T rounds give evaluations 0 to T.
 
         The models of the last evaluation go to `on_model`. `after_round` is called when a round has
-        been trained and its evaluations have been taken.
+        been trained and its evaluations have been taken. A run that has `stopped` in between has no
+        further evaluations, and its models do not go to `on_model`.
         """
-        while self.round < self.rounds:
+        while self.round < self.rounds and self.is_active:
             yield from self.step(self.round + 1, train=True)
             after_round(self.round)
-        yield from self.step(self.rounds + 1, train=False, on_model=on_model)
+        if not self.is_active:
+            return
+        yield from self.step(self.rounds + 1, train=False)
+        if on_model:
+            for run in self._active_runs:
+                for model in self.list_models(run):
+                    on_model(model)
+
+    @property
+    def is_active(self) -> bool:
+        """Tell whether any run is left that has not stopped."""
+        return len(self.stopped) < len(self.seeds)
+
+    @property
+    def _active_runs(self) -> list[int]:
+        return [run for run in range(len(self.seeds)) if run not in self.stopped]
+
+    def list_models(self, run: int) -> RunModels:
+        """Return the models of a run's latest evaluation, until the next round begins."""
+        if self._evaluated is None:
+            raise ValueError("the models of this evaluation have not been kept")
+        population = self.population if self._has_models_here else 0
+        return self._evaluated.of_run(
+            run, self.seeds[run], self.initial[run], self.clients, population
+        )
+
+    @property
+    def _has_models_here(self) -> bool:
+        """Tell whether clients have models of their own, and they are on this machine."""
+        return self.method.has_personal_models and self.transport.keeps_models()
 
     # --- between two rounds --------------------------------------------------------------------
 
@@ -167,19 +203,22 @@ class Simulation:
 
     # --- one round -----------------------------------------------------------------------------
 
-    def step(self, round: int, *, train: bool, on_model: OnModel | None = None) -> list[Evaluation]:
+    def step(self, round: int, *, train: bool) -> list[Evaluation]:
         """Do round `round`, from 1. Its evaluation is number `round − 1`.
 
         If the device runs out of memory, the round is done again with half as many lanes.
         """
         return retry_with_fewer_lanes(
-            lambda: self._do_round(round, train, on_model), self.transport, self.on_message
+            lambda: self._do_round(round, train), self.transport, self.on_message
         )
 
-    def _do_round(self, round: int, train: bool, on_model: OnModel | None) -> list[Evaluation]:
+    def _do_round(self, round: int, train: bool) -> list[Evaluation]:
         work = self._begin_round(round, train)
+        self._evaluated = None
+        if work.request.evaluate and (self.keeps_evaluated or not train):
+            self._evaluated = EvaluatedModels(self.method, self.task, self.servers, work.joined)
         for result in self.transport.run_round(work.request, work.sent, work.joined):
-            self._take_result(work, result, on_model)
+            self._take_result(work, result)
         if work.request.evaluate:
             self._score_server_models(work)
         servers = self._aggregate(work) if train else self.servers
@@ -190,8 +229,6 @@ class Simulation:
         evaluations = self._report(work, diverged) if work.request.evaluate else []
         if train:
             self._finish_round(work, servers)
-        elif on_model:
-            self._give_last_models(work, on_model)
         self._diverged = {} if work.request.evaluate else diverged
         for fault in work.faults:
             self.on_fault(fault)
@@ -202,14 +239,19 @@ class Simulation:
         if self.transport.begin_round():
             self._sizes = self._list_sizes()
         began = time.perf_counter()
-        joined = [self.draw_participants(seed, round) for seed in self.seeds]
+        joined = [
+            [] if run in self.stopped else self.draw_participants(seed, round)
+            for run, seed in enumerate(self.seeds)
+        ]
         servers = [self._server_round(run, round, own) for run, own in enumerate(joined)]
         sent = [
             self._reset_transient(run, self.methods[run].send(self.servers[run], server_round))
+            if server_round.clients
+            else Message()
             for run, server_round in enumerate(servers)
         ]
         for message, server_round in zip(sent, servers, strict=True):
-            _check_message(self.method, message, len(server_round.clients))
+            check_message(self.method, message, len(server_round.clients))
         request = self.further_models.make_request(
             round, sent, train=train, evaluates_absent=self._evaluates_absent
         )
@@ -239,18 +281,15 @@ class Simulation:
         """Return who takes part in a round of a run."""
         return draw_participants(seed, round, self.population, self.join_ratio)
 
-    def _take_result(
-        self, work: RoundResults, result: CohortResult, on_model: OnModel | None
-    ) -> None:
+    def _take_result(self, work: RoundResults, result: CohortResult) -> None:
         """Note what a cohort did, and keep its clients' states."""
         work.add_figures(result)
+        if self._evaluated and self._has_models_here:
+            self._evaluated.cohorts.append((result.lanes, result.evaluated))
         if work.request.train:
             self._note_diverged(work, result)
             self.transport.keep_states(result, self.on_divergence)
             work.uploads.append((result.lanes, result.upload))
-        elif on_model and self.method.has_personal_models and self.transport.keeps_models():
-            for i, (run, client) in enumerate(result.lanes):
-                self._give_model(on_model, run, client, take(result.evaluated, slice(i, i + 1)))
 
     def _note_diverged(self, work: RoundResults, result: CohortResult) -> None:
         """Note the lanes whose training failed. Their uploads and states do not count."""
@@ -320,11 +359,7 @@ class Simulation:
         """Return the absent clients' scores; before its first round, a client has Θ⁰."""
         if self.absent_scores is None:
             table = ScoreTable(np.zeros(self._score_shape))
-            everybody = [list(range(self.population))] * len(self.seeds)
-            for result in self.transport.score_models(0, self.initial, everybody):
-                table.add(result.lanes, result.scores)
-            settle([table])
-            self.absent_scores = table.values
+            self.absent_scores = self.further_models.score_initial_models(table).values
         return ScoreTable(self.absent_scores.copy())
 
     def _score_server_models(self, work: RoundResults) -> None:
@@ -346,7 +381,8 @@ class Simulation:
     def _report(self, work: RoundResults, diverged: Mapping[Lane, int]) -> list[Evaluation]:
         """Return what is reported of every run."""
         evaluations = []
-        for run, weights in enumerate(work.weights.collect(len(self.seeds))):
+        weights = work.weights.collect(len(self.seeds))
+        for run in self._active_runs:
             clients = slice(None) if self.eval_clients == "all" else work.joined[run]
             models = self.further_models.list_models(work, run, clients)
             row = work.make_row(
@@ -360,38 +396,5 @@ class Simulation:
                 metric=self.task.loss.metric,
             )
             scores = work.scores.values[run, :, 0]
-            variant = self.variants[run]
-            evaluations.append(Evaluation(row, scores, weights, models, variant))
+            evaluations.append(Evaluation(row, scores, weights[run], models, run))
         return evaluations
-
-    # --- models at the end ---------------------------------------------------------------------
-
-    def _give_model(self, on_model: OnModel, run: int, client: int | None, model: Params) -> None:
-        is_initial = client is not None and model is self.initial[run]
-        saved = drop_transient(self.task, model)
-        variant = self.variants[run]
-        on_model(PersonalModel(self.seeds[run], client, saved, is_initial, variant))
-
-    def _give_last_models(self, work: RoundResults, on_model: OnModel) -> None:
-        """Give the global models, and the personal models of absent clients."""
-        for run, server in enumerate(self.servers):
-            if model := self.method.global_model(server):
-                self._give_model(on_model, run, None, model)
-            if not self.method.has_personal_models or not self.transport.keeps_models():
-                continue
-            for client in list_absent(self.population, work.joined[run]):
-                state = self.clients.get((run, client))
-                if state is None:
-                    self._give_model(on_model, run, client, self.initial[run])
-                elif model := self.method.model_when_absent(Message(), state):
-                    self._give_model(on_model, run, client, model)
-
-
-def _check_message(method: Method, message: Message, clients: int) -> None:
-    """Refuse a message that is neither one lane for all clients nor one for each."""
-    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
-    if len(widths) > 1 or not widths <= {1, clients}:
-        raise UserError(
-            f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
-            "All tensors of a message must have one lane for all clients, or one for each."
-        )
