@@ -12,6 +12,7 @@ from rich.console import Console
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
+from fedala.metrics import ACCURACY
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
 from fedala.report.progress import ProgressBars
@@ -23,6 +24,7 @@ from fedala.runs.plan import Plan, plan
 from fedala.runs.results import Result
 from fedala.runs.resumable_options import change_config
 from fedala.runs.resume import resume_advice
+from fedala.runs.sweep_results import find_sweeps
 
 app = typer.Typer()
 
@@ -181,11 +183,16 @@ def _show(result: Result) -> None:
     """Print the table of results and the notes that explain it."""
     config = result.config
     tables.console().print(tables.results(result.summaries()))
+    metric = next(iter(result.methods.values())).metric
+    formula = "Σ correct" if metric == ACCURACY else "sum over samples"
     print(
-        "Accuracy is that of the initialised personal models, before they train "
-        "(Σ correct / Σ samples)."
+        f"The {metric.title} is that of the initialised personal models, before they train "
+        f"({formula} / Σ samples)."
     )
     print("The best round is picked on test data, as in the paper.")
+    for sweep in find_sweeps(config.sweep, result.methods):
+        for sentence in tables.describe_sweep(sweep):
+            print(sentence)
     if any(row.diverged for method in result.methods.values() for row in method.history):
         print(
             "Some clients diverged: their updates in these rounds do not count "
@@ -193,7 +200,6 @@ def _show(result: Result) -> None:
         )
     if config.join_ratio < 1:
         clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
-        metric = next(iter(result.methods.values())).metric
         print(
             f"With ρ = {config.join_ratio:g}, {metric.title} is that of {clients}, "
             "unless the heading says otherwise."

@@ -97,8 +97,8 @@ class ResultsTable:
         notes = []
         for head, run in zip(self.heads, self.runs, strict=True):
             for method, result in run.results.items():
-                if run.last_round(method) < run.rounds:
-                    reached = f"{run.last_round(method)} of {run.rounds} rounds"
+                if (round := run.find_missing_rounds(method)) is not None:
+                    reached = f"{round} of {run.rounds} rounds"
                     notes.append(f"Unfinished: {result.title} in {head}, {reached}.")
                 if run.missing_seeds(method):
                     seeds = f"{len(result.seeds)} of {run.config['seeds']} seeds"

@@ -15,9 +15,13 @@ from fedala.methods import make
 from fedala.metrics import Metric, find_metric
 from fedala.records import HistoryRow
 from fedala.report.arrays import Array, Rows, to_array
+from fedala.runs.config_values import flatten_sweep
+from fedala.runs.early_stopping import group_runs
 from fedala.runs.folder import RunFolder
 from fedala.runs.results import MethodResult
 from fedala.runs.resumable_options import CHANGEABLE
+from fedala.runs.sweep import label_of, split_label
+from fedala.runs.sweep_results import Sweep, find_sweeps
 
 _REQUIRED_COLUMNS = {
     "history.csv": (
@@ -87,11 +91,32 @@ class Run:
         begun = len(self.results[method].seeds)
         return max(0, seeds - begun) if isinstance(seeds, int) else 0
 
+    def find_missing_rounds(self, method: str) -> int | None:
+        """Return the round that a method has got to if its rounds are not finished, else None.
+
+        Runs that have stopped early are finished.
+        """
+        result, patience = self.results[method], self.config.get("patience")
+        patience = patience if isinstance(patience, int) else None
+        try:
+            watches = group_runs(result.history, result.seeds, patience)
+        except ValueError:  # a row after the end: the folder's own reader refuses it
+            watches, patience = group_runs(result.history, result.seeds, None), None
+        last = [w.last.round for w in watches if w.last and not w.is_over(patience)]
+        return min(last) if last and min(last) < self.rounds else None
+
     @property
     def pending_methods(self) -> list[str]:
         """Return the methods in the config that have not begun."""
         names = [name.strip() for name in str(self.config.get("method", "")).split(",")]
-        return [name for name in names if name and name.lower() not in self.results]
+        begun = {split_label(label)[0] for label in self.results}
+        return [name for name in names if name and name.lower() not in begun]
+
+    @property
+    def sweeps(self) -> list[Sweep]:
+        """The sweeps of its methods."""
+        swept = self.config.get("sweep")
+        return find_sweeps(flatten_sweep(swept), self.results) if swept else []
 
     def is_comparable_to(self, other: "Run") -> bool:
         """Tell whether only methods, seeds and rounds differ, and clients hold the same samples."""
@@ -243,8 +268,9 @@ def _read_titles(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default_title(name: str) -> str:
+    method, point = split_label(name)
     try:
-        return make(name).title
+        return label_of(make(method).title, point)
     except UserError:
         return name  # a method from outside the package
 

@@ -13,6 +13,7 @@ from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
 from fedala.metrics import find_metric
 from fedala.report.headline import format_figure
+from fedala.runs.sweep_results import Sweep
 
 #: The scores of a summary, and their headings.
 SCORES = {
@@ -59,6 +60,23 @@ def results(methods: Mapping[str, Any]) -> Table:
             *faults,
         )
     return table
+
+
+def describe_sweep(sweep: Sweep) -> list[str]:
+    """Say which point of a sweep is the best, what it scores, and whether the grid is too small."""
+    winner = sweep.results[sweep.winner]
+    by = "validation samples" if sweep.is_validated else "test samples, which is optimistic"
+    score = format_figure(winner.metric, sweep.test_score(sweep.winner))
+    sentences = [
+        f"{winner.title} is the best of {len(sweep.points)} points, picked by {by}: "
+        f"test {winner.metric.title} {score}{winner.metric.unit}."
+    ]
+    if edges := sweep.edges():
+        sentences.append(
+            f"Its place is at the edge of the grid ({', '.join(edges)}): "
+            "a better point may lie beyond."
+        )
+    return sentences
 
 
 def clients(federation: Federation) -> Table:

@@ -20,6 +20,7 @@ from fedala.runs.digests import Digests
 from fedala.runs.plan import Plan, first_output
 from fedala.runs.results import Result
 from fedala.runs.resumable_options import identify
+from fedala.runs.sweep_results import find_sweeps
 from fedala.version import __version__
 
 
@@ -79,8 +80,10 @@ def list_program_changes(record: Digests | None, about: Digests) -> list[str]:
 
 def summarize(plan: Plan, result: Result, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json`."""
+    sweeps = find_sweeps(result.config.sweep, result.methods)
     return {
         "methods": result.summaries(),
+        **({"sweep": {one.method: one.summary() for one in sweeps}} if sweeps else {}),
         "note": "best: the best round, picked on test data as in the paper; final: the last round",
         "rounds": result.config.rounds,
         "seeds": result.config.seeds,

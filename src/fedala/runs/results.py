@@ -126,6 +126,11 @@ class MethodResult:
         return self._picked_by("score_validation", "score")
 
     @property
+    def best_validation(self) -> np.ndarray:
+        """Each run's score on the validation samples in the round that they pick."""
+        return self._picked_by("score_validation", "score_validation")
+
+    @property
     def best_score(self) -> float:
         """Mean over the runs of the best round's score."""
         return float(self.best.mean())
@@ -178,7 +183,7 @@ class MethodResult:
             "client_rounds_that_diverged": sum(row.diverged for row in self.history),
         }
         if local and local is not self and len(shares := self.below_local(local)):
-            summary["clients_below_local"] = _spread(shares)
+            summary["clients_below_local"] = describe_spread(shares)
         if any(round is not None for round in self.best_rounds):
             summary["best_models"] = {"picked_by": self.picked_by, "rounds": self.best_rounds}
         if any(round is not None for round in self.stops):
@@ -198,10 +203,10 @@ class MethodResult:
             kinds["validation_picked"] = self.validation_picked
         if any(row.score != row.score_joined for row in self.history):
             kinds["best_joined"] = self.best_joined
-        return {kind: _spread(values) for kind, values in kinds.items()}
+        return {kind: describe_spread(values) for kind, values in kinds.items()}
 
 
-def _spread(values: np.ndarray) -> dict[str, Any]:
+def describe_spread(values: np.ndarray) -> dict[str, Any]:
     """Return mean, standard deviation and values of a figure that each run has."""
     return {"mean": float(values.mean()), "std": float(values.std()), "runs": values.tolist()}
 

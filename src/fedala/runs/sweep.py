@@ -49,16 +49,15 @@ class Dimension:
             value = random.uniform(self.low, self.high)
         return f"{value:.3g}"
 
-    def is_edge(self, value: str) -> str:
+    def find_end(self, value: str) -> str:
         """Return "smallest" or "largest" if the value is at an end of a grid of numbers."""
         try:
-            numbers = sorted(float(one) for one in self.values)
+            numbers, own = sorted(float(one) for one in self.values), float(value)
         except ValueError:
             return ""
         if len(numbers) < 2:
             return ""
-        ends = {numbers[0]: "smallest", numbers[-1]: "largest"}
-        return ends.get(float(value), "")
+        return {numbers[0]: "smallest", numbers[-1]: "largest"}.get(own, "")
 
 
 def read_dimensions(sweep: Mapping[str, str]) -> list[Dimension]:
@@ -136,7 +135,8 @@ def split_label(label: str) -> tuple[str, Point]:
     method, bracket, rest = label.partition("[")
     if not bracket:
         return label, {}
-    return method, dict(part.split("=", 1) for part in rest.removesuffix("]").split(","))
+    parts = [part.partition("=") for part in rest.removesuffix("]").split(",")]
+    return method, {name: value for name, _, value in parts}
 
 
 def list_labels(config: Config) -> list[str]:

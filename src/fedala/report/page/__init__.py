@@ -11,6 +11,7 @@ from fedala.report.page.chart_data import collect_chart_data
 from fedala.report.page.curves import view_curves
 from fedala.report.page.models import view_models
 from fedala.report.page.setup import view_setup
+from fedala.report.page.sweep import view_sweeps
 from fedala.report.page.views import Section
 from fedala.report.runs import Run, find_runs
 from fedala.report.series import list_series
@@ -51,6 +52,7 @@ def render_page(runs: Sequence[Run]) -> str:
     series = list_series(runs)
     sections = [
         Section("results", "Results", results.view_results(series)),
+        Section("sweep", "Sweep", view_sweeps(runs)),
         Section("models", "Which accuracy?", view_models(series)),
         Section("curves", "Learning curves", view_curves(series)),
         Section("clients", "Clients", clients.view_clients(series)),

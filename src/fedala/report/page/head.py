@@ -92,9 +92,9 @@ def list_warnings(runs: Sequence[Run]) -> list[str]:
 def _warn(run: Run) -> list[str]:
     warnings = []
     unfinished = [
-        f"{result.title} {run.last_round(name)}"
+        f"{result.title} {run.find_missing_rounds(name)}"
         for name, result in run.results.items()
-        if run.last_round(name) < run.rounds
+        if run.find_missing_rounds(name) is not None
     ]
     if unfinished:
         warnings.append(
