@@ -183,6 +183,8 @@ OTHERS = {
     "method": "fedavg", "set": "fedala.eta=0.5", "dataset": "other.npz", "model": "resnet18",
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "2", "seed": "1",
+    "server_optimizer": "adam", "server_lr": "0.1", "server_momentum": "0.5", "server_beta2": "0.5",
+    "server_tau": "0.1", "patience": "3",
     "eval_every": "2", "eval_clients": "joined", "validation": "0.1", "precision": "float64",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
@@ -326,7 +328,12 @@ REFUSALS = [
 def test_every_option_is_in_one_of_the_tables():
     names = {field.name for field in fields(Config)}
     assert set(OTHERS) == names - set(CHANGEABLE)
-    assert set(WRONG) == set(CHANGEABLE) - {"data_dir", "save_models", "keep_checkpoint"}
+    assert set(WRONG) == set(CHANGEABLE) - {
+        "data_dir",
+        "save_models",
+        "save_best",
+        "keep_checkpoint",
+    }
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=str)

@@ -305,6 +305,19 @@ def test_stopping_by_test_samples_is_said_to_be_optimistic(tmp_path):
     assert sum("optimistic" in sentence for sentence in said) == 1
 
 
+def test_a_federation_keeps_the_best_global_model(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed")
+    from flower.inprocess import RUN, build_federation, run_in_process
+
+    _, federated = run_in_process(tmp_path, method="fedrep")
+    simulated = run(dataset=build_federation(), model=Net, method="fedrep", lanes="1", **RUN)
+    folder = RunFolder(tmp_path / "runs" / "fedala")
+    there = folder.model("fedrep", RUN["seed"], best=True)
+    assert_close(there, simulated.best_models[RUN["seed"], None], 1e-6)
+    assert federated.methods["fedrep"].best_rounds == simulated.methods["fedrep"].best_rounds
+    assert len(list((folder.path / "models" / "best").rglob("*.safetensors"))) == 1
+
+
 def test_a_federation_refuses_patience():
     pytest.importorskip("flwr", reason="Flower is not installed")
     from fedala.flower.experiment import read_run_config
