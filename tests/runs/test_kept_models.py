@@ -178,6 +178,29 @@ def test_a_checkpoint_without_them_is_resumed_and_it_is_said(tmp_path):
     assert any("have not been kept; those of a better round will be" in one for one in said)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda entry: [entry[0], 7, *entry[2:]],
+        lambda entry: [entry[0], entry[1], entry[2] + 1, *entry[3:]],
+        lambda entry: ["worst", *entry[1:]],
+        lambda entry: [*entry[:4], "", ""],
+        lambda entry: [*entry[:4], "../../config.toml", entry[5]],
+    ],
+    ids=["run", "round", "kind", "nothing", "path"],
+)
+def test_a_manifest_that_no_run_wrote_is_refused(edit, tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(Stopped):
+        execute(planned(checkpoint_every=2), path, observer=stop_after(2))
+    manifest = path / "checkpoint" / "0" / "0000002.json"
+    values = files.read_checksummed(manifest, "checkpoint", 2**20)
+    values["kept"][0] = edit(values["kept"][0])
+    manifest.write_bytes(files.pack_checksummed("checkpoint", values))
+    with pytest.raises(files.DamagedFile, match=r"damaged|does not fit"):
+        execute(planned(checkpoint_every=2), path, resume=True)
+
+
 # --- early stopping -------------------------------------------------------------------------------
 
 
