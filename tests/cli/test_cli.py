@@ -115,7 +115,7 @@ def test_summary_agrees_with_the_history(finished):
     for name, method in summary["methods"].items():
         assert set(method) == {
             "title", "accuracy", "seconds_per_round", "parameters_per_client_and_round",
-            "client_rounds_that_diverged", "checkpoints",
+            "client_rounds_that_diverged", "checkpoints", "best_models",
         }  # fmt: skip
         assert method["client_rounds_that_diverged"] == 0
         checkpoints = folder.checkpoint_folder(list(summary["methods"]).index(name))
@@ -144,7 +144,8 @@ def test_models_can_be_loaded_by_name(finished):
             *(("fedala", client) for client in range(4)),
         ):
             model.load_state_dict(folder.model(method, seed, client))
-    assert len(list((folder.path / "models").rglob("*.safetensors"))) == 2 * (2 + 4)
+            model.load_state_dict(folder.model(method, seed, client, best=True))
+    assert len(list((folder.path / "models").rglob("*.safetensors"))) == 2 * 2 * (2 + 4)
 
 
 def test_the_table_says_what_it_shows(finished):

@@ -191,7 +191,7 @@ OTHERS = {
     "beta2": "0.9", "clip": "1", "keep_optimizer": "", "schedule": "cosine", "warmup": "1",
     "decay": "0.5", "decay_every": "2", "local_steps": "3", "sweep": "lr=0.1,0.2", "trials": "3",
     "server_optimizer": "adam", "server_lr": "0.1", "server_momentum": "0.5",
-    "server_beta2": "0.5", "server_tau": "0.1",
+    "server_beta2": "0.5", "server_tau": "0.1", "patience": "3",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {
@@ -362,7 +362,12 @@ REFUSALS = [
 def test_every_option_is_in_one_of_the_tables():
     names = {field.name for field in fields(Config)}
     assert set(OTHERS) == names - set(CHANGEABLE)
-    assert set(WRONG) == set(CHANGEABLE) - {"data_dir", "save_models", "keep_checkpoint"}
+    assert set(WRONG) == set(CHANGEABLE) - {
+        "data_dir",
+        "save_models",
+        "save_best",
+        "keep_checkpoint",
+    }
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=str)

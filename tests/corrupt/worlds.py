@@ -108,7 +108,7 @@ def _kind(path: Path) -> str:
     if path.suffix != ".safetensors":
         return str(path)
     letter = "client" if path.name[0].isdecimal() or path.name.startswith("client") else path.name
-    return str(path.with_name(letter))
+    return str(path.with_name("best" if path.name.startswith("best-") else letter))
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -381,18 +381,19 @@ def _load(run: Path) -> Callable[[], None]:
     wanted = []
     for path in sorted((run / "models").rglob("*.safetensors")):
         client = None if path.stem == "global" else int(path.stem.split("-")[1])
-        wanted.append((path.parts[-3], int(path.parts[-2].split("-")[1]), client))
+        best = path.parts[-4] == "best"
+        wanted.append((path.parts[-3], int(path.parts[-2].split("-")[1]), client, best))
 
     def before() -> None:
         warnings.simplefilter("always")
         try:
-            for method, seed, client in wanted:
-                model = RunFolder(Path("run")).model(method, seed, client)
+            for method, seed, client, best in wanted:
+                model = RunFolder(Path("run")).model(method, seed, client, best=best)
                 digest = hashlib.sha256()
                 for name, value in sorted(model.items()):
                     digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
                     digest.update(value.contiguous().view(-1).numpy().tobytes())
-                print(method, seed, client, digest.hexdigest())
+                print(method, seed, client, best, digest.hexdigest())
         except UserError as error:
             print(f"Error: {error}", file=sys.stderr)
             raise SystemExit(2) from None

@@ -178,6 +178,29 @@ def test_a_checkpoint_without_them_is_resumed_and_it_is_said(tmp_path):
     assert any("have not been kept; those of a better round will be" in one for one in said)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda entry: [entry[0], 7, *entry[2:]],
+        lambda entry: [entry[0], entry[1], entry[2] + 1, *entry[3:]],
+        lambda entry: ["worst", *entry[1:]],
+        lambda entry: [*entry[:4], "", ""],
+        lambda entry: [*entry[:4], "../../config.toml", entry[5]],
+    ],
+    ids=["run", "round", "kind", "nothing", "path"],
+)
+def test_a_manifest_that_no_run_wrote_is_refused(edit, tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(Stopped):
+        execute(planned(checkpoint_every=2), path, observer=stop_after(2))
+    manifest = path / "checkpoint" / "0" / "0000002.json"
+    values = files.read_checksummed(manifest, "checkpoint", 2**20)
+    values["kept"][0] = edit(values["kept"][0])
+    manifest.write_bytes(files.pack_checksummed("checkpoint", values))
+    with pytest.raises(files.DamagedFile, match=r"damaged|does not fit"):
+        execute(planned(checkpoint_every=2), path, resume=True)
+
+
 # --- early stopping -------------------------------------------------------------------------------
 
 
@@ -303,6 +326,19 @@ def test_stopping_by_test_samples_is_said_to_be_optimistic(tmp_path):
     observer = RunObserver(on_message=said.append)
     execute(planned(rounds=1, patience=1), tmp_path / "run", observer=observer)
     assert sum("optimistic" in sentence for sentence in said) == 1
+
+
+def test_a_federation_keeps_the_best_global_model(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed")
+    from flower.inprocess import RUN, build_federation, run_in_process
+
+    _, federated = run_in_process(tmp_path, method="fedrep")
+    simulated = run(dataset=build_federation(), model=Net, method="fedrep", lanes="1", **RUN)
+    folder = RunFolder(tmp_path / "runs" / "fedala")
+    there = folder.model("fedrep", RUN["seed"], best=True)
+    assert_close(there, simulated.best_models[RUN["seed"], None], 1e-6)
+    assert federated.methods["fedrep"].best_rounds == simulated.methods["fedrep"].best_rounds
+    assert len(list((folder.path / "models" / "best").rglob("*.safetensors"))) == 1
 
 
 def test_a_federation_refuses_patience():

@@ -111,9 +111,9 @@ def _read_kept(entries: list[list[Any]]) -> dict[Key, KeptFiles]:
     kept: dict[Key, KeptFiles] = {}
     for kind, run, round, client, *file in entries:
         one = kept.setdefault((kind, run), KeptFiles(round, {}))
-        if one.round != round:
-            raise ValueError(f"its {kind} models are of different rounds")
         one.files[client] = File(*file)
+        if one.round != round or one.files[client] == NOTHING:
+            raise ValueError(f"its {kind} models are not those of one round")
     return kept
 
 
@@ -294,6 +294,8 @@ class Checkpoints:
         state, _ = tensor_files.load(path, checkpoint.server.digest)
         try:
             simulation.restore(checkpoint.round, state)
+            if any(run >= len(simulation.seeds) for _, run in checkpoint.kept):
+                raise ValueError("another run's models")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise files.DamagedFile(
                 f"{path} does not fit this run: it is a checkpoint of something else."

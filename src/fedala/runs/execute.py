@@ -106,8 +106,10 @@ def execute(
     `simulate` makes a method's simulation.
     """
     observer = observer or RunObserver()
+    source = resume if isinstance(resume, Path) else out
     if plan.config.save_best is None:
-        plan = choose_best_models(plan, out)
+        before = RunFolder.open(source).config().save_best if source and resume else None
+        plan = choose_best_models(plan, out, before)
         if plan.config.save_models and not plan.config.save_best:
             observer.on_message(
                 "Only the models of the last evaluation are saved, because those of the best one "
@@ -120,8 +122,7 @@ def execute(
         stack.enter_context(torch.random.fork_rng(devices=devices))
         folder, about, progress = None, Digests(), dict[tuple[int, int], Progress]()
         batches = split_seeds(plan.config, [plan.config.seeds])
-        if out and resume:
-            source = resume if isinstance(resume, Path) else out
+        if out and source and resume:
             reopened = reopen(stack, plan, out, source, observer)
             folder, about = reopened.folder, reopened.about
             batches, progress = reopened.batches, reopened.progress

@@ -307,15 +307,16 @@ def _check_memory(plan: Plan) -> None:
         )
 
 
-def choose_best_models(plan: Plan, out: Path | None) -> Plan:
-    """Decide whether the best models are saved, if the config leaves that open.
+def choose_best_models(plan: Plan, out: Path | None, before: bool | None = None) -> Plan:
+    """Decide whether the best models are saved, for a config that leaves it open.
 
-    They are, along with the last ones, if they fit into memory and onto the disk.
+    They are, along with the last ones, if they fit into memory and onto the disk. A run that is
+    resumed does as it did `before`.
     """
     config = plan.config
-    if config.save_best is not None:
-        return plan
     with_best = replace(plan, config=replace(config, save_best=True))
+    if before is not None:
+        return with_best if before else replace(plan, config=replace(config, save_best=False))
     if config.save_models and plan.fits_best_models:
         with suppress(UserError):
             check_room(with_best, out)

@@ -226,6 +226,8 @@ class ClientStates(Mapping[Lane, State]):
 
     def __getitem__(self, lane: Lane) -> State:
         location = self._locations[lane]
+        if location.stack is not None and not self.everybody:
+            return dict(location.stack)  # a stack of its own
         if location.stack is not None:
             return dict(take(location.stack, slice(location.lane, location.lane + 1)))
         if location.file is None:
