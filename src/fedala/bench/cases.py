@@ -1,8 +1,9 @@
 """The cases that `fedala bench` measures."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class Case:
     lr: float = 0.005
     vocabulary: int | None = None
     has_plain_loop: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the run."""
 
     @property
     def can_use_real_data(self) -> bool:
@@ -70,10 +73,15 @@ class Case:
 _MNIST = Case("mnist, fedala", "mnist", (1, 28, 28), 10, 70_000, lr=0.1)
 _CIFAR = Case("cifar10, fedala", "cifar10", (3, 32, 32), 10, 60_000)
 _MANY = replace(_MNIST, has_plain_loop=False)
+_AVERAGED = replace(_MNIST, method="fedavg", has_plain_loop=False)
+_SIXTEEN_RATES = {"lr": ",".join(f"{0.4 / 2 ** (k / 2):.4g}" for k in range(16))}
 CASES = (
     replace(_MNIST, name="mnist, fedavg", method="fedavg"),
     _MNIST,
     replace(_MNIST, name="mnist, fedala, 5 seeds", seeds=5, has_plain_loop=False),
+    replace(_AVERAGED, name="mnist, fedavg, momentum", options={"momentum": 0.9}),
+    replace(_AVERAGED, name="mnist, fedavg, adamw", options={"optimizer": "adamw"}),
+    replace(_AVERAGED, name="mnist, fedavg, 16 learning rates", options={"sweep": _SIXTEEN_RATES}),
     _CIFAR,
     replace(_CIFAR, name="cifar100, fedala", dataset="cifar100", classes=100),
     Case(
@@ -84,9 +92,18 @@ CASES = (
     replace(_MANY, name="1,001 clients, 100 joining", clients=1_001, join_ratio=0.0999),
     replace(_MANY, name="100,000 clients, 100 joining", clients=100_000, join_ratio=0.001),
 )  # fmt: skip
-QUICK = tuple(
-    Case(f"small mnist, {method}", "mnist", (1, 28, 28), 10, 2_000, method=method, lr=0.1)
-    for method in ("fedavg", "fedala")
+_SMALL = Case("small mnist, fedavg", "mnist", (1, 28, 28), 10, 2_000, method="fedavg", lr=0.1)
+_SMALL_AVERAGED = replace(_SMALL, has_plain_loop=False)
+QUICK = (
+    _SMALL,
+    replace(_SMALL, name="small mnist, fedala", method="fedala"),
+    replace(_SMALL_AVERAGED, name="small mnist, fedavg, momentum", options={"momentum": 0.9}),
+    replace(_SMALL_AVERAGED, name="small mnist, fedavg, adamw", options={"optimizer": "adamw"}),
+    replace(
+        _SMALL_AVERAGED,
+        name="small mnist, fedavg, 16 learning rates",
+        options={"sweep": _SIXTEEN_RATES},
+    ),
 )
 
 

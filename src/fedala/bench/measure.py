@@ -59,10 +59,14 @@ def measure(
         "precision": precision,
         "join_ratio": case.join_ratio,
         "eval_clients": "joined" if case.join_ratio < 1 else "all",
+        **case.options,
     }
     began = time.perf_counter()
     checked = plan(Config.from_values(options), federation)
-    simulation = build_simulation(checked, checked.methods[0])
+    [group] = checked.groups
+    simulation = build_simulation(
+        checked.for_group(group), group.members[0].method, variants=group.variants
+    )
     seconds = []
     accuracy = 0.0
     for round in range(1, rounds + 1):

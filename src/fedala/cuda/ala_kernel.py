@@ -18,7 +18,7 @@ from torch import Tensor
 def _learn(
     features, positions, labels, lengths, least, limit,
     w, d, weights, w0, d0, weights0, losses, epochs,
-    width, most, eta, threshold,
+    etas, width, most, threshold,
     B: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
     BB: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr,
     WINDOW: tl.constexpr, RESIDENT: tl.constexpr, KS: tl.constexpr, PRECISION: tl.constexpr,
@@ -26,6 +26,7 @@ def _learn(
     lane = tl.program_id(0).to(tl.int64)
     n = tl.load(lengths + lane)
     at_least, at_most = tl.load(least + lane), tl.load(limit + lane)
+    eta = tl.load(etas + lane)
     j, c = tl.arange(0, BB), tl.arange(0, BC)
     w += lane * C * F
     d += lane * C * F
@@ -150,7 +151,7 @@ def learn_weights(
     weights: Head,
     *,
     batch_size: int,
-    eta: float,
+    eta: float | Tensor,
     threshold: float,
     most: int,
     window: int,
@@ -158,7 +159,7 @@ def learn_weights(
 ) -> tuple[Tensor, Tensor]:
     """Learn `weights` in place. Return each lane's epoch losses and number of epochs.
 
-    A lane learns for `least` epochs. If `limit` is higher, it then learns until its loss has
+    `eta` is a number, or [lane]. A lane learns for `least` epochs. If `limit` is higher, it then learns until its loss has
     settled or `limit` is reached. Losses after a lane's last epoch are NaN.
     """
     lanes, classes, width = local.weight.shape
@@ -171,7 +172,7 @@ def learn_weights(
         features.contiguous(), positions.contiguous(), labels.contiguous(),
         lengths.int(), least.int(), limit.int(),
         w, d, weights.weight, w0, d0, weights.bias, losses, epochs,
-        positions.shape[1], most, eta, threshold,
+        _per_lane(eta, losses), positions.shape[1], most, threshold,
         B=batch_size, C=classes, F=width,
         BB=max(16, triton.next_power_of_2(batch_size)), BC=bc,
         BF=bf if resident else max(32, 2048 // bc),
@@ -179,3 +180,10 @@ def learn_weights(
         PRECISION=precision, num_warps=8,
     )  # fmt: skip
     return losses, epochs
+
+
+def _per_lane(number: float | Tensor, like: Tensor) -> Tensor:
+    """Return a number as float32 [lane], in memory of its own."""
+    if isinstance(number, Tensor):
+        return number.float().contiguous()
+    return like.new_full((len(like),), number)

@@ -13,6 +13,9 @@ from fedala.lanes.weight_learning import (
     learn_in_batches,
 )
 
+#: The largest batch that fits into a kernel's registers.
+MOST_SAMPLES = 256
+
 
 def is_plain_head(problem: Problem) -> bool:
     """Tell whether the kernel can learn W.
@@ -21,6 +24,8 @@ def is_plain_head(problem: Problem) -> bool:
     """
     task, cut, governed = problem.cohort.task, problem.cut, tuple(problem.update)
     if task.device.type != "cuda" or problem.ungoverned or task.dtype != torch.float32:
+        return False
+    if task.batch_size > MOST_SAMPLES:
         return False
     name = governed[0].removesuffix(".weight")
     if not cut.cuts or cut.p != 1 or governed != (f"{name}.weight", f"{name}.bias"):
