@@ -54,7 +54,7 @@ def test_without_triton_no_gpu_has_kernels(gpus, monkeypatch):
 class TaskOnGpu:
     """The part of a task that decides between the learners."""
 
-    dtype, loss = torch.float32, CrossEntropy()
+    dtype, loss, batch_size = torch.float32, CrossEntropy(), 10
     y = torch.zeros(4, dtype=torch.int64)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     layers = (("1.weight", "1.bias"), ("0.weight", "0.bias"))

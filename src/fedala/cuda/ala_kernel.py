@@ -159,8 +159,9 @@ def learn_weights(
 ) -> tuple[Tensor, Tensor]:
     """Learn `weights` in place. Return each lane's epoch losses and number of epochs.
 
-    `eta` is a number, or [lane]. A lane learns for `least` epochs. If `limit` is higher, it then learns until its loss has
-    settled or `limit` is reached. Losses after a lane's last epoch are NaN.
+    `eta` is a number, or [lane]. A lane learns for `least` epochs. If `limit` is higher, it then
+    learns until its loss has settled or `limit` is reached. Losses after a lane's last epoch are
+    NaN.
     """
     lanes, classes, width = local.weight.shape
     losses = torch.full((lanes, most), float("nan"), device=features.device)
