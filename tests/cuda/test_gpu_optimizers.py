@@ -99,15 +99,16 @@ def test_methods_on_the_gpu_are_those_on_the_cpu(method, name):
         "schedule": Schedule("cosine", warmup=1),
         "lr": 0.01,
     }
-    rows, models = go(method, image_task("cuda", **options), rounds=3)
+    # Where a gradient is near 0, Adam's step has the sign of a rounding error: compare in float64.
+    precision, tolerance = ("float64", 1e-6) if name == "adamw" else ("float32", 2e-3)
+    if method == "apple":
+        options["lr"] = 0.001  # its core steps by N·lr
+    rows, models = go(method, image_task("cuda", precision, **options), rounds=3)
     reference, plain = go(method, image_task("cpu", "float64", **options), rounds=3, lanes=1)
     for own, other in zip(rows, reference, strict=True):
         assert own.loss == pytest.approx(other.loss, rel=5e-3)
     for key in plain:
-        # Where a gradient is near 0, Adam's step has the sign of a rounding error.
-        for part, value in plain[key].items():
-            difference = (models[key][part].double() - value.double()).abs().mean()
-            assert difference < 5e-3, (key, part)
+        assert_close(models[key], plain[key], tolerance)
 
 
 @pytest.mark.parametrize("method", ["fedprox", "ditto", "fedala", "pfedme", "fedphp", "apple"])
@@ -120,7 +121,7 @@ def test_points_of_a_sweep_are_runs_alone(method):
             make(method, {f"{method}.{name}": value}),
             Recipe(lr, Optimizer(momentum=momentum, clip=math.inf)),
         )
-        for value, lr, momentum in ((0.1, 0.05, 0.5), (0.3, 0.02, 0.9), (0.5, 0.01, 0.0))
+        for value, lr, momentum in ((0.1, 0.005, 0.5), (0.3, 0.002, 0.9), (0.5, 0.001, 0.0))
     ]
     task = image_task("cuda")
     models: dict = {}

@@ -27,6 +27,7 @@ class CudaBackend(Backend):
     """Captured steps, the lanes' own kernels, and chunks as large as the GPU's memory allows."""
 
     predraws = True
+    has_updates = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

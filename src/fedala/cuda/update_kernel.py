@@ -14,14 +14,14 @@ BLOCK = 1024
 
 @triton.jit
 def _step_sgd(
-    params, gradients, velocities, lrs, momenta, decays, N,
+    weights, gradients, velocities, lrs, momenta, decays, N,
     lr_stride, momentum_stride, decay_stride,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, mask = lane * N + n, n < N
-    param = tl.load(params + at, mask=mask, other=0.0)
+    param = tl.load(weights + at, mask=mask, other=0.0)
     gradient = tl.load(gradients + at, mask=mask, other=0.0)
     if DECAY:
         gradient += param * tl.load(decays + lane * decay_stride).to(tl.float32)
@@ -30,19 +30,19 @@ def _step_sgd(
         velocity = tl.load(velocities + at, mask=mask, other=0.0) * momentum + gradient
         tl.store(velocities + at, velocity, mask=mask)
         gradient = gradient + velocity * momentum if NESTEROV else velocity
-    tl.store(params + at, param - tl.load(lrs + lane * lr_stride) * gradient, mask=mask)
+    tl.store(weights + at, param - tl.load(lrs + lane * lr_stride) * gradient, mask=mask)
 
 
 @triton.jit
 def _step_adam(
-    params, gradients, means, squares, steps, lrs, betas1, betas2, epsilons, decays, N,
+    weights, gradients, means, squares, steps, lrs, betas1, betas2, epsilons, decays, N,
     lr_stride, beta1_stride, beta2_stride, epsilon_stride, decay_stride,
     DECAY: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, mask = lane * N + n, n < N
-    param = tl.load(params + at, mask=mask, other=0.0)
+    param = tl.load(weights + at, mask=mask, other=0.0)
     gradient = tl.load(gradients + at, mask=mask, other=0.0)
     lr = tl.load(lrs + lane * lr_stride)
     if DECAY:
@@ -64,7 +64,7 @@ def _step_adam(
     tl.store(squares + at, square, mask=mask)
     epsilon = tl.load(epsilons + lane * epsilon_stride).to(tl.float32)
     param -= rate * mean / (tl.sqrt(square) / root + epsilon)
-    tl.store(params + at, param, mask=mask)
+    tl.store(weights + at, param, mask=mask)
 
 
 def step_sgd(

@@ -36,7 +36,9 @@ def _step_sgd(
     rule: UpdateRule, params: Params, gradients: Params, slots: State, numbers: Numbers
 ) -> None:
     """Take the step of SGD for all parameters in one kernel of torch's."""
-    velocities = [slots["momentum"][name] for name in gradients] if rule.has_momentum else []
+    # With variants, one without momentum has slots too, and torch's kernel wants none then.
+    has_momentum = numbers.get("momentum", 0.0) > 0
+    velocities = [slots["momentum"][name] for name in gradients] if has_momentum else []
     torch._fused_sgd_(
         [params[name] for name in gradients],
         list(gradients.values()),

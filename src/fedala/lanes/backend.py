@@ -17,6 +17,8 @@ class Backend:
 
     #: Whether random draws of the next round are made while the device works on this one.
     predraws = False
+    #: Whether there are kernels for the optimisers' steps.
+    has_updates = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -88,7 +88,8 @@ class UpdateRule:
         self, task: Any, params: Params, gradients: Gradients, slots: State, numbers: Numbers
     ) -> None:
         """Take one step, in place."""
-        if self.is_plain:
+        has_one_rate = is_shared(numbers["lr"])
+        if self.is_plain and (has_one_rate or not task.backend.has_updates):
             descend(params, gradients, numbers["lr"])
             return
         whole = densify(gradients)
