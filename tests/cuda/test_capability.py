@@ -1,6 +1,7 @@
 """The kernels are offered only to GPUs that can run them. The GPUs here are made up."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_without_triton_no_gpu_has_kernels(gpus, monkeypatch):
 class TaskOnGpu:
     """The part of a task that decides between the learners."""
 
-    dtype, loss = torch.float32, CrossEntropy()
+    dtype, loss, batch_size = torch.float32, CrossEntropy(), 10
     y = torch.zeros(4, dtype=torch.int64)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     layers = (("1.weight", "1.bias"), ("0.weight", "0.bias"))
@@ -102,3 +103,16 @@ def test_weight_learning_takes_the_kernel_only_for_plain_cross_entropy(gpus, los
     problem = problem_on("cuda:0")
     problem.cohort.task.loss = loss
     assert is_plain_head(problem) is takes_kernel
+
+
+def test_weight_learning_takes_the_kernel_only_with_one_eta_for_all_lanes(gpus):
+    problem = problem_on("cuda:0")
+    lanes = replace(Settings(), eta=torch.tensor([0.1, 1.0]))
+    assert is_plain_head(problem)
+    assert not is_plain_head(replace(problem, settings=lanes))
+
+
+def test_weight_learning_does_not_take_the_kernel_for_batches_that_do_not_fit(gpus):
+    problem = problem_on("cuda:0")
+    problem.cohort.task.batch_size = 5000  # as `batch_size = full` makes it
+    assert not is_plain_head(problem)
