@@ -282,3 +282,17 @@ def test_a_sweep_whose_schedules_plan_ahead_gets_no_more_rounds(schedule, tmp_pa
     execute(planned("fedavg", rounds=3, **options), tmp_path / "run")
     with pytest.raises(UserError, match=f"The {schedule} schedule plans its rounds ahead"):
         execute(planned("fedavg", rounds=6, **options), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedphp"])
+@pytest.mark.parametrize("policy", ["skip", "reset"])
+def test_a_point_that_diverges_leaves_the_others_alone(method, policy):
+    options = {"rounds": 3, "lanes": "1", "on_divergence": policy}
+    swept = execute(planned(method, sweep={"lr": "1e9,0.1"}, **options), None).methods
+    alone = execute(planned(method, lr=0.1, **options), None).methods[method]
+    assert sum(row.diverged for row in swept[f"{method}[lr=1e9]"].history) > 0
+    cells = [
+        [{**row.columns(), "seconds": 0} for row in result.history]
+        for result in (swept[f"{method}[lr=0.1]"], alone)
+    ]
+    assert cells[0] == cells[1]
