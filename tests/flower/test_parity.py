@@ -60,6 +60,18 @@ def test_augmented_and_normalised_images_are_the_same(tmp_path):
     assert_same_models(load_models(tmp_path), simulated.models)
 
 
+@pytest.mark.parametrize(
+    ("method", "join_ratio"), [("fedala", 1.0), ("ditto", 1.0), ("fedavg-c", 1.0), ("fedavg", 0.5)]
+)
+def test_a_client_keeps_its_optimizer_between_rounds(method, join_ratio, tmp_path):
+    options = {"method": method, "set": QUICK.get(method, {}), "join_ratio": join_ratio}
+    options |= {"optimizer": "adamw", "keep_optimizer": True, "lr": 0.02, "local_steps": 3}
+    options |= {"schedule": "cosine", "clip": 0.5, "augment": "flip"}
+    _, federated = run_in_process(tmp_path, **options)
+    simulated = fedala.run(dataset=build_federation(), model=Net, lanes="1", **{**RUN, **options})
+    assert_same_rows(federated.history, simulated.history)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedala", "fedrep", "fedfomo", "local"])
 @pytest.mark.parametrize("eval_clients", ["all", "joined"])
 def test_a_federation_equals_the_simulation_if_only_some_clients_join(

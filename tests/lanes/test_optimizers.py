@@ -170,6 +170,12 @@ def test_a_warm_up_rises_and_the_schedule_starts_after_it():
     assert factors[4:] == [(1 + math.cos(math.pi * k / 6)) / 2 for k in range(6)]
 
 
+def test_the_last_evaluation_has_the_rate_of_the_last_round_of_a_cosine():
+    """Methods that fine-tune for an evaluation do so after the last round, too."""
+    schedule = Schedule("cosine", warmup=1)
+    assert schedule.factor(6, 5) == schedule.factor(5, 5) > 0
+
+
 @pytest.mark.parametrize("steps", [1, 3, 7, 25])
 def test_local_steps_are_as_many_for_every_client(steps):
     """A client takes its batches in order, and begins another epoch when they are used up."""

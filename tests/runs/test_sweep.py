@@ -267,3 +267,32 @@ def test_the_summary_and_the_page_have_the_grid(tmp_path):
     assert "is the best of 4 points" in text
     assert "unfinished" not in text
     assert "has not begun" not in text
+
+
+def test_a_swept_option_leaves_what_depends_on_it_to_each_point():
+    config = planned("fedavg", sweep={"server_optimizer": "avgm,adam"}, server_optimizer="adam")
+    assert [member.method.optimizer.lr for member in config.members] == [1.0, 0.01]
+    config = planned("fedavg", sweep={"schedule": "step,cosine"}, schedule="step", rounds=6)
+    assert [member.config.decay_every for member in config.members] == [None, None]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "step"])
+def test_a_sweep_whose_schedules_plan_ahead_gets_no_more_rounds(schedule, tmp_path):
+    options = {"sweep": {"schedule": f"constant,{schedule}"}}
+    execute(planned("fedavg", rounds=3, **options), tmp_path / "run")
+    with pytest.raises(UserError, match=f"The {schedule} schedule plans its rounds ahead"):
+        execute(planned("fedavg", rounds=6, **options), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedphp"])
+@pytest.mark.parametrize("policy", ["skip", "reset"])
+def test_a_point_that_diverges_leaves_the_others_alone(method, policy):
+    options = {"rounds": 3, "lanes": "1", "on_divergence": policy}
+    swept = execute(planned(method, sweep={"lr": "1e9,0.1"}, **options), None).methods
+    alone = execute(planned(method, lr=0.1, **options), None).methods[method]
+    assert sum(row.diverged for row in swept[f"{method}[lr=1e9]"].history) > 0
+    cells = [
+        [{**row.columns(), "seconds": 0} for row in result.history]
+        for result in (swept[f"{method}[lr=0.1]"], alone)
+    ]
+    assert cells[0] == cells[1]

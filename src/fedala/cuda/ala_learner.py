@@ -13,19 +13,20 @@ from fedala.lanes.weight_learning import (
     learn_in_batches,
 )
 
-#: The largest batch that fits into a kernel's registers.
-MOST_SAMPLES = 256
+#: The kernel has a row for each sample of a batch. With more of them, it does not compile.
+LARGEST_BATCH = 256
 
 
 def is_plain_head(problem: Problem) -> bool:
     """Tell whether the kernel can learn W.
 
-    It can if ALA governs just the last linear layer under cross-entropy, as in the paper.
+    It can if ALA governs just the last linear layer under cross-entropy, as in the paper, with the
+    same η in all lanes and batches that fit into registers.
     """
     task, cut, governed = problem.cohort.task, problem.cut, tuple(problem.update)
     if task.device.type != "cuda" or problem.ungoverned or task.dtype != torch.float32:
         return False
-    if task.batch_size > MOST_SAMPLES:
+    if task.batch_size > LARGEST_BATCH:
         return False
     name = governed[0].removesuffix(".weight")
     if not cut.cuts or cut.p != 1 or governed != (f"{name}.weight", f"{name}.bias"):

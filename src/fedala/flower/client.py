@@ -18,7 +18,12 @@ from fedala.lanes import Cohort, Message, Params, State
 from fedala.lanes.messages import add_transient, drop_transient
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.trees import take
-from fedala.simulation.client_round import CohortResult, run_client_round, score_model
+from fedala.simulation.client_round import (
+    CohortResult,
+    init_client_state,
+    run_client_round,
+    score_model,
+)
 
 log = getLogger("flwr")
 
@@ -131,7 +136,8 @@ class Client:
             for name, value in received.model.items():
                 if name in initial and value.shape == initial[name].shape:
                     initial[name] = value
-        return self.experiment.method.init_client(self.experiment.task, initial), bool(since)
+        task, method = self.experiment.task, self.experiment.method
+        return init_client_state(method, task, initial), bool(since)
 
     def _make_cohort(self, round: int, received: Message) -> Cohort:
         config, task = self.experiment.plan.config, self.experiment.task

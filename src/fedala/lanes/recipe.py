@@ -52,12 +52,15 @@ class Schedule:
         return self.kind == "cosine"
 
     def factor(self, round: int, rounds: int) -> float:
-        """Return the factor of a round, from 1, of so many."""
+        """Return the factor of a round, from 1, of so many; one more is the last evaluation."""
         if round <= self.warmup:
             return round / self.warmup
         past = round - 1 - self.warmup
         if self.kind == "cosine":
-            return (1 + math.cos(math.pi * past / max(1, rounds - self.warmup))) / 2
+            # The last evaluation comes after the last round: methods that fine-tune for it would
+            # do so at a rate of 0.
+            length = max(1, rounds - self.warmup)
+            return (1 + math.cos(math.pi * min(past, length - 1) / length)) / 2
         if self.kind == "step":
             return self.decay ** (past // self.every)
         return self.decay**past if self.kind == "exponential" else 1.0

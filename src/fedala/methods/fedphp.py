@@ -133,7 +133,9 @@ def find_last_cut(task: Task, params: Params) -> Cut:
     A module that is not ours shows on two samples that it can be cut there.
     """
     rows = torch.arange(2, device=task.device) % max(1, count_lanes(task.x))
-    probe = {name: value[0] for name, value in params.items()}, task.inputs(rows)
+    # The trial compares outputs, so those of a model that has diverged must be numbers as well.
+    bounded = {name: value[0].nan_to_num().clamp(-1, 1) for name, value in params.items()}
+    probe = bounded, task.inputs(rows)
     with task.use_mode(training=False), torch.no_grad():
         cut = Cut(task.model, 1, probe)
     if cut.p != 1:

@@ -91,6 +91,11 @@ class Wrapper(Method):
     def model_when_absent(self, upload: Message, state: State) -> Params:
         return self.base.model_when_absent(upload, state)
 
+    def trained_model(
+        self, cohort: Cohort, received: Message, upload: Message, state: State
+    ) -> Params:
+        return self.base.trained_model(cohort, received, upload, state)
+
     def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.ala_parameters(model, layers)
 

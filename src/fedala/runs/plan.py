@@ -192,11 +192,12 @@ def _resolve(config: Config, federation: Federation) -> Config:
         values |= {"model": "fasttext", "lr": 0.1}
     if config.model in ("resnet18", "fasttext"):
         values["lr"] = 0.1
-    if config.server_optimizer != "none":
+    # What depends on a swept option is each point's own.
+    if config.server_optimizer != "none" and "server_optimizer" not in config.sweep:
         values["server_lr"] = default_lr(config.server_optimizer)
     rounds = int(config.rounds or values["rounds"])
     values["record_weights"] = -(-rounds // 20)  # about 20 times
-    if config.schedule == "step":
+    if config.schedule == "step" and "schedule" not in config.sweep:
         values["decay_every"] = max(1, rounds // 3)  # more rounds later do not change it
     missing = {name: value for name, value in values.items() if getattr(config, name) is None}
     return replace(config, clients=len(federation.train), **missing)

@@ -143,15 +143,18 @@ def _drop_unfinished(
 def _check_schedules(plan: Plan, before: Config, after: Config) -> None:
     if after.rounds == before.rounds:
         return
-    if before.recipe().schedule.depends_on_rounds:
-        raise UserError(
-            f"The {before.schedule} schedule plans its rounds ahead, so a run of {before.rounds} "
-            f"cannot be resumed with {after.rounds}."
-        )
-    for method in plan.methods:
-        if method.schedule_depends_on_rounds:
+    for member in plan.members:
+        schedule = member.config.recipe().schedule
+        planner = ""
+        # Without decay_every, a third of the rounds lies between two steps.
+        has_own_steps = schedule.kind == "step" and member.config.decay_every is None
+        if schedule.depends_on_rounds or has_own_steps:
+            planner = f"The {schedule.kind} schedule"
+        elif member.method.schedule_depends_on_rounds:
+            planner = member.method.title
+        if planner:
             raise UserError(
-                f"{method.title} plans its rounds ahead, so a run of {before.rounds} "
+                f"{planner} plans its rounds ahead, so a run of {before.rounds} "
                 f"cannot be resumed with {after.rounds}."
             )
 
