@@ -1,7 +1,6 @@
 """The kernels are offered only to GPUs that can run them. The GPUs here are made up."""
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
@@ -103,13 +102,6 @@ def test_weight_learning_takes_the_kernel_only_for_plain_cross_entropy(gpus, los
     problem = problem_on("cuda:0")
     problem.cohort.task.loss = loss
     assert is_plain_head(problem) is takes_kernel
-
-
-def test_weight_learning_takes_the_kernel_only_with_one_eta_for_all_lanes(gpus):
-    problem = problem_on("cuda:0")
-    lanes = replace(Settings(), eta=torch.tensor([0.1, 1.0]))
-    assert is_plain_head(problem)
-    assert not is_plain_head(replace(problem, settings=lanes))
 
 
 def test_weight_learning_does_not_take_the_kernel_for_batches_that_do_not_fit(gpus):

@@ -89,12 +89,12 @@ def list_figures(result):
 def test_a_server_needs_no_disk_space_for_the_states_of_clients(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_000))
     result = federate(tmp_path, rounds=1)
-    assert [path.name for path in (result.folder / "models").rglob("*.safetensors")] == [
-        "global.safetensors"
-    ]
-    assert [path.name for path in (result.folder / "checkpoint").rglob("*.safetensors")] == [
-        "server-1.safetensors"
-    ]
+    models = {path.name for path in (result.folder / "models").rglob("*.safetensors")}
+    assert models == {"global.safetensors"}  # of the last round, and of the best one
+    kept = {
+        path.name.split("-")[0] for path in (result.folder / "checkpoint").rglob("*.safetensors")
+    }
+    assert kept == {"server", "best"}
 
 
 @pytest.mark.parametrize("method", ["fedala", "ditto", "fedrep", "fedfomo"])

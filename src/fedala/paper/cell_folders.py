@@ -17,7 +17,7 @@ from fedala.paper.experiments import Cell, settings, tables
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
-from fedala.runs.resumable_options import CHANGEABLE
+from fedala.runs.resumable_options import CHANGEABLE, FIRST_OPTIONS
 
 #: What cell.json says about the data and the machine.
 CELL_FACTS = {"samples": int, "data": str, "device": str, "version": str}
@@ -112,13 +112,15 @@ def read_cell_config(folder: Path) -> Config:
 
 @cache
 def _required_options() -> list[str]:
-    """Return the options that have a value in every run's config."""
+    """Return the options that have had a value in every run's config from the beginning."""
     resolved = ("model", "clients", "rounds", "lr")
-    required = []
-    for name, kind in typing.get_type_hints(Config).items():
-        if name in resolved or type(None) not in typing.get_args(kind):
-            required.append(name)
-    return required
+    kinds = typing.get_type_hints(Config)
+    return [
+        name
+        for name in kinds
+        if name in resolved
+        or (name in FIRST_OPTIONS and type(None) not in typing.get_args(kinds[name]))
+    ]
 
 
 def _find_cell(folder: Path, rounds: int | None) -> Cell:

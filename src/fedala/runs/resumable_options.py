@@ -91,7 +91,7 @@ def _changes_settings_of_own_methods(before: Config, after: Config) -> bool:
 
 
 #: Options that every run has named since the first version that recorded an identity.
-_FIRST_OPTIONS = {
+FIRST_OPTIONS = {
     "method", "set", "dataset", "model", "partition", "partition_seed", "clients", "join_ratio",
     "batch_size", "lr", "local_epochs", "shuffle", "seeds", "seed", "eval_every", "eval_clients",
     "validation", "precision",
@@ -107,5 +107,5 @@ def identify(config: Config) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.values().items()
-        if name not in CHANGEABLE and (name in _FIRST_OPTIONS or value != usual[name])
+        if name not in CHANGEABLE and (name in FIRST_OPTIONS or value != usual[name])
     }

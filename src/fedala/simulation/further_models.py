@@ -131,9 +131,12 @@ class FurtherModels:
         setup = self.setup
         for run, joined in enumerate(work.joined):
             for client in self._list_absent(joined):
+                model = self._model_of_absent((run, client))
+                if not model:  # the method keeps none in its clients' states
+                    continue
                 log = PredictionLog()
                 cohort = Cohort(setup.task, [client], [setup.seeds[run]], work.request.round)
-                cohort.evaluate(self._model_of_absent((run, client)), log=log)
+                cohort.evaluate(model, log=log)
                 found = {INITIALIZED: log.collect(1)}
                 work.models.add(CohortResult([(run, client)], predictions=found))
 
