@@ -110,8 +110,16 @@ class Drawn:
         return f"{self.method}: {options}, fewer={self.fewer}"
 
 
+#: Ways to train. PartialFed takes none that remembers earlier steps.
+TRAININGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"optimizer": "adamw", "lr": 0.01, "keep_optimizer": True},
+    {"momentum": 0.9, "clip": 1.0, "keep_optimizer": True, "schedule": "exponential"},
+)
+
+
 def draw(rng: random.Random) -> Drawn:
-    """Draw from methods × ρ × seeds × memory limits × evaluation × stops × lanes × checkpoints."""
+    """Draw methods, ρ, seeds, memory limits, training, evaluation, stops, lanes, checkpoints."""
     methods = rng.sample(list_methods(), rng.choice((1, 1, 1, 2, 3)))
     made = [make(name) for name in methods]
     options: dict[str, Any] = {
@@ -126,6 +134,8 @@ def draw(rng: random.Random) -> Drawn:
         "feature_memory": rng.choice((None, 0.0)),
         "eval_every": rng.choice((1, 2, 3)),
         "eval_clients": rng.choice(("all", "joined")),
+        "evaluate": rng.choice(("initialized", "trained,global")),
+        "sweep": rng.choice(({}, {}, {"lr": "0.1,0.05"})),
         "lanes": rng.choice(("auto", "1", "2", "all")),
         "checkpoint_every": rng.choice((1, 1, 2, None)),
         "keep_checkpoint": rng.choice((True, False)),
@@ -135,6 +145,9 @@ def draw(rng: random.Random) -> Drawn:
             for key, value in QUICK.get(name.split("+")[0], {}).items()
         },
     }
+    training = rng.choice(TRAININGS)
+    if not any(name.startswith("partialfed") for name in methods):
+        options |= training
     growing = options["keep_checkpoint"] and not any(
         method.schedule_depends_on_rounds for method in made
     )

@@ -12,11 +12,15 @@ from rich.markup import escape
 from fedala.errors import UserError
 from fedala.runs.config import Config
 
-#: The panels of `fedala run --help`, each with the first field of `Config` that it shows.
+#: The panels of `fedala run --help`, by the field of `Config` at which each begins.
 PANELS = {
     "method": "Methods",
     "dataset": "Data and model",
     "join_ratio": "Training",
+    "optimizer": "Optimiser and schedule",
+    "loss": "Loss",
+    "local_epochs": "Training",
+    "server_optimizer": "Server optimiser",
     "seeds": "Runs and evaluation",
     "device": "Machine",
     "record_weights": "Files",

@@ -34,6 +34,8 @@ app = typer.Typer()
   fedala run
   fedala run --method fedala --rounds 50 --seeds 5 --set fedala.layers=2
   fedala run --dataset cifar10 --data-dir data --partition pathological:2
+  fedala run --optimizer adamw --lr 1e-3 --schedule cosine --warmup 3 --clip 1
+  fedala run --sweep lr=0.1,0.03,0.01 --validation 0.1
   fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
   fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
   fedala run --resume runs/mine --seeds 5 --method +ditto    # add seeds and methods to it

@@ -97,7 +97,9 @@ def _is_older_run(path: Path) -> bool:
     try:
         data = read_file(path / "config.toml", LARGEST)
         config = Config.from_values(Config.parse(data, path / "config.toml"))
-        return (path / "split.csv").is_file() and config.text() == data.decode()
+        # An older version wrote the same lines for the options that it had.
+        lines = set(config.text().splitlines())
+        return (path / "split.csv").is_file() and lines.issuperset(data.decode().splitlines())
     except (OSError, ValueError):
         return False
 
