@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from fedala.records import HistoryRow, ModelFigures
 from fedala.report import html, page
 from fedala.report.arrays import mean_std
 from fedala.report.curves import find_target_rounds, sum_seconds
-from fedala.report.page.models import KINDS
+from fedala.report.page.models import KINDS, average_figures
 from fedala.report.page.views import MOST_POINTS, Cell, Table
 from fedala.report.runs import find_runs, read_run
 from fedala.report.series import list_series
 from fedala.runs.digests import Digests
+from fedala.runs.results import MethodResult
 
 LAST_ROW = HistoryRow(seed=0, round=6, score=0.5, loss=1.0, score_joined=0.5)
 
@@ -120,6 +122,22 @@ def test_each_kind_of_model_has_a_table_of_its_own(tmp_path):
     assert any("Macro F1" in e["text"] and "AUC" not in e["text"] for e in found.all("dl"))
     (folder.path / "metrics.csv").unlink()  # a folder of an older version
     assert models_of(write_and_parse(folder)) == {}
+
+
+def test_the_figures_of_runs_that_stop_in_different_rounds_are_averaged():
+    ends = {0: (3, 0.25), 1: (2, 0.75)}
+    history = [
+        HistoryRow(seed, round, 0.5, 1.0, 0.5)
+        for seed, (end, _) in ends.items()
+        for round in range(end + 1)
+    ]
+    metrics = [
+        {"seed": seed, "round": end, "model": "global", "accuracy": value}
+        for seed, (end, value) in ends.items()
+    ]
+    result = MethodResult("fedavg", "FedAvg", history=history, metrics=metrics)
+    [cell] = average_figures(SimpleNamespace(result=result), "global").values()
+    assert (cell.text, cell.deviation) == ("50.00", "25.00")
 
 
 def test_a_model_that_is_told_about_twice_is_damage(tmp_path):

@@ -130,6 +130,20 @@ def test_the_best_round_of_an_error_is_the_lowest():
     assert one.best_score == one.best.mean()
 
 
+@pytest.mark.parametrize("kind", ["mse", "multilabel"])
+def test_further_models_have_columns_of_their_metric_and_no_metrics_of_classifiers(kind, tmp_path):
+    options = {"method": "fedavg", "rounds": 2, "sweep": {"lr": "0.05,0.001"}, "patience": 2}
+    result = run(kind, evaluate="trained,received,global", out=tmp_path / "run", **options)
+    name = result.methods["fedavg[lr=0.05]"].metric.name
+    assert name == {"mse": "mse", "multilabel": "label_accuracy"}[kind]
+    for row in result.methods["fedavg[lr=0.05]"].history:
+        assert row.metrics[f"{name}_received"] == row.metrics[f"{name}_global"] == row.score
+    assert f"{name}_trained" in row.metrics
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+    [found] = find_runs([tmp_path / "run"])  # the history is read again
+    assert f"{name}_trained" in page.write([found.path]).read_text()
+
+
 def test_label_accuracy_is_the_share_of_right_decisions():
     result = run("multilabel", method="fedala", rounds=3, label_smoothing=0, class_weights="none")
     federation = federate(labels(), "iid", 4)

@@ -284,6 +284,30 @@ def test_a_sweep_whose_schedules_plan_ahead_gets_no_more_rounds(schedule, tmp_pa
         execute(planned("fedavg", rounds=6, **options), tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"beta2": 0.9}, "beta2 has no effect without the optimizer adam or adamw"),
+        ({"decay": 0.5}, "decay has no effect without the schedule step or exponential"),
+        ({"keep_optimizer": True}, "keep_optimizer has no effect on sgd without momentum"),
+        ({"trials": 5, "sweep": {"lr": "0.1,0.2"}}, "trials has no effect without a random range"),
+        ({"sweep": {"schedule": "constant,step", "decay": "0.5,0.1"}}, "decay has no effect"),
+        ({"sweep": {"lr": "0.1,1e-1"}}, "give different values"),
+        ({"optimizer": "adam", "momentum": 1}, "momentum must be less than 1 for adam"),
+    ],
+)
+def test_options_without_effect_are_refused(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        planned("fedavg", **options)
+
+
+def test_an_option_may_be_for_some_points_of_a_sweep():
+    schedules = planned("fedavg", sweep={"schedule": "constant,step"}, decay=0.5)
+    assert [member.config.recipe().schedule.decay for member in schedules.members] == [0.5, 0.5]
+    servers = planned("fedavg", sweep={"server_optimizer": "none,adam"}, server_lr=0.1)
+    assert servers.members[1].method.optimizer.lr == 0.1
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedphp"])
 @pytest.mark.parametrize("policy", ["skip", "reset"])
 def test_a_point_that_diverges_leaves_the_others_alone(method, policy):

@@ -28,6 +28,10 @@ class Optimizer:
             raise UserError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {self.kind!r}.")
         if self.nesterov and (self.kind != "sgd" or not self.momentum):
             raise UserError("nesterov needs the optimizer sgd and a momentum greater than 0.")
+        if self.kind != "sgd" and self.momentum >= 1:
+            raise UserError(
+                f"momentum must be less than 1 for {self.kind}, not {self.momentum:g}: it is β₁."
+            )
 
 
 @dataclass(frozen=True)

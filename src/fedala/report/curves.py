@@ -8,14 +8,22 @@ from fedala.metrics import METRICS
 from fedala.report.arrays import Array, to_array
 from fedala.runs.results import MethodResult
 
+FURTHER_MODELS = {
+    "trained": "trained personal models",
+    "received": "received models",
+    "global": "global model",
+}
+
 #: Columns of the history, as charts name them.
 TITLES = {
     **{metric.name: f"test {metric.title}" for metric in METRICS},
     **{f"{metric.name}_joined": f"test {metric.title} of the participants" for metric in METRICS},
     **{f"{metric.name}_validation": f"validation {metric.title}" for metric in METRICS},
-    "accuracy_trained": "test accuracy of the trained personal models",
-    "accuracy_received": "test accuracy of the received models",
-    "accuracy_global": "test accuracy of the global model",
+    **{
+        f"{metric.name}_{kind}": f"test {metric.title} of the {models}"
+        for metric in METRICS
+        for kind, models in FURTHER_MODELS.items()
+    },
     "loss": "test loss",
     "train_loss": "training loss",
     "ala_weight": "mean of W",

@@ -13,6 +13,7 @@ from torch import nn
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.lanes.losses import LossFunction
+from fedala.metrics import ACCURACY
 from fedala.records import Evaluation, Fault, HistoryRow, PersonalModel
 from fedala.runs.batches import Batch, split_seeds
 from fedala.runs.build import build_simulation
@@ -336,11 +337,13 @@ class _BatchRun:
         row, result = evaluation.row, self._find_result(evaluation.run)
         name = result.method
         result.history.append(row)
+        # The columns of metrics.csv are those of classifiers.
+        models = evaluation.models if row.metric == ACCURACY else ()
         if self.folder:
             self.folder.tables.add_history(name, row)
             self.folder.tables.add_weights(name, row, evaluation.weights)
-            self.folder.tables.add_metrics(name, row, evaluation.models)
-        for model, figures in evaluation.models:
+            self.folder.tables.add_metrics(name, row, models)
+        for model, figures in models:
             result.metrics.append({"seed": row.seed, "round": row.round, "model": model, **figures})
         if is_last:
             result.add_clients(row.seed, evaluation.client_scores)

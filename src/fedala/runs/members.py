@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedala.errors import UserError
+from fedala.lanes import UpdateRule
 from fedala.methods import Method, catalogue, make, setting_prefixes
 from fedala.methods.server_optimizer import (
     ServerOptimizer,
@@ -12,7 +13,7 @@ from fedala.methods.server_optimizer import (
 )
 from fedala.options import suggest
 from fedala.runs.config import RECIPE_OPTIONS, SERVER_NUMBERS, Config
-from fedala.runs.sweep import config_at, label_of, list_points
+from fedala.runs.sweep import config_at, has_random_range, label_of, list_points
 from fedala.simulation.variants import Variant, can_run_together
 
 
@@ -102,13 +103,6 @@ def _make_server_optimizer(config: Config) -> ServerOptimizer | None:
         lr = config.server_lr or default_lr(kind)
         momentum, beta2, tau = config.server_momentum, config.server_beta2, config.server_tau
         return ServerOptimizer(kind, lr, momentum, beta2, tau)
-    without = Config()
-    for name in SERVER_NUMBERS:
-        if getattr(config, name) != getattr(without, name):
-            raise UserError(
-                f"{name} is given, but server_optimizer is none: "
-                "choose avgm, adam, yogi or adagrad, or leave it out."
-            )
     return None
 
 
@@ -132,15 +126,45 @@ def _shares_steps(a: Config, b: Config) -> bool:
     return not a.differences(b).keys() - {"set", *RECIPE_OPTIONS, *SERVER_NUMBERS}
 
 
-def check_schedule(config: Config) -> None:
-    """Refuse options that would have no effect, and a warm-up without an end."""
-    uses = {"decay": ("step", "exponential"), "decay_every": ("step",)}
-    for name, schedules in uses.items():
-        if getattr(config, name) is not None and config.schedule not in schedules:
+#: What each of these options needs to have an effect: an option and its values.
+_NEEDS = {
+    "beta2": ("optimizer", ("adam", "adamw")),
+    "decay": ("schedule", ("step", "exponential")),
+    "decay_every": ("schedule", ("step",)),
+    "server_lr": ("server_optimizer", ("avgm", "adam", "yogi", "adagrad")),
+    "server_momentum": ("server_optimizer", ("avgm", "adam", "yogi", "adagrad")),
+    "server_beta2": ("server_optimizer", ("adam", "yogi")),
+    "server_tau": ("server_optimizer", ("adam", "yogi", "adagrad")),
+}
+
+
+def check_effects(config: Config, members: Sequence[Member]) -> None:
+    """Refuse an option without effect. One that is swept must have one at every point."""
+    usual = Config()
+    for name, (other, values) in _NEEDS.items():
+        if getattr(config, name) == getattr(usual, name) and name not in config.sweep:
+            continue
+        uses = [getattr(member.config, other) in values for member in members]
+        if not (all(uses) if name in config.sweep else any(uses)):
             raise UserError(
-                f"{name} is for the schedule {' or '.join(schedules)}, "
-                f"and this run's is {config.schedule}."
+                f"{name} has no effect without the {other} {' or '.join(values)}: "
+                "choose one, or leave it out."
             )
+    rules = [UpdateRule.of([member.config.recipe().optimizer]) for member in members]
+    if config.keep_optimizer and not any(rule.keeps_slots for rule in rules):
+        raise UserError(
+            "keep_optimizer has no effect on sgd without momentum, which has nothing to keep: "
+            "choose a momentum, adam or adamw, or leave it out."
+        )
+    if config.trials != usual.trials and not has_random_range(config):
+        raise UserError(
+            "trials has no effect without a random range, such as --sweep lr=log:0.001..1: "
+            "leave it out."
+        )
+
+
+def check_schedule(config: Config) -> None:
+    """Refuse a warm-up without an end, and two lengths of a round."""
     if config.warmup and config.warmup >= int(config.rounds or 0):
         raise UserError(
             f"A warm-up of {config.warmup} rounds needs a run of more rounds than that, "

@@ -30,6 +30,7 @@ from fedala.runs.losses import make_loss
 from fedala.runs.members import (
     Group,
     Member,
+    check_effects,
     check_schedule,
     check_settings,
     group_members,
@@ -121,7 +122,7 @@ def plan(
     """Check a config, load its data, and resolve every value. Nothing is written."""
     check_settings(config)
     _ = config.evaluated_models  # raises if there is no such model
-    make_members(config)  # refuses what is wrong before data is loaded
+    check_effects(config, make_members(config))  # refuse what is wrong before data is loaded
     device = _choose_device(config.device)
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)

@@ -86,9 +86,22 @@ def _read_dimension(name: str, text: str) -> Dimension:
             )
         return Dimension(name, (), *bounds, is_log)
     values = tuple(value.strip() for value in text.split(","))
-    if not all(values) or len(set(values)) < len(values):
+    if not all(values) or len(set(map(_to_number, values))) < len(values):
         raise UserError(f"sweep {name}: give different values, separated by commas, not {text!r}.")
     return Dimension(name, values)
+
+
+def _to_number(text: str) -> float | str:
+    """Return the number that a text is, if any: 0.1 and 1e-1 are the same value."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def has_random_range(config: Config) -> bool:
+    """Tell whether some values of a sweep are drawn from a range."""
+    return any(one.is_random for one in read_dimensions(config.sweep))
 
 
 def list_points(config: Config, method: str) -> list[Point]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedala.lanes import Message
 from fedala.lanes.uploads import Piece
 from fedala.methods import ServerRound
+from fedala.metrics import Metric
 from fedala.records import INITIALIZED, Fault, HistoryRow, ModelFigures
 from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import Lane
@@ -87,15 +88,16 @@ class RoundResults:
         clients: Any,
         models: Sequence[ModelFigures] = (),
         *,
+        metric: Metric,
         validates: bool,
         **cells: Any,
     ) -> HistoryRow:
         """Make the row of one run, with the score of `clients`; `cells` are its other fields.
 
-        Further kinds of `models` get a column each for their accuracy.
+        Further kinds of `models` get a column each for their score.
         """
         further = {
-            f"accuracy_{model}": figures["accuracy"]
+            f"{metric.name}_{model}": figures["accuracy"]
             for model, figures in models
             if model != INITIALIZED and "accuracy" in figures
         }
@@ -110,6 +112,7 @@ class RoundResults:
             metrics={**self._average_metrics(run), **further},
             uploaded=self.uploaded,
             seconds=time.perf_counter() - self.began,
+            metric=metric,
             **cells,
         )
 

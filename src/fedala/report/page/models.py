@@ -66,7 +66,7 @@ class Models:
 
 def view_models(series: Sequence[Series]) -> Models | None:
     """Return what each kind of model scores at the last evaluation; None if nothing is recorded."""
-    found = {(one.index, kind): _average(one, kind) for one in series for kind in MODEL_KINDS}
+    found = {(one.index, kind): average_figures(one, kind) for one in series for kind in MODEL_KINDS}
     present = {name for figures in found.values() for name in figures}
     names = [name for name in FIGURES if name in present]
     tables = []
@@ -85,10 +85,11 @@ def view_models(series: Sequence[Series]) -> Models | None:
     return Models(tables, [FIGURES[name] for name in names])
 
 
-def _average(one: Series, kind: str) -> dict[str, Cell]:
-    """Return the figures of a kind of model at a method's last evaluation, over the runs."""
-    last = one.result.history[-1].round
-    rows = [row for row in one.result.metrics if row["model"] == kind and row["round"] == last]
+def average_figures(one: Series, kind: str) -> dict[str, Cell]:
+    """Return the figures of a kind of model at each run's last evaluation, over the runs."""
+    last = {row.seed: row.round for row in one.result.history}  # runs may stop early
+    kinds = [row for row in one.result.metrics if row["model"] == kind]
+    rows = [row for row in kinds if row["round"] == last.get(row["seed"])]
     cells = {}
     for name in FIGURES:
         values = np.array([row[name] for row in rows if name in row], dtype=float)
