@@ -162,7 +162,7 @@ def test_the_table_says_what_it_shows(finished):
     assert "validation" not in result.stdout
     assert "participants" not in result.stdout
     assert "The best round is picked on test data, as in the paper." in result.stdout
-    assert "Accuracy is that of the initialised personal models" in result.stdout
+    assert "The accuracy is that of the initialised personal models" in result.stdout
     assert result.stdout.splitlines()[-1] == f"Run folder: {folder.path}"
 
 

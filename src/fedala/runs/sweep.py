@@ -19,6 +19,7 @@ SWEPT_OPTIONS = (
     "server_optimizer", *SERVER_NUMBERS,
 )  # fmt: skip
 MOST_POINTS = 1000
+_LABEL = re.compile(r"(?P<method>[^][]+)\[(?P<point>[^][=,]+=[^][=,]*(,[^][=,]+=[^][=,]*)*)\]")
 
 Point = dict[str, str]
 """A value for each dimension of a sweep, as text: it is the same in labels, files and options."""
@@ -145,11 +146,11 @@ def label_of(method: str, point: Mapping[str, str]) -> str:
 
 def split_label(label: str) -> tuple[str, Point]:
     """Return the method and the point of a label."""
-    method, bracket, rest = label.partition("[")
-    if not bracket:
+    match = _LABEL.fullmatch(label)
+    if not match:
         return label, {}
-    parts = [part.partition("=") for part in rest.removesuffix("]").split(",")]
-    return method, {name: value for name, _, value in parts}
+    parts = [part.partition("=") for part in match["point"].split(",")]
+    return match["method"], {name: value for name, _, value in parts}
 
 
 def list_labels(config: Config) -> list[str]:
