@@ -169,7 +169,7 @@ def test_rounds_with_other_rates_replay_the_same_graphs(by_lane, monkeypatch):
         graphs.append(dict(steps.graphs))
     batches = max(SIZES) // task.batch_size
     full = {sum(n >= task.batch_size * (i + 1) for n in SIZES) for i in range(batches)}
-    assert sorted(lanes for lanes, _ in graphs[0]) == sorted(full)
+    assert sorted((first, end) for first, end, _ in graphs[0]) == [(0, n) for n in sorted(full)]
     assert graphs[0] == graphs[1] == graphs[2]
     monkeypatch.setattr(CudaBackend, "capture_steps", lambda *_: None)
     for round in (1, 2, 3):
