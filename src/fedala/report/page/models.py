@@ -66,7 +66,9 @@ class Models:
 
 def view_models(series: Sequence[Series]) -> Models | None:
     """Return what each kind of model scores at the last evaluation; None if nothing is recorded."""
-    found = {(one.index, kind): average_figures(one, kind) for one in series for kind in MODEL_KINDS}
+    found = {
+        (one.index, kind): average_figures(one, kind) for one in series for kind in MODEL_KINDS
+    }
     present = {name for figures in found.values() for name in figures}
     names = [name for name in FIGURES if name in present]
     tables = []
