@@ -550,9 +550,7 @@ def test_version_and_a_mistake_in_a_real_process(here):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals differ there")
-@pytest.mark.parametrize(
-    ("number", "keeps"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)]
-)
+@pytest.mark.parametrize(("number", "keeps"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(number, keeps, here):
     command = [
         *PROGRAM,

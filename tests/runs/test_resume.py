@@ -104,17 +104,20 @@ def interrupted(path, rounds, method="fedala", observer=None, **options):
     return execute(planned(method, **options), path, resume=True)
 
 
+#: Optimisers that remember earlier rounds, as far as a method takes them.
+ADAM = {"optimizer": "adamw", "lr": 0.01, "keep_optimizer": True, "schedule": "cosine"}
 SETTINGS = [
     {"lanes": "1"},
-    {"lanes": "all", "seeds": 2},
-    {"lanes": "2", "join_ratio": 0.5, "eval_every": 2, "seeds": 2},
-    {"lanes": "auto", "join_ratio": 0.5, "client_memory": 0.0},
+    {"lanes": "all", "seeds": 2, **ADAM},
+    {"lanes": "2", "join_ratio": 0.5, "eval_every": 2, "seeds": 2, "client_memory": 0.0},
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["one lane", "all lanes", "two lanes", "files"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["one lane", "adamw", "two lanes, files"])
 @pytest.mark.parametrize("method", list_methods())
 def test_resumed_is_uninterrupted(method, settings, tmp_path):
+    if method.startswith("partialfed"):
+        settings = {name: value for name, value in settings.items() if name not in ADAM}
     if planned(method).methods[0].requires_all_clients and "join_ratio" in settings:
         settings = {**settings, "join_ratio": 1.0}
     whole = execute(planned(method, **settings), tmp_path / "whole")
