@@ -325,6 +325,9 @@ REFUSALS = [
     Refusal("report f1 --latex --out d.npz", "d.npz"),
     Refusal("report f1", "f1", no_history),
     Refusal("report f1", "clients.csv", put("f1/clients.csv", "not,a,table\n1,2,3\n")),
+    # sweeps
+    Refusal("RUN --sweep lr=0.1 --sweep lr=0.2 --out new", "lr is given twice"),
+    Refusal("RUN --sweep lr --out new", "lacks its value"),
     # losses
     Refusal("RUN --loss mse --out new", "mse needs float targets, and d.npz has 4 classes"),
     Refusal("RUN --loss hinge --out new", "There is no loss 'hinge'"),

@@ -100,6 +100,11 @@ def given_options(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise UserError(
                     f"--{name} {key} lacks its value: write it as in --{name} {example}."
                 )
+            if name == "sweep" and key.strip() in table:
+                raise UserError(
+                    f"--sweep {key.strip()} is given twice: give all its values at once, separated "
+                    "by commas."
+                )
             table[key.strip()] = value.strip()
     if not tables["sweep"]:
         del tables["sweep"]
