@@ -20,8 +20,8 @@ LARGEST_BATCH = 256
 def is_plain_head(problem: Problem) -> bool:
     """Tell whether the kernel can learn W.
 
-    It can if ALA governs just the last linear layer under cross-entropy, as in the paper, with the
-    same η in all lanes and batches that fit into registers.
+    It can if ALA governs just the last linear layer under cross-entropy, as in the paper, with
+    batches that fit into registers.
     """
     task, cut, governed = problem.cohort.task, problem.cut, tuple(problem.update)
     if task.device.type != "cuda" or problem.ungoverned or task.dtype != torch.float32:

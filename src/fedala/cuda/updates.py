@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fedala.cuda import has_kernels
-from fedala.lanes.optimizers import Numbers, UpdateRule
+from fedala.lanes.optimizers import Numbers, UpdateRule, descend_fused
 from fedala.lanes.trees import Params, State, is_shared
 
 
@@ -35,19 +35,16 @@ def update_lanes(
 def _step_sgd(
     rule: UpdateRule, params: Params, gradients: Params, slots: State, numbers: Numbers
 ) -> None:
-    """Take the step of SGD for all parameters in one kernel of torch's."""
+    """Take the step of SGD for all parameters at once."""
     # With variants, one without momentum has slots too, and torch's kernel wants none then.
     has_momentum = numbers.get("momentum", 0.0) > 0
     velocities = [slots["momentum"][name] for name in gradients] if has_momentum else []
-    torch._fused_sgd_(
+    descend_fused(
         [params[name] for name in gradients],
         list(gradients.values()),
+        numbers["lr"][0],
         velocities,
-        weight_decay=numbers.get("weight_decay", 0.0),
         momentum=numbers.get("momentum", 0.0),
-        lr=numbers["lr"][0].float(),
-        dampening=0.0,
+        weight_decay=numbers.get("weight_decay", 0.0),
         nesterov=rule.nesterov,
-        maximize=False,
-        is_first_step=False,
     )

@@ -88,10 +88,12 @@ class UpdateRule:
         self, task: Any, params: Params, gradients: Gradients, slots: State, numbers: Numbers
     ) -> None:
         """Take one step, in place."""
-        has_one_rate = is_shared(numbers["lr"])
-        if self.is_plain and (has_one_rate or not task.backend.has_updates):
-            descend(params, gradients, numbers["lr"])
-            return
+        if self.is_plain:
+            # Rows of a large embedding stay rows: a kernel would take the whole table.
+            has_rows = any(isinstance(value, RowGradient) for value in gradients.values())
+            if has_rows or is_shared(numbers["lr"]) or not task.backend.has_updates:
+                descend(params, gradients, numbers["lr"])
+                return
         whole = densify(gradients)
         targets = {name: params[name].detach() for name in whole}
         if self.clips:
@@ -160,7 +162,7 @@ def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
     targets = [params[name].detach() for name in whole]
     # A model may learn nothing but row gradients: a kernel wants at least one tensor.
     if targets and is_shared(lr) and all(map(_can_fuse, targets, whole.values())):
-        _descend_fused(targets, list(whole.values()), lr[0])
+        descend_fused(targets, list(whole.values()), lr[0])
     else:
         for target, gradient in zip(targets, whole.values(), strict=True):
             target.addcmul_(gradient, broadcast_lanes(lr, gradient).to(target.dtype), value=-1)
@@ -178,17 +180,26 @@ def _can_fuse(target: Tensor, gradient: Tensor) -> bool:
     )
 
 
-def _descend_fused(targets: list[Tensor], gradients: list[Tensor], lr: Tensor) -> None:
-    """Take the step for all parameters in one kernel."""
+def descend_fused(
+    targets: list[Tensor],
+    gradients: list[Tensor],
+    lr: Tensor,
+    velocities: Sequence[Tensor] = (),
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> None:
+    """Take a step of SGD for all parameters in one kernel of torch's."""
     torch._fused_sgd_(
         targets,
         gradients,
-        [],
-        weight_decay=0.0,
-        momentum=0.0,
+        list(velocities),
+        weight_decay=weight_decay,
+        momentum=momentum,
         lr=lr.float(),
         dampening=0.0,
-        nesterov=False,
+        nesterov=nesterov,
         maximize=False,
         is_first_step=False,
     )
@@ -207,7 +218,6 @@ def pull(params: Params, gradients: Gradients, anchor: Params, mu: Number) -> No
     for name, value in densify(gradients).items():
         difference = params[name] - anchor[name]
         if isinstance(mu, Tensor):
-            strength = broadcast_lanes(mu, value).to(value.dtype)
-            gradients[name] = value.addcmul_(difference, strength)
+            gradients[name] = value.addcmul_(difference, align(mu, value))
         else:
             gradients[name] = value.add_(difference, alpha=mu)
