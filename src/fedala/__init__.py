@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from fedala.ala import ALA
     from fedala.errors import UserError
     from fedala.runs.config import Config
-    from fedala.runs.execute import run
     from fedala.runs.results import Result
+    from fedala.runs.run import run
 
 __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 
@@ -22,7 +22,7 @@ _MODULES = {
     "Config": "runs.config",
     "Result": "runs.results",
     "UserError": "errors",
-    "run": "runs.execute",
+    "run": "runs.run",
 }
 
 

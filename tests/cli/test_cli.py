@@ -274,7 +274,7 @@ def test_the_help_teaches_every_option_and_its_default():
     for default in (
         "[default: fedala,fedavg]",
         "[default: 10]",
-        "[default: dir:0.1]",
+        "[default: given]",
         "[default: --shuffle]",
     ):
         assert default in text

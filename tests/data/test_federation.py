@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -175,3 +176,43 @@ def test_the_validation_share_must_be_a_share(validation):
 def test_the_seed_must_fit():
     with pytest.raises(UserError, match="seed of a partition"):
         federate(dataset(), "iid", 2, seed=-1)
+
+
+def natural(split=None):
+    """Seven samples of three people; b has two, a has four, c has one."""
+    return Dataset(
+        "people",
+        torch.arange(14, dtype=torch.float32).view(7, 2),
+        torch.tensor([0, 1, 0, 1, 0, 1, 0]),
+        2,
+        clients=torch.tensor([1, 0, 0, 2, 0, 1, 0]),
+        client_names=("a", "b", "c"),
+        split=split,
+    )
+
+
+def test_natural_clients_get_their_own_samples_without_being_asked():
+    found = federate(natural())
+    own = zip(found.train, found.test, strict=True)
+    assert [sorted([*train, *test]) for train, test in own] == [[1, 2, 4, 6], [0, 5], [3]]
+
+
+@pytest.mark.parametrize("partition", ["natural", "iid"])
+def test_a_given_split_is_kept_or_pooled(partition):
+    parts = torch.tensor([0, 0, 2, 0, 2, 0, 1], dtype=torch.uint8)
+    clients = None if partition == "natural" else 2
+    found = federate(natural(parts), partition, clients)
+    for number, part in enumerate(("train", "validation", "test")):
+        rows = sorted(row for own in getattr(found, part) for row in own)
+        assert rows == (parts == number).nonzero().flatten().tolist()
+    pooled = federate(natural(parts), partition, clients, split="pooled")
+    assert [sorted(own) for own in pooled.test] != [sorted(own) for own in found.test]
+    assert all(len(own) == 0 for own in pooled.validation)
+
+
+def test_natural_clients_that_the_data_do_not_name_are_refused():
+    data = replace(natural(), clients=None, client_names=())
+    with pytest.raises(UserError, match="does not say whose sample is whose"):
+        federate(data, "natural")
+    with pytest.raises(UserError, match="has 3 clients, but 5 were asked for"):
+        federate(natural(), "natural", 5)

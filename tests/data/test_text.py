@@ -50,9 +50,11 @@ def test_the_vocabulary_is_by_frequency_then_alphabet():
 
 
 def test_ids_are_cut_and_padded_to_200():
-    ids, rows = encode_texts(["a " * 300, "b a", ""])
+    ids, tokens = encode_texts(["a " * 300, "b a", ""])
     assert ids.shape == (3, 200)
     assert ids[0].tolist() == [1] * 200
     assert ids[1].tolist() == [2, 1] + [0] * 198
     assert ids[2].tolist() == [0] * 200
-    assert rows == 3
+    assert tokens == ("a", "b")
+    again, _ = encode_texts(["b c a"], tokens)
+    assert again[0, :3].tolist() == [2, 0, 1]

@@ -16,7 +16,7 @@ from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task
 from fedala.methods import make
-from fedala.runs.execute import run
+from fedala.runs.run import run
 from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13, 0]

@@ -7,7 +7,7 @@ import typer
 
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line
-from fedala.data import federate, load, write_partition
+from fedala.data import default_partition, federate, load, write_partition
 from fedala.report import plots, tables
 from fedala.runs.config import Config
 
@@ -21,7 +21,14 @@ app = typer.Typer()
   fedala run --dataset mnist --data-dir data --partition mine.json""")
 )
 @config_options(
-    "dataset", "data_dir", "resize", "partition", "partition_seed", "clients", "validation"
+    "dataset",
+    "data_dir",
+    "resize",
+    "partition",
+    "split",
+    "partition_seed",
+    "clients",
+    "validation",
 )
 def partition(
     *,
@@ -47,13 +54,20 @@ def partition(
     data = load(config.dataset, folder, config.resize)
     # Without --clients, the number of clients in a partition file is accepted.
     federation = federate(
-        data, config.partition, config.clients, config.partition_seed, config.validation
+        data,
+        config.partition,
+        config.clients,
+        config.partition_seed,
+        config.validation,
+        config.split,
     )
     if save:
         write_partition(federation, save)
     counts, sizes = federation.counts(), federation.sizes()
     names = federation.count_names if data.kind == "numbers" else data.class_names
-    title = f"{config.dataset}, {config.partition}, {len(counts)} clients"
+    title = (
+        f"{config.dataset}, {config.partition or default_partition(data)}, {len(counts)} clients"
+    )
     if plot:
         plots.save(plots.draw_split(counts, names, title), plot)
     tables.console().print(tables.clients(federation))

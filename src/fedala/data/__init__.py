@@ -5,7 +5,7 @@ federation = federate(load("digits"), "dir:0.1", clients=20)
 
 from fedala.data.catalogue import KnownDataset, known_datasets
 from fedala.data.dataset import Dataset
-from fedala.data.federation import Federation, federate, write_partition
+from fedala.data.federation import Federation, default_partition, federate, write_partition
 from fedala.data.images import resize_images
 from fedala.data.load import load
 from fedala.data.partition import dirichlet, iid, partitioner, pathological
@@ -14,6 +14,7 @@ __all__ = [
     "Dataset",
     "Federation",
     "KnownDataset",
+    "default_partition",
     "dirichlet",
     "federate",
     "iid",

@@ -1,5 +1,6 @@
 """A dataset in memory, whatever file it came from."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,11 @@ class Dataset:
     class_names: tuple[str, ...] = ()
     vocabulary: int | None = None  # texts: rows of the embedding; index 0 = unknown = padding
     note: str = ""  # shown to users, for example "partial: …"
+    clients: torch.Tensor | None = None  # int64 N: whose sample it is, if the data say so
+    client_names: tuple[str, ...] = ()  # by client
+    split: torch.Tensor | None = None  # uint8 N: the part (of `PARTS`) that the data put it into
+    feature_names: tuple[str, ...] = ()  # of a table's columns
+    tokens: tuple[str, ...] = ()  # texts: the words of ids 1, 2, …
 
     def __post_init__(self) -> None:
         is_matrix = self.y.ndim == 2 and not self.y.is_complex()
@@ -35,6 +41,7 @@ class Dataset:
             object.__setattr__(self, "y", self._convert_targets())
         self._check_form()
         self._check_values()
+        self._check_owners()
         if self.y.is_floating_point():
             self._check_targets()
         else:
@@ -102,6 +109,19 @@ class Dataset:
                 f"{name} holds token ids outside its vocabulary, which is {self.vocabulary}."
             )
 
+    def _check_owners(self) -> None:
+        """Check whose samples they are, and which part they belong to, if the data say so."""
+        count = len(self.client_names)
+        for what, values, end in (("clients", self.clients, count), ("split", self.split, 3)):
+            if values is not None and (
+                values.shape != (len(self.y),)
+                or not 0 <= int(values.min()) <= int(values.max()) < end
+            ):
+                raise UserError(
+                    f"{self.name}: {what} must hold a whole number from 0 to {end - 1} for each of "
+                    f"the {len(self.y)} samples."
+                )
+
     def _convert_targets(self) -> torch.Tensor:
         """Return targets as float32. Whole numbers in a matrix must be zeros and ones."""
         y = self.y
@@ -143,6 +163,10 @@ class Dataset:
             )
 
 
+#: The parts of a client's samples.
+PARTS = ("train", "validation", "test")
+
+
 class RawData(NamedTuple):
     """The content of a file: texts are not yet tokens, and the number of classes may be open."""
 
@@ -150,6 +174,11 @@ class RawData(NamedTuple):
     x: "torch.Tensor | list[str]"
     y: "np.ndarray[Any, Any]"
     class_names: tuple[str, ...] = ()
+    clients: Sequence[str] | None = None
+    """Whose sample it is, by name."""
+    split: "np.ndarray[Any, Any] | None" = None
+    """uint8: the part, as a position in `PARTS`."""
+    feature_names: tuple[str, ...] = ()
 
 
 def encode_labels(

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.dataset import Dataset
+from fedala.data.dataset import PARTS, Dataset
 from fedala.data.partition import Indices, check_seed, partitioner
 from fedala.errors import UserError, first_line
 from fedala.io.untrusted import read_json
 from fedala.lanes.randomness import draw
 
 _FORMAT, _VERSION = "fedala-partition", 1
-PARTS = ("train", "validation", "test")
+NATURAL = "natural"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,43 +73,85 @@ class Federation:
 
 def federate(
     dataset: Dataset,
-    partition: str = "dir:0.1",
-    clients: int | None = 20,
+    partition: str | None = None,
+    clients: int | None = None,
     seed: int = 1,
     validation: float = 0.0,
+    split: str = "given",
 ) -> Federation:
-    """Divide `dataset` by `dir:β`, `pathological:c`, `iid` or a partition file (.json).
+    """Divide `dataset` by `natural`, `dir:β`, `pathological:c`, `iid` or a partition file (.json).
 
-    A client's share is split 75/25 into train and test. `validation` is the share of the training
-    samples to hold out. With `clients=None`, a file decides how many clients there are.
+    `natural` gives each client of the data its own samples; without a `partition`, that is the way
+    for data that name their clients, and `dir:0.1` for all others. If the data have parts for
+    training and testing, a client's share is split as they say, unless `split` is `pooled`.
+    Otherwise, it is split 75/25 at random. `validation` is the share of the training samples to
+    hold out. With `clients=None`, there are 20, or as many as the data or the file have.
     """
     if not 0 <= validation < 1:
         raise UserError(
             f"The validation share must be at least 0 and less than 1, not {validation}."
         )
     check_seed(seed)
+    partition = partition or default_partition(dataset)
     if partition.endswith(".json"):
         splits = _read_partition(Path(partition), dataset, clients, seed)
     else:
-        count = 20 if clients is None else clients
-        divide = partitioner(partition)
-        if dataset.kind != "classes" and partition != "iid":
-            raise UserError(
-                f"The partition {partition} divides samples by their class, and {dataset.name} has "
-                f"{dataset.targets}: use iid, a partition file, or a Federation of your own."
-            )
-        labels = dataset.y.numpy() if dataset.kind == "classes" else np.zeros(len(dataset.y))
-        shares = divide(labels, clients=count, seed=seed)
-        splits = [_split(share, seed, client) for client, share in enumerate(shares)]
-    has_validation = any(len(split["validation"]) for split in splits)
-    if not has_validation:  # a file's own validation samples stay as they are
-        splits = [_hold_out(split, validation) for split in splits]
-    return Federation(dataset, **{part: tuple(split[part] for split in splits) for part in PARTS})
+        shares = _divide(dataset, partition, clients, seed)
+        given = dataset.split.numpy() if dataset.split is not None and split == "given" else None
+        splits = [_split(share, seed, client, given) for client, share in enumerate(shares)]
+    has_validation = any(len(own["validation"]) for own in splits)
+    if not has_validation:  # validation samples of a file or of the data stay as they are
+        splits = [_hold_out(own, validation) for own in splits]
+    return Federation(dataset, **{part: tuple(own[part] for own in splits) for part in PARTS})
 
 
-def _split(share: Indices, seed: int, client: int) -> dict[str, Indices]:
-    """Split a share 75/25 at random; the order of the draw is the client's order from now on."""
+def default_partition(dataset: Dataset) -> str:
+    """Return how a dataset is divided if nobody says so."""
+    return "dir:0.1" if dataset.clients is None else NATURAL
+
+
+def _divide(dataset: Dataset, partition: str, clients: int | None, seed: int) -> list[Indices]:
+    """Return the samples of each client."""
+    if partition == NATURAL:
+        return _list_natural_shares(dataset, clients)
+    divide = partitioner(partition)
+    if dataset.kind != "classes" and partition != "iid":
+        raise UserError(
+            f"The partition {partition} divides samples by their class, and {dataset.name} has "
+            f"{dataset.targets}: use iid, a partition file, or a Federation of your own."
+        )
+    labels = dataset.y.numpy() if dataset.kind == "classes" else np.zeros(len(dataset.y))
+    return divide(labels, clients=20 if clients is None else clients, seed=seed)
+
+
+def _list_natural_shares(dataset: Dataset, clients: int | None) -> list[Indices]:
+    """Return the samples of each client that the data name, in the order of the data."""
+    if dataset.clients is None:
+        raise UserError(
+            f"{dataset.name} does not say whose sample is whose, so it cannot be divided by its "
+            "natural clients: name the column with --clients-by, or use dir:0.1, iid and the like."
+        )
+    count = len(dataset.client_names)
+    if clients is not None and clients != count:
+        raise UserError(
+            f"{dataset.name} has {count} clients, but {clients} were asked for; "
+            "leave the number out."
+        )
+    order = np.argsort(dataset.clients.numpy(), kind="stable")
+    sizes = np.bincount(dataset.clients.numpy(), minlength=count)
+    return np.split(order, np.cumsum(sizes)[:-1])
+
+
+def _split(
+    share: Indices, seed: int, client: int, given: Indices | None = None
+) -> dict[str, Indices]:
+    """Split a share as `given`, or 75/25; the order of the draw is the client's order from now on.
+
+    `given` is the part of every sample of the dataset.
+    """
     shuffled = share[draw(seed, "split", client=client).permutation(len(share))]
+    if given is not None:
+        return {part: shuffled[given[shuffled] == i] for i, part in enumerate(PARTS)}
     cut = int(0.75 * len(share))
     return {"train": shuffled[:cut], "validation": shuffled[:0], "test": shuffled[cut:]}
 

@@ -1,6 +1,6 @@
 """Load a `Dataset` by a name or a path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn.functional import interpolate
 
 from fedala.data import arrays
 from fedala.data.catalogue import KnownDataset, known_datasets
-from fedala.data.dataset import Dataset, RawData
+from fedala.data.dataset import Dataset, RawData, encode_labels
 from fedala.data.images import read_image_folder, resize_images
 from fedala.data.tables import read_hub, read_parquet
 from fedala.data.text import encode_texts, read_ag_news_csv, read_labelled_csv
@@ -139,7 +139,12 @@ _READERS: dict[str, Callable[[Path], RawData | None]] = {
 
 def _build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -> Dataset:
     """Build a dataset; if it is a known one, check its classes and the shape of its samples."""
-    x, vocabulary = (raw.x, None) if isinstance(raw.x, torch.Tensor) else encode_texts(raw.x)
+    tokens: tuple[str, ...] = ()
+    if isinstance(raw.x, torch.Tensor):
+        x, vocabulary = raw.x, None
+    else:
+        x, tokens = encode_texts(raw.x)
+        vocabulary = len(tokens) + 1
     names, note = raw.class_names, ""
     if known is None:
         classes = len(names) or _count_targets(name, raw.y)
@@ -162,7 +167,31 @@ def _build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -
         elif len(x) > known.samples:
             note = f"{len(x)} samples"
     names = tuple(printable(label, 100) for label in names)
-    return Dataset(name, x, torch.from_numpy(raw.y), classes, names, vocabulary, note)
+    clients, client_names = _number_clients(raw.clients)
+    # The paper pools the parts of the datasets that it uses.
+    split = None if known or raw.split is None else torch.from_numpy(raw.split)
+    return Dataset(
+        name,
+        x,
+        torch.from_numpy(raw.y),
+        classes,
+        names,
+        vocabulary,
+        note,
+        clients,
+        client_names,
+        split,
+        raw.feature_names,
+        tokens,
+    )
+
+
+def _number_clients(owners: Sequence[str] | None) -> tuple[torch.Tensor | None, tuple[str, ...]]:
+    """Number the clients in the order of their names."""
+    if owners is None:
+        return None, ()
+    numbers, names = encode_labels(list(owners))
+    return torch.from_numpy(numbers), tuple(printable(name, 100) for name in names)
 
 
 def _count_targets(name: str, y: "np.ndarray[Any, Any]") -> int:

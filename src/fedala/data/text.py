@@ -4,7 +4,7 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -45,15 +45,24 @@ def build_vocabulary(texts: list[list[str]]) -> dict[str, int]:
     return {token: number for number, token in enumerate(ordered, start=1)}
 
 
-def encode_texts(texts: list[str]) -> tuple[torch.Tensor, int]:
-    """Return texts as int32 N×200, cut or padded with 0, and the rows that an embedding needs."""
+def encode_texts(
+    texts: list[str], tokens: Sequence[str] | None = None
+) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Return texts as int32 N×200, cut or padded with 0, and the tokens of ids 1, 2, ….
+
+    With `tokens`, these are the vocabulary, and other words are unknown: 0.
+    """
     split = [tokenize(text) for text in texts]
-    index = build_vocabulary(split)
+    index = (
+        build_vocabulary(split)
+        if tokens is None
+        else {token: number for number, token in enumerate(tokens, start=1)}
+    )
     ids = np.zeros((len(split), LENGTH), dtype=np.int32)
     for row, words in zip(ids, split, strict=True):
         words = words[:LENGTH]
-        row[: len(words)] = [index[word] for word in words]
-    return torch.from_numpy(ids), len(index) + 1
+        row[: len(words)] = [index.get(word, 0) for word in words]
+    return torch.from_numpy(ids), tuple(index)
 
 
 def read_labelled_csv(path: Path) -> RawData:

@@ -4,14 +4,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from flwr.app import Context
 from torch import nn
 
-from fedala.data import Dataset, Federation, federate, known_datasets, load
+from fedala.data import Dataset, Federation, default_partition, federate, known_datasets, load
 from fedala.errors import UserError
 from fedala.flower.client_store import check_experiment_name
 from fedala.lanes.task import Task
@@ -131,7 +131,8 @@ class Experiment:
         """Plan the run on samples that are already divided among clients."""
         planned = plan(config, samples, custom.model if custom else None)
         # The run folder records how the samples were divided, so that a restart does the same.
-        recorded = replace(planned.config, partition=config.partition, validation=config.validation)
+        partition = config.partition or default_partition(samples.dataset)
+        recorded = replace(planned.config, partition=partition, validation=config.validation)
         planned = replace(planned, config=recorded)
         task, start = build_task(planned)
         return cls(planned, planned.methods[0], task, start)
@@ -150,7 +151,9 @@ def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:
     else:
         folder = Path(config.data_dir) if config.data_dir else None
         samples = load(config.dataset, folder, config.resize)
-        divided = federate(samples, config.partition, config.clients, config.partition_seed)
+        divided = federate(
+            samples, config.partition, config.clients, config.partition_seed, split=config.split
+        )
         clients = len(divided.train)
         validates |= any(len(rows) for rows in divided.validation)
     nothing = (np.arange(0),) * clients
@@ -237,7 +240,9 @@ def read_node_samples(config: Config, node_config: Mapping[str, Any]) -> Federat
             )
         partition = str(node_config["partition"])
     data = load(name, Path(str(folder)) if folder else None, config.resize)
-    return federate(data, partition, config.clients, config.partition_seed, config.validation)
+    return federate(
+        data, partition, config.clients, config.partition_seed, config.validation, config.split
+    )
 
 
 def build_node_config(config: Config) -> dict[str, Any]:
@@ -270,8 +275,8 @@ def _make_absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def _is_file(partition: str) -> bool:
-    return partition.endswith(".json")
+def _is_file(partition: str | None) -> TypeGuard[str]:
+    return partition is not None and partition.endswith(".json")
 
 
 def _is_simulated() -> bool:

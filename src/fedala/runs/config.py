@@ -1,4 +1,4 @@
-"""The options of a run.
+"""The options of a run. Long because every option is here, in one list.
 
 A field is an option of `fedala run`, a key of the config file, and an argument of `run`.
 """
@@ -65,14 +65,24 @@ class Config:
     model: str | None = option(
         None, "cnn, resnet18 or fasttext; without it, the usual model of the dataset"
     )
-    partition: str = option(
-        "dir:0.1", "dir:β, pathological:classes, iid, or a partition file (.json)"
+    partition: str | None = option(
+        None,
+        "natural (the clients of the data), dir:β, pathological:classes, iid, or a partition file "
+        "(.json); without it, natural if the data name their clients, otherwise dir:0.1",
+    )
+    split: str = option(
+        "given",
+        "parts for training and testing that the data have: keep them as given, or pool them and "
+        "split each client's samples 75/25",
+        choices=("given", "pooled"),
     )
     partition_seed: int = option(
         1, "seed of the partition, the same for all runs", least=0, most=2**32 - 1
     )
     clients: int | None = option(
-        None, "number of clients; without it, 20, or as many as the partition file has", least=1
+        None,
+        "number of clients; without it, 20, or as many as the data or the partition file have",
+        least=1,
     )
     join_ratio: float = option(
         1.0, "ρ: share of the clients that take part in a round", above=0, most=1

@@ -1,8 +1,6 @@
 """Check a run from end to end before it starts: a `Plan` is a run that has been accepted."""
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedala.data import Dataset, Federation, federate, known_datasets, load, resize_images
-from fedala.errors import UserError, byte_size, first_line
+from fedala.data import (
+    Dataset,
+    Federation,
+    default_partition,
+    federate,
+    known_datasets,
+    load,
+    resize_images,
+)
+from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
@@ -22,10 +28,8 @@ from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound
 from fedala.methods.server_optimizer import default_lr
-from fedala.metrics import OWN_LOSS
 from fedala.models import build_model
 from fedala.runs.config import Config
-from fedala.runs.folder import nearest_existing_parent
 from fedala.runs.losses import make_loss
 from fedala.runs.members import (
     Group,
@@ -36,10 +40,9 @@ from fedala.runs.members import (
     group_members,
     make_members,
 )
+from fedala.runs.model_trial import MakeModel, make_skeleton, try_loss, try_model
 from fedala.runs.sweep import SWEPT_OPTIONS
 from fedala.simulation.client_round import init_client_state
-
-MakeModel = Callable[[], nn.Module]
 
 #: How much memory the models of the best evaluation may take, unless `client_memory` says so.
 _BEST_MODELS_BYTES = 2**31
@@ -90,7 +93,7 @@ class Plan:
 
     def make_skeleton(self) -> nn.Module:
         """Make a model for its structure alone."""
-        return _make_skeleton(self.make_model, is_own=self.config.model == "own")
+        return make_skeleton(self.make_model, is_own=self.config.model == "own")
 
     @property
     def model_bytes(self) -> int:
@@ -147,16 +150,16 @@ def plan(
         config = replace(config, model="own")
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
-    skeleton = _make_skeleton(make_model, is_own=model is not None)
+    skeleton = make_skeleton(make_model, is_own=model is not None)
     members = make_members(config)
     for member in members:
         member.method.check_model(skeleton)
         member.method.check_optimizer(UpdateRule.of([member.config.recipe().optimizer]))
         check_schedule(member.config)
     if model is not None:
-        _try_model(skeleton, federation.dataset, chosen_loss)
+        try_model(skeleton, federation.dataset, chosen_loss)
     if loss is not None:
-        _try_loss(chosen_loss, make_model(), federation.dataset)
+        try_loss(chosen_loss, make_model(), federation.dataset)
     state_bytes = _rehearse(members, make_model(), federation)
     groups = group_members(members)
     checked = Plan(config, federation, make_model, groups, device, state_bytes, loss=chosen_loss)
@@ -180,6 +183,7 @@ def _federate(config: Config, dataset: Dataset | None) -> Federation:
         config.clients,
         config.partition_seed,
         config.validation,
+        config.split,
     )
 
 
@@ -196,74 +200,13 @@ def _resolve(config: Config, federation: Federation) -> Config:
     # What depends on a swept option is each point's own.
     if config.server_optimizer != "none" and "server_optimizer" not in config.sweep:
         values["server_lr"] = default_lr(config.server_optimizer)
+    values["partition"] = default_partition(federation.dataset)
     rounds = int(config.rounds or values["rounds"])
     values["record_weights"] = -(-rounds // 20)  # about 20 times
     if config.schedule == "step" and "schedule" not in config.sweep:
         values["decay_every"] = max(1, rounds // 3)  # more rounds later do not change it
     missing = {name: value for name, value in values.items() if getattr(config, name) is None}
     return replace(config, clients=len(federation.train), **missing)
-
-
-def _make_skeleton(make_model: MakeModel, *, is_own: bool) -> nn.Module:
-    """Make a model without memory; a user's own model may need real tensors to be made or run."""
-    if is_own:
-        return make_model()
-    with torch.device("meta"):
-        return make_model()
-
-
-def first_output(model: nn.Module, data: Dataset) -> Any:
-    """Return the output of a model, in evaluation mode, for the first two samples."""
-    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
-    with torch.no_grad(), task.use_mode(training=False):
-        return model(task.inputs(torch.arange(len(data.y[:2]))))
-
-
-def _try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
-    """Refuse a model that does not turn samples into a score for each class, or target."""
-    try:
-        output = first_output(model, data)
-    except Exception as error:  # whatever the user's own code may raise
-        samples = f"samples of shape {tuple(data.x.shape[1:])}"
-        raise UserError(f"The model cannot be run on {samples}: {first_line(error)}.") from error
-    if loss.metric == OWN_LOSS:
-        return  # only the user's loss knows what it takes
-    shape = getattr(output, "shape", None)
-    count, is_right = len(data.y[:2]), False
-    if shape is not None and data.kind == "classes":
-        is_right = len(shape) == 2 and shape[1] >= data.classes
-    elif shape is not None:
-        is_right = tuple(shape) == (count, data.classes)
-        is_right |= tuple(shape) == (count,) and data.classes == 1
-    if not is_right:
-        kind = type(output).__name__
-        actual = f"a {kind}" if shape is None else f"a tensor of shape {tuple(shape)}"
-        wanted = f"a score for each of the {data.targets}"
-        if data.kind != "classes":
-            wanted = f"one output for each of the {data.targets}"
-        raise UserError(
-            f"The model turns {count} samples into {actual}; it must give {wanted}: "
-            f"({count}, {data.classes})."
-        )
-
-
-def _try_loss(loss: Loss, model: nn.Module, data: Dataset) -> None:
-    """Refuse a user's loss that does not turn outputs and targets into one number."""
-    output = first_output(model, data)
-    try:
-        loss(output, data.y[:2])
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's own code may raise
-        raise UserError(
-            f"The loss cannot be computed from an output of shape {_shape_of(output)} and targets "
-            f"of shape {tuple(data.y[:2].shape)}: {first_line(error)}."
-        ) from error
-
-
-def _shape_of(output: Any) -> str:
-    shape = getattr(output, "shape", None)
-    return type(output).__name__ if shape is None else str(tuple(shape))
 
 
 def _rehearse(
@@ -306,59 +249,4 @@ def _check_memory(plan: Plan) -> None:
         raise UserError(
             f"One client at a time takes about {needed / 2**30:.1f} GiB with this model and data, "
             f"and {where} {room / 2**30:.1f}: use a smaller model, or a larger machine."
-        )
-
-
-def choose_best_models(plan: Plan, out: Path | None, before: bool | None = None) -> Plan:
-    """Decide whether the best models are saved, for a config that leaves it open.
-
-    They are, along with the last ones, if they fit into memory and onto the disk. A run that is
-    resumed does as it did `before`.
-    """
-    config = plan.config
-    with_best = replace(plan, config=replace(config, save_best=True))
-    if before is not None:
-        return with_best if before else replace(plan, config=replace(config, save_best=False))
-    if config.save_models and plan.fits_best_models:
-        with suppress(UserError):
-            check_room(with_best, out)
-            return with_best
-    return replace(plan, config=replace(config, save_best=False))
-
-
-def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
-    """Refuse a run whose models and checkpoints do not fit on the disk, or in memory without `out`.
-
-    `present`: the bytes of them that are on the disk already.
-    """
-    config, clients = plan.config, plan.local_clients
-    personal = clients * sum(method.has_personal_models for method in plan.methods)
-    models = personal * (config.save_models + bool(config.save_best))
-    needed, what = models * plan.model_bytes, f"Keeping {models} models takes"
-    advice = "use --no-save-models, or save_models=False"
-    if config.save_best:
-        advice = (
-            "use --no-save-best to keep only the models of the last evaluation, or --no-save-models"
-        )
-    if out is None:
-        room, where = free_memory() // 2, "memory"
-    else:
-        room, where = shutil.disk_usage(nearest_existing_parent(out)).free, "disk"
-        if config.checkpoint_every != 0:
-            # While a third checkpoint is written, two are kept. They share the files of clients
-            # that took no part between them.
-            changed = min(1.0, config.join_ratio * (config.checkpoint_every or 10))
-            states = [clients * size for size in plan.state_bytes.values()]
-            largest = clients * max(plan.count_state_bytes(group) for group in plan.groups)
-            needed += int(sum(states) + 2 * changed * largest)
-            if personal and config.save_best:
-                needed += 2 * plan.count_best_models() * plan.model_bytes
-            what = f"Keeping {models} models and the state of {clients} clients takes"
-            advice += ", or --checkpoint-every 0 to do without checkpoints"
-    needed = max(0, needed - present)
-    if needed > room:
-        more = "another " if present else ""
-        raise UserError(
-            f"{what} {more}{byte_size(needed)} of {where}, and there is room for "
-            f"{byte_size(room)}: {advice}."
         )

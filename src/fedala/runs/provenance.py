@@ -17,7 +17,8 @@ import torch
 from fedala.errors import printable
 from fedala.lanes.randomness import torch_seed
 from fedala.runs.digests import Digests
-from fedala.runs.plan import Plan, first_output
+from fedala.runs.model_trial import first_output
+from fedala.runs.plan import Plan
 from fedala.runs.results import Result
 from fedala.runs.resumable_options import identify
 from fedala.runs.sweep_results import find_sweeps

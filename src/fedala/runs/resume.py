@@ -18,9 +18,10 @@ from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
 from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
-from fedala.runs.plan import Plan, check_room
+from fedala.runs.plan import Plan
 from fedala.runs.provenance import describe, list_program_changes
 from fedala.runs.resumable_options import change_config, has_additions
+from fedala.runs.room import check_room
 from fedala.runs.tables import TABLES
 from fedala.simulation.client_states import NOTHING
 

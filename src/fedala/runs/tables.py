@@ -11,7 +11,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from fedala.data.federation import PARTS, Federation
+from fedala.data.dataset import PARTS
+from fedala.data.federation import Federation
 from fedala.errors import printable, spreadsheet_safe
 from fedala.io import files
 from fedala.io.untrusted import check_memory, require_file
