@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.augmentation import parse_augmentation
-from fedala.lanes.normalization import parse_normalization
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import Params
@@ -37,7 +36,7 @@ def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
         shuffle=config.shuffle,
         device=plan.device,
         precision=config.precision,
-        normalization=parse_normalization(config.normalize),
+        normalization=plan.normalization,
         augmentation=parse_augmentation(config.augment),
         feature_memory=_to_bytes(config.feature_memory),
     )

@@ -22,7 +22,7 @@ from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
-from fedala.lanes.normalization import parse_normalization
+from fedala.lanes.normalization import Normalization, parse_normalization
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
@@ -62,6 +62,8 @@ class Plan:
     has_local_clients: bool = True
     """Whether the clients, and what they keep between rounds, are on this machine."""
     loss: Loss = field(default_factory=CrossEntropy)
+    normalization: Normalization | None = None
+    """What scales the samples on their way to the model; None: bytes as usual, floats as is."""
 
     @property
     def members(self) -> list[Member]:
@@ -162,7 +164,16 @@ def plan(
         try_loss(chosen_loss, make_model(), federation.dataset)
     state_bytes = _rehearse(members, make_model(), federation)
     groups = group_members(members)
-    checked = Plan(config, federation, make_model, groups, device, state_bytes, loss=chosen_loss)
+    checked = Plan(
+        config,
+        federation,
+        make_model,
+        groups,
+        device,
+        state_bytes,
+        loss=chosen_loss,
+        normalization=normalization,
+    )
     _check_memory(checked)
     return checked
 
