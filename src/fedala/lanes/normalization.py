@@ -16,6 +16,11 @@ KNOWN = {
     "cifar100": "0.5071,0.4865,0.4409/0.2673,0.2564,0.2762",
     "imagenet": "0.485,0.456,0.406/0.229,0.224,0.225",
 }
+#: Figures that are fitted on training samples: one for each channel, as the model reads them, or
+#: one for each number of the last dimension.
+STANDARD, STANDARD_LAST = "standard", "standard:last"
+#: Samples as they are, and bytes as usual, for models that would have them standardised.
+NONE = "none"
 _LEAST, _MOST = 1e-12, 1e12  # of a standard deviation; the most also of a mean
 
 
@@ -32,11 +37,7 @@ class Normalization:
 
     def check(self, x: Tensor, name: str) -> None:
         """Refuse samples that are not numbers, or not of so many channels."""
-        if not is_normalizable(x):
-            raise UserError(
-                f"normalize is for images and float samples, and the samples of {name} are "
-                f"{_describe(x)}."
-            )
+        check_normalizable(x, name)
         channels = x.shape[-1 if self.is_channels_last else 1]
         what = "feature" if x.ndim == 2 else "channel"
         samples = "images" if x.ndim == 4 else "samples"
@@ -46,6 +47,11 @@ class Normalization:
                     f"normalize has {len(numbers)} {figure}, and the {samples} of {name} have "
                     f"{_count(channels, what)}: give one number, or one for each {what}."
                 )
+
+    @property
+    def text(self) -> str:
+        """The figures as the option has them."""
+        return "/".join(",".join(map(repr, numbers)) for numbers in (self.mean, self.std))
 
     def figures(
         self, device: torch.device, dtype: torch.dtype, dimensions: int = 3
@@ -60,9 +66,14 @@ class Normalization:
         ]
 
 
-def is_normalizable(x: Tensor) -> bool:
-    """Tell whether samples are images of bytes, or floats."""
-    return (x.dtype == torch.uint8 and x.ndim == 4) or (x.is_floating_point() and x.ndim > 1)
+def check_normalizable(x: Tensor, name: str) -> None:
+    """Refuse samples that are neither images of bytes nor floats."""
+    is_image = x.dtype == torch.uint8 and x.ndim == 4
+    if not is_image and not (x.is_floating_point() and x.ndim > 1):
+        raise UserError(
+            f"normalize is for images and float samples, and the samples of {name} are "
+            f"{_describe(x)}."
+        )
 
 
 def normalize_bytes(
@@ -79,9 +90,17 @@ def normalize_floats(
     return x.to(dtype).sub(mean).div_(std)
 
 
+def is_standard(text: str | None) -> bool:
+    """Tell whether the figures are to be fitted on training samples."""
+    return text in (STANDARD, STANDARD_LAST)
+
+
 def parse_normalization(text: str | None) -> Normalization | None:
-    """Read `mean/std`, with one number or one for each channel, or the name of known figures."""
-    if text is None:
+    """Read `mean/std`, with one number or one for each channel, or the name of known figures.
+
+    `none` and figures that are yet to be fitted are None.
+    """
+    if text is None or text == NONE or is_standard(text):
         return None
     mean, slash, std = KNOWN.get(text.strip().lower(), text).partition("/")
     try:
@@ -91,7 +110,7 @@ def parse_normalization(text: str | None) -> Normalization | None:
     except ValueError:
         raise UserError(
             f"normalize must be mean/std, as in 0.1307/0.3081 or 0.49,0.48,0.45/0.25,0.24,0.26, "
-            f"or one of {', '.join(KNOWN)}, not {text!r}."
+            f"or one of standard, none, {', '.join(KNOWN)}, not {text!r}."
         ) from None
     if not all(_LEAST <= number <= _MOST for number in stds):
         raise UserError(f"normalize has the standard deviation {std}: it must be greater than 0.")
