@@ -33,7 +33,12 @@ def new(
     **values: Any,
 ) -> None:
     """Write a folder for flwr run: an app for one method, with all options in pyproject.toml."""
-    from fedala.flower.experiment import SIMULATION_OPTIONS, Deployment, check_evaluation
+    from fedala.flower.experiment import (
+        SIMULATION_OPTIONS,
+        Deployment,
+        check_evaluation,
+        give_figures,
+    )
     from fedala.flower.new import check_app_folder, write_app
 
     check_app_folder(folder)
@@ -47,7 +52,7 @@ def new(
     check_evaluation(given)
     config = Config.from_values({"method": "fedala", **given})
     _check_single_method(config)
-    resolved = plan(config).config
+    resolved = give_figures(plan(config)).config
     write_app(folder, resolved, Deployment())
     print_line(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
     if resolved.dataset != "digits":
@@ -81,9 +86,10 @@ def demo(
 ) -> None:
     """Run a federation on this machine: a SuperLink and SuperNodes, with TLS and authentication."""
     from fedala.flower.demo import run_demo
+    from fedala.flower.experiment import give_figures
 
     defaults = {"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5"}
-    checked = plan(Config.from_values({**defaults, **given_options(values)}))
+    checked = give_figures(plan(Config.from_values({**defaults, **given_options(values)})))
     _check_single_method(checked.config)
     if out:
         RunFolder.check_output(out, force=False)

@@ -12,6 +12,7 @@ from rich.console import Console
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
+from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
@@ -114,7 +115,7 @@ def run(
     log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
     loggers.check(log)
     checked = plan(chosen)
-    say(_description(checked))
+    say(_description(checked, chosen))
     _show(_execute(checked, folder, force=force, resume=resume, log=log))
     _write_page(folder)
     print_line(f"Run folder: {folder}")
@@ -143,14 +144,41 @@ def _folder_name(config: Config) -> str:
     return "-".join([*filter(None, parts), time])
 
 
-def _description(checked: Plan) -> str:
+def _description(checked: Plan, chosen: Config) -> str:
+    """Describe a run in one line; `chosen` has the options that the user gave."""
     config, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
     return (
         f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
-        f"{config.partition} over {config.clients} clients; {config.model}, "
-        f"rounds: {config.rounds}, runs of each method: {config.seeds}, on {checked.device.type}"
+        f"{config.partition} over {config.clients} clients; {config.model}"
+        f"{_describe_input(checked)}, {_describe_rate(config, chosen)}, rounds: {config.rounds}, "
+        f"runs of each method: {config.seeds}, on {checked.device.type}"
+        f"{_describe_standardization(config, chosen)}"
     )
+
+
+def _describe_input(checked: Plan) -> str:
+    """Say how the model reads samples of two dimensions, which the data do not say."""
+    shape = checked.federation.dataset.x.shape[1:]
+    if checked.config.model == "cnn1d":
+        return f" ({shape[0]} channels × {shape[1]} steps)"
+    if checked.config.model == "lstm" and len(shape) == 2:
+        return f" ({shape[0]} steps × {shape[1]} channels)"
+    return ""
+
+
+def _describe_rate(config: Config, chosen: Config) -> str:
+    if "lr" in config.sweep:
+        return "lr: several"
+    default = "" if chosen.lr is not None else f" (default for {config.model}; --lr changes it)"
+    return f"lr {config.lr:g}{default}"
+
+
+def _describe_standardization(config: Config, chosen: Config) -> str:
+    if not is_standard(config.normalize):
+        return ""
+    default = "" if chosen.normalize else f" (default for {config.model}; --normalize none: as is)"
+    return f"; features standardised by the training samples{default}"
 
 
 def _execute(

@@ -14,6 +14,7 @@ from torch import nn
 from fedala.data import Dataset, Federation, default_partition, federate, known_datasets, load
 from fedala.errors import UserError
 from fedala.flower.client_store import check_experiment_name
+from fedala.lanes.normalization import is_standard
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
 from fedala.methods import Method
@@ -28,6 +29,11 @@ SIMULATION_OPTIONS = (
 )  # fmt: skip
 #: Options of the evaluation that a federation does not offer.
 EVALUATION_OPTIONS = ("evaluate", "metrics_every")
+NO_STANDARD = (
+    "On Flower, nobody has the samples of all clients to standardise them by: give the figures, "
+    "as normalize = mean/std with a number for each feature, or none. The figures of a simulation "
+    "are in the preprocessing.json of its run folder."
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,9 @@ class Experiment:
     def build(cls, config: Config, samples: Federation, custom: CustomApp | None) -> "Experiment":
         """Plan the run on samples that are already divided among clients."""
         planned = plan(config, samples, custom.model if custom else None)
+        if is_standard(planned.config.normalize):
+            # A node would fit figures to the samples that it can read, which may be its own alone.
+            raise UserError(NO_STANDARD)
         # The run folder records how the samples were divided, so that a restart does the same.
         partition = config.partition or default_partition(samples.dataset)
         recorded = replace(planned.config, partition=partition, validation=config.validation)
@@ -255,6 +264,17 @@ def build_node_config(config: Config) -> dict[str, Any]:
     if _is_file(config.partition):
         node_config["partition"] = config.partition
     return node_config
+
+
+def give_figures(planned: Plan) -> Plan:
+    """Return a plan whose config has the fitted figures themselves, for nodes that cannot fit them.
+
+    They are those of all clients' training samples, as in the simulation.
+    """
+    if planned.normalization is None or not is_standard(planned.config.normalize):
+        return planned
+    config = replace(planned.config, normalize=planned.normalization.text)
+    return replace(planned, config=config)
 
 
 def make_paths_absolute(config: Config) -> Config:

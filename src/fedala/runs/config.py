@@ -59,11 +59,14 @@ class Config:
     )
     normalize: str | None = option(
         None,
-        "mean/std of pixels from 0 to 1, one number or one per channel, as in 0.1307/0.3081, or "
-        "mnist, fashion-mnist, cifar10, cifar100, imagenet; without it, 0.5/0.5 for bytes",
+        "mean/std of pixels from 0 to 1 or of features, one number or one per channel, as in "
+        "0.1307/0.3081; mnist, fashion-mnist, cifar10, cifar100, imagenet; standard (fitted on "
+        "training samples); none; without it, 0.5/0.5 for bytes, and standard for mlp, cnn1d, lstm",
     )
     model: str | None = option(
-        None, "cnn, resnet18 or fasttext; without it, the usual model of the dataset"
+        None,
+        "cnn or resnet18 (images), fasttext (texts), mlp (features), cnn1d (windows), lstm "
+        "(sequences, texts); without it, the usual model of the dataset",
     )
     partition: str | None = option(
         None,
@@ -88,14 +91,17 @@ class Config:
         1.0, "ρ: share of the clients that take part in a round", above=0, most=1
     )
     rounds: int | None = option(
-        None, "T: number of rounds; without it, 30 for digits, otherwise the paper's 2000", least=1
+        None,
+        "T: number of rounds; without it, 30 for digits, the paper's 2000 for its datasets, and "
+        "100 for others",
+        least=1,
     )
     batch_size: int = option(
         10, "B: samples per local step; full (or 0): all of a client's samples", least=0
     )
     lr: float | None = option(
         None,
-        "local learning rate; without it, the paper's for the dataset and model",
+        "local learning rate; without it, the paper's, or the usual one of the model",
         above=0,
         most=1e9,
     )

@@ -3,33 +3,30 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from fedala.data import (
-    Dataset,
-    Federation,
-    default_partition,
-    federate,
-    known_datasets,
-    load,
-    resize_images,
-)
+from fedala.data import Dataset, Federation, federate, load, resize_images
+from fedala.data.standardization import fit_normalization
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
-from fedala.lanes.normalization import Normalization, parse_normalization
+from fedala.lanes.normalization import (
+    STANDARD_LAST,
+    Normalization,
+    is_standard,
+    parse_normalization,
+)
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound
-from fedala.methods.server_optimizer import default_lr
 from fedala.models import build_model
 from fedala.runs.config import Config
+from fedala.runs.defaults import resolve
 from fedala.runs.losses import make_loss
 from fedala.runs.members import (
     Group,
@@ -131,7 +128,7 @@ def plan(
     device = _choose_device(config.device)
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
-    normalization = parse_normalization(config.normalize)
+    parse_normalization(config.normalize)
     if isinstance(dataset, Federation):
         federation = dataset
         # The federation is used as it is: options of the partition do not apply to it.
@@ -141,15 +138,15 @@ def plan(
     if config.resize is not None:  # without effect on data that was loaded with it
         images = resize_images(federation.dataset, config.resize)
         federation = replace(federation, dataset=images)
-    for option in (augmentation, normalization):
-        if option is not None:
-            option.check(federation.dataset.x, federation.dataset.name)
+    if augmentation:
+        augmentation.check(federation.dataset.x, federation.dataset.name)
     chosen_loss = make_loss(config, federation, loss)
-    config = _resolve(config, federation)
+    config = resolve(config, federation, has_own_model=model is not None)
     if loss is not None:
         config = replace(config, loss="own")
     if model is not None:
         config = replace(config, model="own")
+    normalization = _make_normalization(config, federation)
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
     skeleton = make_skeleton(make_model, is_own=model is not None)
@@ -198,26 +195,17 @@ def _federate(config: Config, dataset: Dataset | None) -> Federation:
     )
 
 
-def _resolve(config: Config, federation: Federation) -> Config:
-    """Return the config with the paper's values for its dataset and model where it has None."""
-    values: dict[str, Any] = {"rounds": 2000, "lr": 0.005, "model": "cnn"}
-    named = [entry for entry in known_datasets() if entry.name == config.dataset]
-    if named:
-        values |= {"rounds": named[0].rounds, "lr": named[0].lr, "model": named[0].model}
-    elif federation.dataset.vocabulary is not None:
-        values |= {"model": "fasttext", "lr": 0.1}
-    if config.model in ("resnet18", "fasttext"):
-        values["lr"] = 0.1
-    # What depends on a swept option is each point's own.
-    if config.server_optimizer != "none" and "server_optimizer" not in config.sweep:
-        values["server_lr"] = default_lr(config.server_optimizer)
-    values["partition"] = default_partition(federation.dataset)
-    rounds = int(config.rounds or values["rounds"])
-    values["record_weights"] = -(-rounds // 20)  # about 20 times
-    if config.schedule == "step" and "schedule" not in config.sweep:
-        values["decay_every"] = max(1, rounds // 3)  # more rounds later do not change it
-    missing = {name: value for name, value in values.items() if getattr(config, name) is None}
-    return replace(config, clients=len(federation.train), **missing)
+def _make_normalization(config: Config, federation: Federation) -> Normalization | None:
+    """Return the figures that scale the samples: as given, or fitted on training samples."""
+    is_last = config.model == "lstm" or config.normalize == STANDARD_LAST
+    if is_standard(config.normalize):
+        return fit_normalization(federation, is_channels_last=is_last)
+    given = parse_normalization(config.normalize)
+    if given is None:
+        return None
+    given = replace(given, is_channels_last=is_last)
+    given.check(federation.dataset.x, federation.dataset.name)
+    return given
 
 
 def _rehearse(
