@@ -361,7 +361,7 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
     [
         ("", "no label column: .* names nothing"),
         ("text,kind\na,b\n", "no label column: .* names text, kind"),
-        ("label,body\na,b\n", "no text column"),
+        ("label,body\na,b\n", "if it is the text to classify, call it text"),
         ("label,text\na,b\n ,c\n", "line 3: the label is empty"),
         ("label,text\na,b\nc\n", "line 3 has 1 columns, but the first line names 2"),
         ("label,text\n", "is empty"),
@@ -405,7 +405,7 @@ def test_any_dataset_of_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"a": [1], "label": [0]}, "has the columns a, label; it needs"),
+        ({"a": [1], "b": [0]}, "has the columns a, b; it needs a label column"),
         ({"text": ["a"], "b": [0]}, "has the columns text, b; it needs"),
         ({"text": ["a", "b"], "label": [0, None]}, "something else or missing"),
         ({"text": ["a", "b"], "label": [0.0, 1.5]}, "something else or missing"),
