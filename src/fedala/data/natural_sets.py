@@ -76,8 +76,6 @@ def read_heart_disease(folder: Path) -> RawData | None:
         owners += [hospital] * len(patients)
     table = np.array(rows, dtype=np.float64)
     pain, ecg = table[:, 2], table[:, 6]
-    if not np.isin(pain, (1, 2, 3, 4)).all() or not np.isin(ecg, (0, 1, 2)).all():
-        raise UserError(f"{folder}: cp must be 1, 2, 3 or 4, and restecg 0, 1 or 2.")
     plain = table[:, [0, 1, 3, 4, 5, 7, 8, 9]]
     columns = [plain, pain[:, None] == (2, 3, 4), ecg[:, None] == (1, 2)]
     names = (
@@ -109,15 +107,17 @@ def _read_patients(path: Path) -> list[list[float]]:
         values = [value.strip() for value in text.split(",")]
         kept = [*values[:10], *values[13:]]
         try:
-            if len(values) != 14:
-                raise ValueError
-            if "?" not in kept:
-                patients.append([float(value) for value in kept])
-        except ValueError:
+            patient = [] if "?" in kept else [float(value) for value in kept]
+            is_sound = not patient or (patient[2] in (1, 2, 3, 4) and patient[6] in (0, 1, 2))
+        except (ValueError, IndexError):
+            is_sound = False
+        if len(values) != 14 or not is_sound:
             raise UserError(
                 f"{path}, line {line}: a patient has 14 numbers, separated by commas, or ? for "
-                "those that are missing."
-            ) from None
+                "those that are missing; cp is 1, 2, 3 or 4, and restecg 0, 1 or 2."
+            )
+        if patient:
+            patients.append(patient)
     return patients
 
 
