@@ -112,6 +112,8 @@ def federate(
         splits = [_split(share, seed, number, given) for number, share in owners]
     else:
         shares = _divide(dataset, partition, clients, seed)
+        if dataset.clients is not None:
+            notes.append(f"{partition} divides the samples in another way, not by their clients.")
         splits = [_split(share, seed, client, given) for client, share in enumerate(shares)]
     if given is not None and not partition.endswith(".json"):
         notes.append(_describe_given(splits))

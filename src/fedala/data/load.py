@@ -15,6 +15,7 @@ from fedala.data.columns import Wanted
 from fedala.data.csv_files import read_ag_news_csv, read_csv
 from fedala.data.dataset import PARTS, Dataset, RawData, encode_labels
 from fedala.data.images import read_image_folder, resize_images
+from fedala.data.leaf import find_leaf_files, read_leaf
 from fedala.data.tables import read_hub, read_own_parquet, read_parquet
 from fedala.data.text import encode_texts
 from fedala.errors import UserError, first_line, import_optional, printable
@@ -30,10 +31,10 @@ def load(
 ) -> Dataset:
     """Load a dataset by its name, a path, or `hub:owner/name`.
 
-    A path is that of a .npz, .csv or .parquet file, of an image folder or a folder of parquet
-    files. `known_datasets` lists the names. These datasets come from the hub, or from a copy in
-    `data_dir` in one of the formats that they are published in. With `resize`, images get that many
-    pixels each way. `clients_by` is the column, or level of folders, that names a sample's client,
+    A path is that of a .npz, .csv, .parquet or .json file, of an image folder or a folder of tables
+    (.parquet, .json). `known_datasets` lists the names. These datasets come from the hub, or from a
+    copy in `data_dir` in one of the formats that they are published in. With `resize`, images get
+    that many pixels each way. `clients_by` is the column, or level of folders, that names a sample's client,
     and `label_column` is the column of the labels, if they do not have the usual names. `notes` of
     the result say what was found.
     """
@@ -80,30 +81,40 @@ def _read_own(name: str, wanted: Wanted, resize: int | None = None) -> RawData:
     except RuntimeError as error:
         raise UserError(f"There is no file or folder {name} ({first_line(error)}).") from None
     suffix = path.suffix.lower()
-    if path.is_dir() or suffix == ".parquet":
-        table = read_own_parquet(path, wanted, resize) if path.exists() else None
-        if table is not None:
-            return table
     if not path.exists():
-        if suffix in (".npz", ".csv", ".parquet") or len(path.parts) > 1:
+        if suffix in (".npz", ".csv", ".parquet", ".json") or len(path.parts) > 1:
             raise UserError(f"There is no file or folder {name}.")
         rest = suggest(name, (row.name for row in known_datasets()))
         raise UserError(
             f"There is no dataset {name}{rest}; for your own data, "
-            "give the path of a .npz, .csv or .parquet file or of an image folder."
+            "give the path of a .npz, .csv, .parquet or .json file or of an image folder."
         )
-    if suffix == ".csv" and path.is_file():
+    return _read_path(path, name, wanted, resize)
+
+
+def _read_path(path: Path, name: str, wanted: Wanted, resize: int | None) -> RawData:
+    suffix = "" if path.is_dir() else path.suffix.lower()
+    if path.is_dir() or suffix == ".parquet":
+        table = read_own_parquet(path, wanted, resize)
+        if table is not None:
+            return table
+    if suffix == ".csv":
         return read_csv(path, wanted)
     if wanted.label is not None:
         raise UserError(
             f"label_column is for tables (.csv, .parquet, hub:), and {name} is not one."
         )
+    files = find_leaf_files(path) if path.is_dir() else [(path, None)] * (suffix == ".json")
+    if files:
+        if wanted.clients is not None:
+            raise UserError(f"{name} names its clients itself, as users: leave clients_by out.")
+        return read_leaf(files, name)
     if path.is_dir():
         return read_image_folder(path, resize, wanted.clients)
     if suffix == ".npz":
         return read_npz(path, wanted.clients)
     raise UserError(
-        f"{name} is not a dataset; that is a .npz, .csv or .parquet file or an image folder."
+        f"{name} is not a dataset; that is a .npz, .csv, .parquet or .json file or an image folder."
     )
 
 

@@ -52,7 +52,8 @@ class Config:
     )
     dataset: str = option(
         "digits",
-        "a dataset's name, an .npz, .csv or .parquet file, an image folder, or hub:owner/name",
+        "a dataset's name, a file (.npz, .csv, .parquet, LEAF's .json), an image folder, or "
+        "hub:owner/name",
     )
     data_dir: str | None = option(None, "folder with a copy of the dataset; without it, the hub")
     clients_by: str | None = option(
