@@ -192,6 +192,14 @@ def test_an_image_tree_has_parts_and_clients(tmp_path):
         load(str(tmp_path), label_column="class")
 
 
+def test_a_table_beside_the_folders_of_images_is_not_the_dataset(tmp_path):
+    for i, name in enumerate(["train/a/1.png", "train/b/1.png", "test/a/1.png"]):
+        save_image(tmp_path / name, IMAGES[i])
+    for name in ("about.json", "about.parquet", "train/about.json"):
+        (tmp_path / name).write_text("{}")
+    assert load(str(tmp_path)).split.tolist() == [0, 0, 2]
+
+
 def test_the_columns_of_known_datasets_cannot_be_named():
     with pytest.raises(UserError, match="are for your own data"):
         load("digits", clients_by="writer")

@@ -20,12 +20,22 @@ _COST = 20  # bytes of memory, for each byte of a file, while it is read
 _FEMNIST = 28 * 28
 
 
-def find_leaf_files(folder: Path) -> list[tuple[Path, int | None]]:
-    """Return the JSON files of a folder, or of its folders train and test, each with its part."""
+def find_leaf_files(path: Path) -> list[tuple[Path, int | None]]:
+    """Return the JSON files of a folder, or of its folders train and test, each with its part.
+
+    A folder with other folders in it is an image folder. A single JSON file is returned as it is.
+    """
+    if path.is_file():
+        return [(path, None)] if path.suffix.lower() == ".json" else []
     files: list[tuple[Path, int | None]] = []
     for name in ("train", "test"):
-        files += [(file, PART_WORDS[name]) for file in sorted((folder / name).glob("*.json"))]
-    return files or [(file, None) for file in sorted(folder.glob("*.json"))]
+        files += [(file, PART_WORDS[name]) for file in _list_files(path / name)]
+    return files or [(file, None) for file in _list_files(path)]
+
+
+def _list_files(folder: Path) -> list[Path]:
+    has_folders = any(child.is_dir() for child in folder.glob("[!.]*"))
+    return [] if has_folders else sorted(folder.glob("*.json"))
 
 
 def read_leaf(files: list[tuple[Path, int | None]], where: str) -> RawData:

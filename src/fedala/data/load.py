@@ -34,9 +34,9 @@ def load(
     A path is that of a .npz, .csv, .parquet or .json file, of an image folder or a folder of tables
     (.parquet, .json). `known_datasets` lists the names. These datasets come from the hub, or from a
     copy in `data_dir` in one of the formats that they are published in. With `resize`, images get
-    that many pixels each way. `clients_by` is the column, or level of folders, that names a sample's client,
-    and `label_column` is the column of the labels, if they do not have the usual names. `notes` of
-    the result say what was found.
+    that many pixels each way. `clients_by` is the column, or level of folders, that names a
+    sample's client, and `label_column` is the column of the labels, if they do not have the usual
+    names. `notes` of the result say what was found.
     """
     known = next((row for row in known_datasets() if row.name == name), None)
     wanted = Wanted(clients_by, label_column)
@@ -104,8 +104,7 @@ def _read_path(path: Path, name: str, wanted: Wanted, resize: int | None) -> Raw
         raise UserError(
             f"label_column is for tables (.csv, .parquet, hub:), and {name} is not one."
         )
-    files = find_leaf_files(path) if path.is_dir() else [(path, None)] * (suffix == ".json")
-    if files:
+    if files := find_leaf_files(path):
         if wanted.clients is not None:
             raise UserError(f"{name} names its clients itself, as users: leave clients_by out.")
         return read_leaf(files, name)

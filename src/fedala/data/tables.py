@@ -87,10 +87,12 @@ def read_own_parquet(path: Path, wanted: Wanted, resize: int | None = None) -> R
     """Read a parquet file, or a folder of them; None if there are none.
 
     The files of a folder, or of its sub-folder `data`, are `train….parquet` and so on. If none is
-    called so, all are read as one table.
+    called so, all are read as one table. A folder with other folders in it is an image folder.
     """
     if path.is_file():
         return _read_files([path], [""], str(path), wanted, resize)
+    if {child.name for child in path.glob("[!.]*") if child.is_dir()} - {"data"}:
+        return None
     for folder in (path, path / "data"):
         raw = read_parquet(folder, _PARTS, wanted, resize)
         files = sorted(folder.glob("*.parquet"))
