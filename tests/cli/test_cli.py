@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import fedala
 from fedala.cli import app as cli
 from fedala.cli import run as run_command
-from fedala.data import Dataset, federate, known_datasets, write_partition
+from fedala.data import Dataset, federate, known_datasets, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
 from fedala.models import cnn
@@ -638,4 +638,38 @@ def test_the_core_needs_none_of_the_command_lines_packages():
     assert (
         answer.stderr
         == "Error: the command line needs typer and rich: pip install 'fedala[cli]'.\n"
+    )
+
+
+def test_clients_and_splits_of_files_are_said_aloud_and_named(here):
+    x = np.random.RandomState(0).randint(0, 255, (24, 28, 28), np.uint8)
+    users = np.array(["ada", "bob", "=eve"] * 8)
+    parts = {"train": slice(0, 18), "test": slice(18, 24)}
+    arrays = {f"x_{part}": x[rows] for part, rows in parts.items()}
+    arrays |= {f"y_{part}": np.arange(24)[rows] // 3 % 2 for part, rows in parts.items()}
+    arrays |= {f"user_{part}": users[rows] for part, rows in parts.items()}
+    np.savez("people.npz", **arrays)
+    shown = call("partition", "--dataset", "people.npz", "--clients", 2).stdout
+    for client, name in enumerate(federate(load("people.npz"), clients=2).client_names):
+        assert re.search(rf"^ +{client} +{name} +8 +6 +2 ", shown, re.M)
+    said = [
+        "The array user names 3 clients.",
+        "2 of the 3 clients are drawn, by the seed of the partition.",
+        "The split of the data is kept: 12 train, 4 test; --split pooled mixes them.",
+    ]
+    assert shown.splitlines()[-3:] == said
+    options = ("--dataset", "people.npz", "--clients", 2, "--rounds", 1, "--method", "fedavg")
+    result = call("run", *options, "--out", "run")
+    assert result.exit_code == 0, result.output
+    assert "natural over 2 clients" in result.stderr
+    for sentence in said:
+        assert sentence in result.stderr
+    rows = RunFolder(here / "run").rows("split.csv")
+    names = [row["client_name"] for row in rows]
+    assert set(names) <= {"ada", "bob", "'=eve"}
+    assert len(set(names)) == 2
+    assert f"{rows[0]['client']} ({names[0]})" in (here / "run" / "report.html").read_text()
+    assert call("run", "--resume", "run", "--rounds", 2).exit_code == 0
+    refused(
+        call("partition", "--dataset", "people.npz", "--clients-by", "usr"), "it needs usr_train"
     )

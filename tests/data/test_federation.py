@@ -179,13 +179,13 @@ def test_the_seed_must_fit():
 
 
 def natural(split=None):
-    """Seven samples of three people; b has two, a has four, c has one."""
+    """Eight samples of three people; a has four, b and c have two."""
     return Dataset(
         "people",
-        torch.arange(14, dtype=torch.float32).view(7, 2),
-        torch.tensor([0, 1, 0, 1, 0, 1, 0]),
+        torch.arange(16, dtype=torch.float32).view(8, 2),
+        torch.tensor([0, 1, 0, 1, 0, 1, 0, 1]),
         2,
-        clients=torch.tensor([1, 0, 0, 2, 0, 1, 0]),
+        clients=torch.tensor([1, 0, 0, 2, 0, 1, 0, 2]),
         client_names=("a", "b", "c"),
         split=split,
     )
@@ -194,12 +194,14 @@ def natural(split=None):
 def test_natural_clients_get_their_own_samples_without_being_asked():
     found = federate(natural())
     own = zip(found.train, found.test, strict=True)
-    assert [sorted([*train, *test]) for train, test in own] == [[1, 2, 4, 6], [0, 5], [3]]
+    assert [sorted([*train, *test]) for train, test in own] == [[1, 2, 4, 6], [0, 5], [3, 7]]
+    assert found.client_names == ("a", "b", "c")
+    assert found.notes == ()
 
 
 @pytest.mark.parametrize("partition", ["natural", "iid"])
 def test_a_given_split_is_kept_or_pooled(partition):
-    parts = torch.tensor([0, 0, 2, 0, 2, 0, 1], dtype=torch.uint8)
+    parts = torch.tensor([0, 0, 2, 0, 2, 2, 1, 2], dtype=torch.uint8)
     clients = None if partition == "natural" else 2
     found = federate(natural(parts), partition, clients)
     for number, part in enumerate(("train", "validation", "test")):
@@ -214,5 +216,70 @@ def test_natural_clients_that_the_data_do_not_name_are_refused():
     data = replace(natural(), clients=None, client_names=())
     with pytest.raises(UserError, match="does not say whose sample is whose"):
         federate(data, "natural")
-    with pytest.raises(UserError, match="has 3 clients, but 5 were asked for"):
+    with pytest.raises(UserError, match="has 3 clients, but 5 were asked for; ask for fewer"):
         federate(natural(), "natural", 5)
+
+
+def test_a_given_split_is_said_aloud():
+    parts = torch.tensor([0, 0, 2, 0, 2, 0, 1, 0], dtype=torch.uint8)
+    assert federate(natural(parts)).notes == (
+        "The split of the data is kept: 5 train, 1 validation, 2 test; --split pooled mixes them.",
+        "2 clients (b, c) are without test samples, so that they do not count in scores.",
+    )
+    assert federate(natural(parts), split="pooled").notes == ()
+
+
+def test_clients_that_cannot_train_are_left_out_and_keep_the_splits_of_the_others():
+    clients = torch.tensor([1, 0, 0, 2, 0, 1, 0, 0])  # c has a single sample
+    data = replace(natural(), clients=clients)
+    found = federate(data)
+    assert found.client_names == ("a", "b")
+    [note] = found.notes
+    assert note.startswith("Client c is left out, because a client needs at least two samples")
+    with pytest.raises(UserError, match="has 3 clients, 2 of them with samples to train with, but"):
+        federate(data, clients=3)
+    parts = torch.tensor([2, 0, 2, 0, 0, 2, 0, 0], dtype=torch.uint8)  # b has test samples alone
+    only = federate(replace(natural(parts), clients=clients))
+    assert (only.client_names, len(only.train)) == (("a",), 1)
+    assert "2 clients (b, c) are left out" in only.notes[0]
+    with pytest.raises(UserError, match="no client has two samples"):
+        federate(replace(natural(), clients=torch.arange(8), client_names=tuple("abcdefgh")))
+
+
+def test_some_of_many_clients_are_drawn_by_the_seed_of_the_partition():
+    owners = torch.arange(60) % 20
+    names = tuple(f"p{number:02}" for number in range(20))
+    data = replace(dataset(60), clients=owners, client_names=names)
+    everybody, some = federate(data), federate(data, clients=6, seed=1)
+    assert some.notes == ("6 of the 20 clients are drawn, by the seed of the partition.",)
+    assert list(some.client_names) == sorted(some.client_names)
+    for name, train, test in zip(some.client_names, some.train, some.test, strict=True):
+        place = names.index(name)
+        np.testing.assert_array_equal(train, everybody.train[place])
+        np.testing.assert_array_equal(test, everybody.test[place])
+    assert federate(data, clients=6, seed=1).client_names == some.client_names
+    assert federate(data, clients=6, seed=2).client_names != some.client_names
+
+
+def test_a_partition_file_keeps_the_names_of_natural_clients(tmp_path):
+    path, data = tmp_path / "p.json", natural(torch.tensor([0, 0, 2, 0, 2, 2, 1, 2]).byte())
+    written = federate(data, clients=2)
+    write_partition(written, path)
+    again = federate(data, str(path))
+    assert parts(again) == parts(written)
+    assert again.client_names == written.client_names
+    assert again.digest() == written.digest()
+    content = json.loads(path.read_text())
+    for names in (["a"], ["a", 1], "ab"):
+        path.write_text(json.dumps({**content, "names": names}))
+        with pytest.raises(UserError, match="names must list a name for each of its 2 clients"):
+            federate(data, str(path))
+    del content["names"]
+    path.write_text(json.dumps(content))
+    assert federate(data, str(path)).client_names == ()
+
+
+def test_a_divided_client_without_training_samples_is_refused():
+    data = replace(dataset(6, 2), split=torch.tensor([0, 2, 2, 2, 2, 2]).byte())
+    with pytest.raises(UserError, match="gets no sample that the data put into the training part"):
+        federate(data, "iid", 2)

@@ -12,6 +12,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from data_files import replace_hub, save_image
 
 from fedala.data import Dataset, arrays, load
 from fedala.errors import UserError
@@ -261,16 +262,9 @@ def test_what_is_read_in_pieces_is_what_was_written(tmp_path, monkeypatch, chunk
     np.testing.assert_array_equal(load(npz(tmp_path, x=x, y=Y)).x.numpy(), expected)
 
 
-def save(path, array, **options):
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(array).save(path, **options)
-
-
 def test_an_image_folder_has_a_class_in_each_sub_folder(tmp_path):
     for i, name in enumerate(["dog/b.png", "cat/a.PNG", "cat/deep/c.bmp"]):
-        save(tmp_path / name, IMAGES[i])
+        save_image(tmp_path / name, IMAGES[i])
     (tmp_path / "cat" / "notes.txt").write_text("not an image")
     (tmp_path / ".hidden").mkdir()
     own = load(str(tmp_path))
@@ -280,10 +274,10 @@ def test_an_image_folder_has_a_class_in_each_sub_folder(tmp_path):
 
 
 def test_grey_images_stay_grey_only_where_all_are(tmp_path):
-    save(tmp_path / "a" / "1.png", IMAGES[0, :, :, 0])
-    save(tmp_path / "b" / "1.png", IMAGES[1, :, :, 0])
+    save_image(tmp_path / "a" / "1.png", IMAGES[0, :, :, 0])
+    save_image(tmp_path / "b" / "1.png", IMAGES[1, :, :, 0])
     assert load(str(tmp_path)).x.shape == (2, 1, 6, 5)
-    save(tmp_path / "b" / "2.png", IMAGES[2])
+    save_image(tmp_path / "b" / "2.png", IMAGES[2])
     own = load(str(tmp_path))
     assert own.x.shape == (3, 3, 6, 5)
     assert bool((own.x[0] == torch.from_numpy(IMAGES[0, :, :, 0])).all())
@@ -292,7 +286,7 @@ def test_grey_images_stay_grey_only_where_all_are(tmp_path):
 def test_palettes_with_transparency_become_rgb(tmp_path):
     from PIL import Image
 
-    save(tmp_path / "a" / "1.png", IMAGES[0])
+    save_image(tmp_path / "a" / "1.png", IMAGES[0])
     (tmp_path / "b").mkdir()
     Image.fromarray(IMAGES[1]).quantize(8).save(tmp_path / "b" / "1.png", transparency=b"\x00\xff")
     assert load(str(tmp_path)).x.shape == (2, 3, 6, 5)
@@ -300,7 +294,7 @@ def test_palettes_with_transparency_become_rgb(tmp_path):
 
 def test_an_image_folder_in_parts_is_merged_train_first(tmp_path):
     for i, name in enumerate(["test/a/1.png", "train/b/1.png", "train/a/1.png", "val/b/1.png"]):
-        save(tmp_path / name, IMAGES[i])
+        save_image(tmp_path / name, IMAGES[i])
     own = load(str(tmp_path))
     assert own.y.tolist() == [0, 1, 1, 0]
     np.testing.assert_array_equal(own.x.numpy(), IMAGES[[2, 1, 3, 0]].transpose(0, 3, 1, 2))
@@ -308,13 +302,13 @@ def test_an_image_folder_in_parts_is_merged_train_first(tmp_path):
 
 def test_an_unsound_image_folder(tmp_path):
     refused("no sub-folders", tmp_path)
-    save(tmp_path / "a" / "1.png", IMAGES[0])
+    save_image(tmp_path / "a" / "1.png", IMAGES[0])
     refused("single class", tmp_path)
     (tmp_path / "b").mkdir()
     refused("b holds no images", tmp_path)
-    save(tmp_path / "b" / "1.png", IMAGES[0, :4])
+    save_image(tmp_path / "b" / "1.png", IMAGES[0, :4])
     refused(r"1\.png has 5×4 pixels, .* has 5×6; all images must have one size", tmp_path)
-    save(tmp_path / "b" / "1.png", IMAGES[0, :, :, 0].astype(np.uint16) * 256)
+    save_image(tmp_path / "b" / "1.png", IMAGES[0, :, :, 0].astype(np.uint16) * 256)
     refused("more than 8 bits", tmp_path)
 
 
@@ -322,15 +316,15 @@ def test_an_unsound_image_folder(tmp_path):
 @pytest.mark.parametrize("cut", [0, 10, -30])
 def test_a_broken_image_is_named(tmp_path, kind, cut):
     pixels = np.random.RandomState(0).randint(0, 256, (32, 32, 3), dtype=np.uint8)
-    save(tmp_path / "a" / f"1.{kind}", pixels)
-    save(tmp_path / "b" / f"2.{kind}", pixels)
+    save_image(tmp_path / "a" / f"1.{kind}", pixels)
+    save_image(tmp_path / "b" / f"2.{kind}", pixels)
     broken = tmp_path / "b" / f"2.{kind}"
     broken.write_bytes(broken.read_bytes()[:cut])
     refused(rf"2\.{kind} is not a readable image", tmp_path)
 
 
 def test_an_image_that_claims_to_be_gigantic(tmp_path):
-    save(tmp_path / "a" / "1.png", IMAGES[0])
+    save_image(tmp_path / "a" / "1.png", IMAGES[0])
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "1.ppm").write_bytes(b"P6 10000 10000 255\n")
     refused(r"1\.ppm is not a readable image \(DecompressionBomb", tmp_path)
@@ -361,7 +355,7 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
     [
         ("", "no label column: .* names nothing"),
         ("text,kind\na,b\n", "no label column: .* names text, kind"),
-        ("label,body\na,b\n", "no text column"),
+        ("label,body\na,b\n", "if it is the text to classify, call it text"),
         ("label,text\na,b\n ,c\n", "line 3: the label is empty"),
         ("label,text\na,b\nc\n", "line 3 has 1 columns, but the first line names 2"),
         ("label,text\n", "is empty"),
@@ -379,18 +373,8 @@ def test_a_csv_in_another_encoding(tmp_path):
     refused(r"not a readable \.csv file in UTF-8", tmp_path / "my.csv")
 
 
-def hub(monkeypatch, features, **splits):
-    import datasets
-
-    made = {
-        name: datasets.Dataset.from_dict(content, features=features)
-        for name, content in splits.items()
-    }
-    monkeypatch.setattr(datasets, "load_dataset", lambda identifier: datasets.DatasetDict(made))
-
-
 def test_any_dataset_of_the_hub(monkeypatch):
-    hub(
+    replace_hub(
         monkeypatch,
         None,
         test={"sentence": ["c"], "label": [1]},
@@ -405,7 +389,7 @@ def test_any_dataset_of_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"a": [1], "label": [0]}, "has the columns a, label; it needs"),
+        ({"a": [1], "b": [0]}, "has the columns a, b; it needs a label column"),
         ({"text": ["a"], "b": [0]}, "has the columns text, b; it needs"),
         ({"text": ["a", "b"], "label": [0, None]}, "something else or missing"),
         ({"text": ["a", "b"], "label": [0.0, 1.5]}, "something else or missing"),
@@ -416,7 +400,7 @@ def test_any_dataset_of_the_hub(monkeypatch):
     ],
 )
 def test_an_unsound_dataset_of_the_hub(monkeypatch, content, says):
-    hub(monkeypatch, None, train=content)
+    replace_hub(monkeypatch, None, train=content)
     refused(says, "hub:somebody/something")
 
 
@@ -441,7 +425,7 @@ def test_what_does_not_exist(tmp_path):
 
 
 def test_pillow_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
-    save(tmp_path / "a" / "1.png", IMAGES[0])
+    save_image(tmp_path / "a" / "1.png", IMAGES[0])
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     refused(r"needs pillow: pip install 'fedala\[images\]'", tmp_path)
 

@@ -7,9 +7,10 @@ import typer
 
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line
-from fedala.data import default_partition, federate, load, write_partition
+from fedala.data import default_partition, federate, write_partition
 from fedala.report import plots, tables
 from fedala.runs.config import Config
+from fedala.runs.plan import load_dataset
 
 app = typer.Typer()
 
@@ -18,11 +19,14 @@ app = typer.Typer()
     epilog=keep_lines("""Examples:
   fedala partition --partition dir:0.1 --plot split.png
   fedala partition --dataset mnist --data-dir data --partition pathological:2 --save mine.json
-  fedala run --dataset mnist --data-dir data --partition mine.json""")
+  fedala run --dataset mnist --data-dir data --partition mine.json
+  fedala partition --dataset people.csv --clients-by user""")
 )
 @config_options(
     "dataset",
     "data_dir",
+    "clients_by",
+    "label_column",
     "resize",
     "partition",
     "split",
@@ -50,8 +54,7 @@ def partition(
     config = Config.from_values(given_options(values))
     if plot:
         plots.check(plot)
-    folder = Path(config.data_dir) if config.data_dir else None
-    data = load(config.dataset, folder, config.resize)
+    data = load_dataset(config)
     # Without --clients, the number of clients in a partition file is accepted.
     federation = federate(
         data,
@@ -76,5 +79,7 @@ def partition(
         f"{title}{note}: {sizes.sum():,} samples of {data.targets}, "
         f"{sizes.min():,} to {sizes.max():,} per client"
     )
+    for sentence in federation.notes:
+        print_line(sentence)
     for path in filter(None, (save, plot)):
         print_line(f"Written: {path}")

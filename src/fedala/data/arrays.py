@@ -1,37 +1,37 @@
-"""Files of plain numbers: .npz, IDX (MNIST) and CIFAR's binary version.
+"""Archives of arrays: .npz files.
 
 A header declares how much data follows. Before memory is taken, it is checked against the length of
 the file. Pickles are never loaded.
 """
 
-import contextlib
-import gzip
 import math
-import struct
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from fedala.data.columns import CLIENTS, PART_WORDS, describe_clients
 from fedala.data.dataset import RawData
 from fedala.errors import UserError, first_line
-from fedala.io.untrusted import check_expansion, check_memory, open_file, read_file, require_file
+from fedala.io.untrusted import check_expansion, check_memory, open_file
 
 Array = np.ndarray[Any, Any]
 
-_DEFLATE = 1032  # the most bytes that one byte of deflate can unpack to
+#: The most bytes that one byte of deflate can unpack to.
+DEFLATE = 1032
 _CHUNK = 2**22  # bytes that are unpacked at a time
-_OVERHEAD = 2**16  # the most bytes of names and comments around compressed data
 _SPELLINGS = (("x", "y"), ("images", "labels"), ("data", "labels"))
 _PARTS = (("{}",), ("{}_train", "{}_val", "{}_test"), ("train_{}", "val_{}", "test_{}"))
 
 
-def read_npz(path: Path) -> RawData:
+def read_npz(path: Path, clients_by: str | None = None) -> RawData:
     """Read arrays x and y (or images and labels), or merge their train, val and test parts.
+
+    An array `client`, or the one that `clients_by` names, says whose sample it is. It may have
+    parts, as in `client_train`.
 
     All headers are checked first. Then every part is unpacked piece by piece into the result, so
     this takes no more memory than the result.
@@ -39,41 +39,88 @@ def read_npz(path: Path) -> RawData:
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]
+            parts, found = _find_pairs(names, path)
             pairs = [
-                (_read_header(archive, x, path), _read_header(archive, y, path))
-                for x, y in _find_pairs(names, path)
+                (_read_header(archive, x, path), _read_header(archive, y, path)) for x, y in found
             ]
             layout = _check_headers(pairs, path)
+            key, keys = _find_owners(names, parts, path, clients_by)
+            owners = [_read_header(archive, name, path) for name in keys]
             members = [member for pair in pairs for member in pair]
             stored = sum(min(member.info.compress_size, path.stat().st_size) for member in members)
             advice = "if that is right, save it with np.savez, which does not compress"
             check_expansion(sum(member.size for member in members), stored, str(path), advice)
             sizes = [x.shape[0] for x, _ in pairs]
+            _check_owners(owners, sizes, key, path)
             shape = (sum(sizes), *layout.shape)
-            check_memory(_needed_memory(shape, layout, members), str(path))
+            needed = _needed_memory(shape, layout, members) + 3 * sum(own.size for own in owners)
+            check_memory(needed, str(path))
             x = np.empty(shape, layout.dtype)
             for first, (member, _) in zip(np.cumsum([0, *sizes]), pairs, strict=False):
                 _unpack(archive, member, x[first : first + member.shape[0]], layout.arrange)
             labels = [_read_array(archive, member) for _, member in pairs]
             y = np.concatenate([_convert_targets(part, path) for part in labels])
+            clients = _name_owners([_read_array(archive, member) for member in owners])
     except (UserError, MemoryError):
         raise
     except Exception as error:  # a damaged archive can raise almost any kind of error
         raise UserError(f"{path} is not a readable .npz file ({first_line(error)}).") from None
-    return RawData(str(path), torch.from_numpy(x), y)
+    raw = RawData(str(path), torch.from_numpy(x), y)
+    if key is not None:
+        raw = raw._replace(clients=clients, notes=(describe_clients(key, clients, "array"),))
+    if parts != _PARTS[0]:
+        split = [PART_WORDS[part.replace("{}", "").strip("_")] for part in parts]
+        raw = raw._replace(split=np.repeat(np.array(split, dtype=np.uint8), sizes))
+    return raw
 
 
-def _find_pairs(names: list[str], path: Path) -> list[tuple[str, str]]:
-    """Return the names of the samples and labels of each part."""
+def _find_pairs(names: list[str], path: Path) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
+    """Return the parts, as patterns of names, and the names of the samples and labels of each."""
     for x, y in _SPELLINGS:
-        for parts in _PARTS:
-            pairs = [(part.format(x), part.format(y)) for part in parts if part.format(x) in names]
+        for patterns in _PARTS:
+            parts = tuple(part for part in patterns if part.format(x) in names)
+            pairs = [(part.format(x), part.format(y)) for part in parts]
             if pairs and all(label in names for _, label in pairs):
-                return pairs
+                return parts, pairs
     raise UserError(
         f"{path} holds {', '.join(names)[:200] or 'nothing'}; it must hold the arrays x and y, "
         "or x_train, y_train, x_test and y_test."
     )
+
+
+def _find_owners(
+    names: list[str], parts: tuple[str, ...], path: Path, wanted: str | None
+) -> tuple[str | None, list[str]]:
+    """Return what the arrays are called that name the clients, and their names by part."""
+    for stem in (wanted,) if wanted else CLIENTS:
+        keys = [part.format(stem) for part in parts]
+        if set(keys) <= set(names):
+            return stem, keys
+        if wanted or not {stem, *keys}.isdisjoint(names):
+            raise UserError(
+                f"{path} holds {', '.join(names)[:200]}; to name the clients, it needs "
+                f"{' and '.join(keys)}, with a client for every sample."
+            )
+    return None, []
+
+
+def _check_owners(owners: list["Member"], sizes: list[int], key: str | None, path: Path) -> None:
+    for member, size in zip(owners, sizes, strict=False):
+        if member.shape != (size,) or member.dtype.kind not in "iuUS":
+            raise UserError(
+                f"{path}: {key} is {member.dtype} of shape {member.shape}; it must name the client "
+                f"of each of the {size} samples, by a whole number or a string."
+            )
+
+
+def _name_owners(owners: list[Array]) -> list[str]:
+    """Return the name of each sample's client, one object for each name."""
+    names: list[str] = []
+    for part in owners:
+        values, places = np.unique(part, return_inverse=True)
+        texts = [v.decode() if isinstance(v, bytes) else str(v) for v in values.tolist()]
+        names += [texts[place] for place in places.tolist()]
+    return names
 
 
 class Member(NamedTuple):
@@ -116,7 +163,7 @@ def _read_header(archive: zipfile.ZipFile, key: str, path: Path) -> Member:
             )
         member = Member(info, file.tell(), shape, fortran, dtype)
     declared = member.start + member.size
-    expansion = 1 if info.compress_type == zipfile.ZIP_STORED else _DEFLATE
+    expansion = 1 if info.compress_type == zipfile.ZIP_STORED else DEFLATE
     possible = min(info.compress_size, path.stat().st_size) * expansion
     if declared != info.file_size or declared > possible or any(length < 0 for length in shape):
         raise UserError(
@@ -230,125 +277,3 @@ def _convert_targets(y: Array, path: Path) -> Array:
             f"{path}: y holds {y.max()}; labels must be whole numbers of at most 63 bits."
         )
     return y.reshape(-1).astype(np.int64)
-
-
-@contextlib.contextmanager
-def _open_idx(path: Path) -> Iterator[IO[bytes]]:
-    """Open an IDX file, gzipped or not."""
-    try:
-        with open_file(path) as file:
-            if path.suffix == ".gz":
-                with gzip.GzipFile(fileobj=file) as unpacked:
-                    yield cast(IO[bytes], unpacked)
-            else:
-                yield file
-    except UserError:
-        raise
-    except (OSError, EOFError, zlib.error, struct.error) as error:
-        raise UserError(f"{path} is not a readable IDX file ({first_line(error)}).") from None
-
-
-def read_idx_shape(path: Path, dimensions: int) -> tuple[int, ...]:
-    """Read the shape of an IDX file of bytes, and check it against the length of the file."""
-    with _open_idx(path) as file:
-        head = file.read(4 + 4 * dimensions)
-        if head[:4] != bytes((0, 0, 8, dimensions)):
-            raise UserError(f"{path} is not an IDX file of bytes in {dimensions} dimensions.")
-        shape = struct.unpack(f">{dimensions}I", head[4:])
-    size, length = math.prod(shape), path.stat().st_size
-    if size > length * (_DEFLATE if path.suffix == ".gz" else 1) or length > 2 * size + _OVERHEAD:
-        raise UserError(
-            f"{path} is damaged: it declares {size} bytes, which do not fit its length."
-        )
-    check_expansion(size, length, str(path), "if that is right, unpack it with gunzip")
-    return shape
-
-
-def read_idx(path: Path, into: Array) -> None:
-    """Fill `into`, which has the shape of the header, with an IDX file of bytes, as in MNIST."""
-    target = into.data.cast("B") if into.size else memoryview(b"")
-    with _open_idx(path) as file:
-        file.read(4 + 4 * into.ndim)
-        filled = 0
-        while filled < len(target) and (data := file.read(min(_CHUNK, len(target) - filled))):
-            target[filled : filled + len(data)] = data
-            filled += len(data)
-        if filled < len(target) or file.read(1):
-            raise UserError(
-                f"{path} is damaged: it declares {len(target)} bytes, but holds more or fewer."
-            )
-
-
-def read_mnist(folder: Path) -> RawData | None:
-    """Read MNIST's four IDX files, gzipped or not, train first; None if there are none."""
-    if not any((folder / f"train-images-idx3-ubyte{end}").exists() for end in ("", ".gz")):
-        return None
-
-    def find(name: str) -> Path:
-        plain = folder / name
-        return plain if plain.exists() else require_part(folder / f"{name}.gz")
-
-    def merge(kind: str, dimensions: int) -> Array:
-        paths = [find(f"{part}-{kind}") for part in ("train", "t10k")]
-        first, second = (read_idx_shape(path, dimensions) for path in paths)
-        if first[1:] != second[1:]:
-            raise UserError(f"{folder}: its train and t10k images differ in size; they must agree.")
-        shape = (first[0] + second[0], *first[1:])
-        check_memory(math.prod(shape) + _CHUNK, str(paths[0]))
-        whole = np.empty(shape, np.uint8)
-        read_idx(paths[0], whole[: first[0]])
-        read_idx(paths[1], whole[first[0] :])
-        return whole
-
-    x, y = merge("images-idx3-ubyte", 3), merge("labels-idx1-ubyte", 1)
-    return RawData(str(folder), torch.from_numpy(x[:, None]), y.astype(np.int64))
-
-
-def read_cifar10(folder: Path) -> RawData | None:
-    """Read CIFAR-10's binary version; None if there is none."""
-    return _read_cifar(folder, [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"], 1)
-
-
-def read_cifar100(folder: Path) -> RawData | None:
-    """Read CIFAR-100's binary version; None if there is none.
-
-    Each record has a coarse label, which is not used, before the fine one.
-    """
-    raw = _read_cifar(folder, ["train.bin", "test.bin"], 2)
-    names = folder / "fine_label_names.txt"
-    if raw and names.exists():
-        text = read_file(names, 2**20).decode(errors="replace")
-        raw = raw._replace(class_names=tuple(text.split()))
-    return raw
-
-
-def _read_cifar(folder: Path, files: list[str], label_bytes: int) -> RawData | None:
-    if not (folder / files[0]).exists():
-        return None
-    record = label_bytes + 3 * 32 * 32
-    paths = [require_file(require_part(folder / name)) for name in files]
-    sizes = [path.stat().st_size for path in paths]
-    for path, size in zip(paths, sizes, strict=True):
-        if size % record:
-            raise UserError(
-                f"{path} is not CIFAR's binary version: "
-                f"its size is not a multiple of {record} bytes."
-            )
-    check_memory(sum(sizes) + 2 * max(sizes), str(folder))
-    rows = sum(sizes) // record
-    x, y = np.empty((rows, 3, 32, 32), np.uint8), np.empty(rows, np.int64)
-    first = 0
-    for path, size in zip(paths, sizes, strict=True):
-        batch = np.frombuffer(read_file(path, size), dtype=np.uint8).reshape(-1, record)
-        last = first + len(batch)
-        x[first:last] = batch[:, label_bytes:].reshape(-1, 3, 32, 32)
-        y[first:last] = batch[:, label_bytes - 1]
-        first = last
-    return RawData(str(folder), torch.from_numpy(x[:first]), y[:first])
-
-
-def require_part(path: Path) -> Path:
-    """Return `path`, a file that belongs to a dataset, or raise `UserError` if it is missing."""
-    if not path.exists():
-        raise UserError(f"{path} is missing; the other files in its folder need it.")
-    return path

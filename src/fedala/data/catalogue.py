@@ -23,6 +23,7 @@ class KnownDataset:
     folders: tuple[str, ...] = ()  # the usual folders of a copy on disk
     pickles: tuple[str, ...] = ()  # files of the pickled version, which is never loaded
     class_names: tuple[str, ...] = ()
+    images_of: str = ""  # the dataset whose images these are, with clients of their own
 
 
 _DIGITS = tuple("0123456789")
@@ -49,6 +50,14 @@ _CIFAR10 = (
     "horse",
     "ship",
     "truck",
+)
+_ACTIVITIES = (
+    "walking",
+    "walking upstairs",
+    "walking downstairs",
+    "sitting",
+    "standing",
+    "lying",
 )
 _HUB = "Hugging Face hub, or --data-dir"
 
@@ -85,6 +94,25 @@ _DATASETS = (
         "ag_news", "news, titles and first lines", 4, 127_600, (LENGTH,), _HUB, 0.1,
         model="fasttext", hub="fancyzhx/ag_news", folders=("ag_news_csv", "AG_NEWS"),
         class_names=("World", "Sports", "Business", "Sci/Tech"),
+    ),
+    KnownDataset(
+        "mnist-writers", "MNIST; its 836 writers are the clients", 10, 70_000, (1, 28, 28), _HUB,
+        0.1, images_of="mnist", class_names=_DIGITS,
+    ),
+    KnownDataset(
+        "heart-disease", "patients of 4 hospitals, which are the clients", 2, 740, (13,),
+        "--data-dir (UCI's files)", 0.05, model="mlp", rounds=200,
+        folders=("heart_disease", "heart+disease"), class_names=("no disease", "disease"),
+    ),
+    KnownDataset(
+        "har", "motions of 30 people, who are the clients, as features", 6, 10_299, (561,),
+        "--data-dir (UCI's files)", 0.05, model="mlp", rounds=200, folders=("UCI HAR Dataset",),
+        class_names=_ACTIVITIES,
+    ),
+    KnownDataset(
+        "har-signals", "the same motions as 9 signals of 128 steps", 6, 10_299, (9, 128),
+        "--data-dir (UCI's files)", 0.05, model="cnn1d", rounds=200,
+        folders=("UCI HAR Dataset",), class_names=_ACTIVITIES,
     ),
 )  # fmt: skip
 

@@ -34,6 +34,7 @@ class Dataset:
     split: torch.Tensor | None = None  # uint8 N: the part (of `PARTS`) that the data put it into
     feature_names: tuple[str, ...] = ()  # of a table's columns
     tokens: tuple[str, ...] = ()  # texts: the words of ids 1, 2, …
+    notes: tuple[str, ...] = ()  # sentences: what was found in the files
 
     def __post_init__(self) -> None:
         is_matrix = self.y.ndim == 2 and not self.y.is_complex()
@@ -179,6 +180,10 @@ class RawData(NamedTuple):
     split: "np.ndarray[Any, Any] | None" = None
     """uint8: the part, as a position in `PARTS`."""
     feature_names: tuple[str, ...] = ()
+    client_names: tuple[str, ...] = ()
+    """The order of the clients, if it is not that of their names."""
+    notes: tuple[str, ...] = ()
+    """Sentences: what was found, and what was made of it."""
 
 
 def encode_labels(

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from fedala.data.dataset import PARTS, Dataset
+from fedala.data.natural import describe_untested, list_natural_clients
 from fedala.data.partition import Indices, check_seed, partitioner
-from fedala.errors import UserError, first_line
+from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import read_json
 from fedala.lanes.randomness import draw
 
@@ -28,6 +29,10 @@ class Federation:
     train: tuple[Indices, ...]
     test: tuple[Indices, ...]
     validation: tuple[Indices, ...]
+    client_names: tuple[str, ...] = ()
+    """By client, if the data or the partition file name them."""
+    notes: tuple[str, ...] = ()
+    """Sentences: what was found in the data, and how they were divided."""
 
     def counts(self, *parts: str) -> Indices:
         """Count the samples of each class that a client holds, in all `PARTS` or in some of them.
@@ -85,7 +90,8 @@ def federate(
     for data that name their clients, and `dir:0.1` for all others. If the data have parts for
     training and testing, a client's share is split as they say, unless `split` is `pooled`.
     Otherwise, it is split 75/25 at random. `validation` is the share of the training samples to
-    hold out. With `clients=None`, there are 20, or as many as the data or the file have.
+    hold out. With `clients=None`, there are 20, or as many as the data or the file have; of natural
+    clients, fewer can be drawn. `notes` of the result say what was decided.
     """
     if not 0 <= validation < 1:
         raise UserError(
@@ -93,16 +99,47 @@ def federate(
         )
     check_seed(seed)
     partition = partition or default_partition(dataset)
+    given = dataset.split.numpy() if dataset.split is not None and split == "given" else None
+    names: tuple[str, ...] = ()
+    notes = [*dataset.notes]
     if partition.endswith(".json"):
-        splits = _read_partition(Path(partition), dataset, clients, seed)
+        splits, names = _read_partition(Path(partition), dataset, clients, seed)
+    elif partition == NATURAL:
+        natural = list_natural_clients(dataset, clients, seed, given)
+        names = tuple(dataset.client_names[number] for number in natural.numbers)
+        notes += natural.notes
+        owners = zip(natural.numbers, natural.shares, strict=True)
+        splits = [_split(share, seed, number, given) for number, share in owners]
     else:
         shares = _divide(dataset, partition, clients, seed)
-        given = dataset.split.numpy() if dataset.split is not None and split == "given" else None
+        if dataset.clients is not None:
+            notes.append(f"{partition} divides the samples in another way, not by their clients.")
         splits = [_split(share, seed, client, given) for client, share in enumerate(shares)]
+    if given is not None and not partition.endswith(".json"):
+        notes.append(_describe_given(splits))
+        _check_training(splits, partition)
     has_validation = any(len(own["validation"]) for own in splits)
     if not has_validation:  # validation samples of a file or of the data stay as they are
         splits = [_hold_out(own, validation) for own in splits]
-    return Federation(dataset, **{part: tuple(own[part] for own in splits) for part in PARTS})
+    parts = {part: tuple(own[part] for own in splits) for part in PARTS}
+    if given is not None or partition == NATURAL:
+        notes += describe_untested(parts["test"], names)
+    return Federation(dataset, **parts, client_names=names, notes=tuple(notes))
+
+
+def _describe_given(splits: list[dict[str, Indices]]) -> str:
+    counts = {part: sum(len(own[part]) for own in splits) for part in PARTS}
+    listed = ", ".join(f"{count:,} {part}" for part, count in counts.items() if count)
+    return f"The split of the data is kept: {listed}; --split pooled mixes them."
+
+
+def _check_training(splits: list[dict[str, Indices]], partition: str) -> None:
+    for client, own in enumerate(splits):
+        if not len(own["train"]):
+            raise UserError(
+                f"With the partition {partition}, client {client} gets no sample that the data put "
+                "into the training part: use fewer clients, or --split pooled."
+            )
 
 
 def default_partition(dataset: Dataset) -> str:
@@ -112,8 +149,6 @@ def default_partition(dataset: Dataset) -> str:
 
 def _divide(dataset: Dataset, partition: str, clients: int | None, seed: int) -> list[Indices]:
     """Return the samples of each client."""
-    if partition == NATURAL:
-        return _list_natural_shares(dataset, clients)
     divide = partitioner(partition)
     if dataset.kind != "classes" and partition != "iid":
         raise UserError(
@@ -122,24 +157,6 @@ def _divide(dataset: Dataset, partition: str, clients: int | None, seed: int) ->
         )
     labels = dataset.y.numpy() if dataset.kind == "classes" else np.zeros(len(dataset.y))
     return divide(labels, clients=20 if clients is None else clients, seed=seed)
-
-
-def _list_natural_shares(dataset: Dataset, clients: int | None) -> list[Indices]:
-    """Return the samples of each client that the data name, in the order of the data."""
-    if dataset.clients is None:
-        raise UserError(
-            f"{dataset.name} does not say whose sample is whose, so it cannot be divided by its "
-            "natural clients: name the column with --clients-by, or use dir:0.1, iid and the like."
-        )
-    count = len(dataset.client_names)
-    if clients is not None and clients != count:
-        raise UserError(
-            f"{dataset.name} has {count} clients, but {clients} were asked for; "
-            "leave the number out."
-        )
-    order = np.argsort(dataset.clients.numpy(), kind="stable")
-    sizes = np.bincount(dataset.clients.numpy(), minlength=count)
-    return np.split(order, np.cumsum(sizes)[:-1])
 
 
 def _split(
@@ -181,6 +198,8 @@ def write_partition(federation: Federation, path: Path | str) -> None:
             for client in range(len(federation.train))
         ],
     }
+    if federation.client_names:
+        content["names"] = list(federation.client_names)
     try:
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -204,9 +223,12 @@ def _checksum(dataset: Dataset) -> str:
 
 def _read_partition(
     path: Path, dataset: Dataset, clients: int | None, seed: int
-) -> list[dict[str, Indices]]:
-    """Read a partition file, and check that it fits the dataset and divides it without overlap."""
-    rows = _read_clients(path, dataset)
+) -> tuple[list[dict[str, Indices]], tuple[str, ...]]:
+    """Read a partition file, and check that it fits the dataset and divides it without overlap.
+
+    Returns the parts of each client, and the clients' names, if the file has them.
+    """
+    rows, names = _read_clients(path, dataset)
     if clients is not None and clients != len(rows):
         raise UserError(
             f"{path} holds {len(rows)} clients, but {clients} were asked for; leave the number out."
@@ -222,11 +244,14 @@ def _read_partition(
             f"{path} lists the sample {indices[times > 1][0]} twice; "
             "clients and parts must not overlap."
         )
-    return splits
+    return splits, names
 
 
-def _read_clients(path: Path, dataset: Dataset) -> list[Any]:
-    """Read a partition file, check that it was made for this dataset, and return its clients."""
+def _read_clients(path: Path, dataset: Dataset) -> tuple[list[Any], tuple[str, ...]]:
+    """Read a partition file, check that it was made for this dataset, and return its clients.
+
+    Also returns their names, which a file need not have.
+    """
     try:
         content = read_json(path, 2**24 + 100 * len(dataset.y))
     except FileNotFoundError:
@@ -252,7 +277,11 @@ def _read_clients(path: Path, dataset: Dataset) -> list[Any]:
     rows = content.get("clients")
     if not isinstance(rows, list) or not rows:
         raise UserError(f"{path} names no clients; its list clients needs at least one.")
-    return rows
+    names = content.get("names", [])
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or len(names) not in (0, len(rows)):
+        raise UserError(f"{path}: names must list a name for each of its {len(rows)} clients.")
+    return rows, tuple(printable(name, 100) for name in names)
 
 
 def _read_client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[str, Indices]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedala.data.columns import PART_WORDS
 from fedala.data.dataset import Dataset, RawData
 from fedala.errors import UserError, import_optional
 from fedala.io.untrusted import check_expansion, check_memory, read_file
@@ -22,37 +23,58 @@ _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 MAX_IMAGE_BYTES = 2**28
 _GREY = {"1", "L", "LA"}
 _PARTS = ("train", "val", "valid", "validation", "test")
+#: What `clients_by` must be for an image tree.
+FOLDER = "folder"
 
 #: The name of an image in messages, and a function that reads its bytes.
 Source = tuple[str, Callable[[], BytesIO]]
 
 
-def read_image_folder(folder: Path, resize: int | None = None) -> RawData:
-    """Read a folder with one sub-folder per class, or the same in `train`, `val` and `test`."""
+def read_image_folder(
+    folder: Path, resize: int | None = None, clients_by: str | None = None
+) -> RawData:
+    """Read a folder with one sub-folder per class, or the same in `train`, `val` and `test`.
+
+    With `clients_by="folder"`, there is a folder for each client, with its classes in it.
+    """
+    if clients_by not in (None, FOLDER):
+        raise UserError(
+            f"{folder} is an image tree, whose clients are folders: --clients-by must be {FOLDER}, "
+            f"not {clients_by}, for images in {folder.name}/[train|test]/client/class."
+        )
     parts = _folders(folder)
     if not parts or any(part.name not in _PARTS for part in parts):
         parts = [folder]
     parts.sort(key=lambda part: _PARTS.index(part.name) if part.name in _PARTS else 0)
-    names = sorted({child.name for part in parts for child in _folders(part)})
+    owners = [(part, own) for part in parts for own in (_folders(part) if clients_by else [part])]
+    names = sorted({child.name for _, own in owners for child in _folders(own)})
     if not names:
+        what = "a client, and in it one for every class" if clients_by else "every class"
         raise UserError(
             f"{folder} holds no sub-folders; "
-            "an image folder has one for every class, with the name of the class."
+            f"an image folder has one for {what}, with the name of the class."
         )
-    files, y = [], []
-    for part in parts:
+    files, y, clients, split = list[Path](), list[int](), list[str](), list[int]()
+    for part, own in owners:
         for label, name in enumerate(names):
-            contents = sorted((part / name).rglob("*"))
+            contents = sorted((own / name).rglob("*"))
             images = [file for file in contents if file.suffix.lower() in _SUFFIXES]
             files += images
             y += [label] * len(images)
+            clients += [own.name] * len(images)
+            split += [PART_WORDS.get(part.name, 0)] * len(images)
     empty = [name for label, name in enumerate(names) if label not in set(y)]
     if empty:
-        raise UserError(
-            f"{folder / empty[0]} holds no images (png, jpg, …); every class needs at least one."
-        )
+        where = folder / (f"…/{empty[0]}" if clients_by else empty[0])
+        raise UserError(f"{where} holds no images (png, jpg, …); every class needs at least one.")
     x = decode_images([_source(file) for file in files], resize)
-    return RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names))
+    raw = RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names))
+    if parts != [folder]:
+        raw = raw._replace(split=np.array(split, dtype=np.uint8))
+    if clients_by:
+        note = f"The folders of {folder} name {len(set(clients)):,} clients."
+        raw = raw._replace(clients=clients, notes=(note,))
+    return raw
 
 
 def _source(file: Path) -> Source:

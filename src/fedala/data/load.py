@@ -1,6 +1,6 @@
 """Load a `Dataset` by a name or a path."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +8,45 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from fedala.data import arrays
+from fedala.data import natural_sets, published
+from fedala.data.arrays import read_npz
 from fedala.data.catalogue import KnownDataset, known_datasets
-from fedala.data.dataset import Dataset, RawData, encode_labels
+from fedala.data.columns import Wanted
+from fedala.data.csv_files import read_ag_news_csv, read_csv
+from fedala.data.dataset import PARTS, Dataset, RawData, encode_labels
 from fedala.data.images import read_image_folder, resize_images
-from fedala.data.tables import read_hub, read_parquet
-from fedala.data.text import encode_texts, read_ag_news_csv, read_labelled_csv
+from fedala.data.leaf import find_leaf_files, read_leaf
+from fedala.data.tables import read_hub, read_own_parquet, read_parquet
+from fedala.data.text import encode_texts
 from fedala.errors import UserError, first_line, import_optional, printable
 from fedala.options import suggest
 
 
-def load(name: str, data_dir: Path | None = None, resize: int | None = None) -> Dataset:
-    """Load a dataset by its name, a path (.npz, .csv, an image folder) or `hub:owner/name`.
+def load(
+    name: str,
+    data_dir: Path | None = None,
+    resize: int | None = None,
+    clients_by: str | None = None,
+    label_column: str | None = None,
+) -> Dataset:
+    """Load a dataset by its name, a path, or `hub:owner/name`.
 
-    `known_datasets` lists the names. These datasets come from the hub, or from a copy in `data_dir`
-    in one of the formats that they are published in. With `resize`, images get that many pixels
-    each way.
+    A path is that of a .npz, .csv, .parquet or .json file, of an image folder or a folder of tables
+    (.parquet, .json). `known_datasets` lists the names. These datasets come from the hub, or from a
+    copy in `data_dir` in one of the formats that they are published in. With `resize`, images get
+    that many pixels each way. `clients_by` is the column, or level of folders, that names a
+    sample's client, and `label_column` is the column of the labels, if they do not have the usual
+    names. `notes` of the result say what was found.
     """
     known = next((row for row in known_datasets() if row.name == name), None)
+    wanted = Wanted(clients_by, label_column)
+    if known is not None and any(wanted):
+        raise UserError(
+            f"{name} is known by its name, and so are its columns: clients_by and label_column are "
+            "for your own data."
+        )
     try:
-        raw = _read_own(name, resize) if known is None else _read_known(known, data_dir)
+        raw = _read_own(name, wanted, resize) if known is None else _read_known(known, data_dir)
         dataset = _build_dataset(name, raw, known)
         return dataset if resize is None else resize_images(dataset, resize)
     except MemoryError:
@@ -39,37 +58,62 @@ def load(name: str, data_dir: Path | None = None, resize: int | None = None) -> 
 def _read_known(known: KnownDataset, data_dir: Path | None) -> RawData:
     if known.name == "digits":
         return _read_digits()
+    if known.images_of:
+        images = next(row for row in known_datasets() if row.name == known.images_of)
+        return natural_sets.add_writers(_read_known(images, data_dir))
+    if data_dir is None and not known.hub:
+        raise UserError(
+            f"{known.name} is read from the files that it is published in: get them, and name "
+            "their folder with --data-dir."
+        )
     if data_dir is None:
         advice = f"if this machine has a copy of {known.name}, name its folder with --data-dir"
         return read_hub(known.hub, known.parts, advice)
     return _read_copy(known, Path(data_dir))
 
 
-def _read_own(name: str, resize: int | None = None) -> RawData:
+def _read_own(name: str, wanted: Wanted, resize: int | None = None) -> RawData:
     """Read the user's own data: a file, a folder, or a dataset of the hub."""
     if name.startswith("hub:"):
-        return read_hub(name.removeprefix("hub:"), resize=resize)
+        return read_hub(name.removeprefix("hub:"), resize=resize, wanted=wanted)
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
         raise UserError(f"There is no file or folder {name} ({first_line(error)}).") from None
-    if path.is_dir():
-        return read_image_folder(path, resize)
     suffix = path.suffix.lower()
     if not path.exists():
-        if suffix in (".npz", ".csv") or len(path.parts) > 1:
+        if suffix in (".npz", ".csv", ".parquet", ".json") or len(path.parts) > 1:
             raise UserError(f"There is no file or folder {name}.")
         rest = suggest(name, (row.name for row in known_datasets()))
         raise UserError(
-            f"There is no dataset {name}{rest}; "
-            "for your own data, give the path of a .npz file, a .csv file or an image folder."
+            f"There is no dataset {name}{rest}; for your own data, "
+            "give the path of a .npz, .csv, .parquet or .json file or of an image folder."
         )
-    if suffix == ".npz":
-        return arrays.read_npz(path)
+    return _read_path(path, name, wanted, resize)
+
+
+def _read_path(path: Path, name: str, wanted: Wanted, resize: int | None) -> RawData:
+    suffix = "" if path.is_dir() else path.suffix.lower()
+    if path.is_dir() or suffix == ".parquet":
+        table = read_own_parquet(path, wanted, resize)
+        if table is not None:
+            return table
     if suffix == ".csv":
-        return read_labelled_csv(path)
+        return read_csv(path, wanted)
+    if wanted.label is not None:
+        raise UserError(
+            f"label_column is for tables (.csv, .parquet, hub:), and {name} is not one."
+        )
+    if files := find_leaf_files(path):
+        if wanted.clients is not None:
+            raise UserError(f"{name} names its clients itself, as users: leave clients_by out.")
+        return read_leaf(files, name)
+    if path.is_dir():
+        return read_image_folder(path, resize, wanted.clients)
+    if suffix == ".npz":
+        return read_npz(path, wanted.clients)
     raise UserError(
-        f"{name} is not a dataset; that is a .npz file, a .csv file or an image folder."
+        f"{name} is not a dataset; that is a .npz, .csv, .parquet or .json file or an image folder."
     )
 
 
@@ -109,7 +153,7 @@ def _read_copy(known: KnownDataset, data_dir: Path) -> RawData:
 
 def _read_folder(known: KnownDataset, folder: Path) -> RawData | None:
     if (folder / f"{known.name}.npz").is_file():
-        return arrays.read_npz(folder / f"{known.name}.npz")
+        return read_npz(folder / f"{known.name}.npz")
     return _READERS[known.name](folder) or read_parquet(folder, known.parts)
 
 
@@ -120,20 +164,23 @@ def _read_tiny_imagenet(folder: Path) -> RawData | None:
 
 def _read_ag_news(folder: Path) -> RawData | None:
     if (folder / "ag_news.csv").is_file():
-        return read_labelled_csv(folder / "ag_news.csv")
+        return read_csv(folder / "ag_news.csv")
     if (folder / "train.csv").is_file():
-        return read_ag_news_csv([folder / "train.csv", arrays.require_part(folder / "test.csv")])
+        return read_ag_news_csv([folder / "train.csv", published.require_part(folder / "test.csv")])
     return None
 
 
 #: Readers of the files that each dataset is published in.
 _READERS: dict[str, Callable[[Path], RawData | None]] = {
-    "mnist": arrays.read_mnist,
-    "fashion-mnist": arrays.read_mnist,
-    "cifar10": arrays.read_cifar10,
-    "cifar100": arrays.read_cifar100,
+    "mnist": published.read_mnist,
+    "fashion-mnist": published.read_mnist,
+    "cifar10": published.read_cifar10,
+    "cifar100": published.read_cifar100,
     "tiny-imagenet": _read_tiny_imagenet,
     "ag_news": _read_ag_news,
+    "heart-disease": natural_sets.read_heart_disease,
+    "har": natural_sets.read_har,
+    "har-signals": natural_sets.read_har_signals,
 }
 
 
@@ -167,9 +214,9 @@ def _build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -
         elif len(x) > known.samples:
             note = f"{len(x)} samples"
     names = tuple(printable(label, 100) for label in names)
-    clients, client_names = _number_clients(raw.clients)
+    clients, client_names = _number_clients(raw)
     # The paper pools the parts of the datasets that it uses.
-    split = None if known or raw.split is None else torch.from_numpy(raw.split)
+    split, notes = (None, ()) if known else _check_split(raw)
     return Dataset(
         name,
         x,
@@ -183,15 +230,36 @@ def _build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -
         split,
         raw.feature_names,
         tokens,
+        (*raw.notes, *notes),
     )
 
 
-def _number_clients(owners: Sequence[str] | None) -> tuple[torch.Tensor | None, tuple[str, ...]]:
-    """Number the clients in the order of their names."""
-    if owners is None:
+def _number_clients(raw: RawData) -> tuple[torch.Tensor | None, tuple[str, ...]]:
+    """Number the clients in their order, which is that of their names if there is no other."""
+    if raw.clients is None:
         return None, ()
-    numbers, names = encode_labels(list(owners))
+    numbers, names = encode_labels(list(raw.clients))
+    if raw.client_names:
+        ranks = {name: rank for rank, name in enumerate(raw.client_names)}
+        numbers = np.array([ranks[name] for name in names])[numbers]
+        names = raw.client_names
     return torch.from_numpy(numbers), tuple(printable(name, 100) for name in names)
+
+
+def _check_split(raw: RawData) -> tuple[torch.Tensor | None, tuple[str, ...]]:
+    """Return the parts that the files put samples into, if they serve for training and testing."""
+    if raw.split is None or not len(raw.split):
+        return None, ()
+    parts = {PARTS[number] for number in np.unique(raw.split).tolist()}
+    if {"train", "test"} <= parts:
+        return torch.from_numpy(raw.split), ()
+    if parts == {"train"}:
+        return None, ()
+    lacking = "test" if "train" in parts else "train"
+    return None, (
+        f"The files have a part {' and '.join(sorted(parts))} but none called {lacking}, so their "
+        "split does not count, and each client's samples are split 75/25.",
+    )
 
 
 def _count_targets(name: str, y: "np.ndarray[Any, Any]") -> int:

@@ -1,4 +1,4 @@
-"""Tables with an image or text column and a label column, in parquet files and on the hub."""
+"""Tables in parquet files and on the hub: an image or text column, or features, and a label."""
 
 import json
 import os
@@ -9,16 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from fedala.data.columns import (
+    PART_WORDS,
+    USUAL,
+    Roles,
+    Wanted,
+    assign_roles,
+    describe_clients,
+    parse_parts,
+)
 from fedala.data.dataset import RawData, encode_labels
 from fedala.data.images import MAX_IMAGE_BYTES, decode_images
+from fedala.data.tabular import ColumnReader, Feature, encode_features, encode_targets
 from fedala.errors import UserError, first_line, import_optional
 from fedala.io.untrusted import check_expansion, check_memory, open_file, read_file
 
 _INPUTS = ("image", "img", "text", "sentence", "content")
-_LABELS = ("label", "labels", "fine_label", "target", "class")
+_LABELS = ("label", "labels", "fine_label", "target", "class", "y")
 _PARTS = ("train", "validation", "valid", "val", "test")
 _ROWS = 64  # read at a time
+_TABLE_ROWS = 2**14  # of numbers, read at a time
 _OBJECT = 100  # bytes that a Python value takes at least
 
 
@@ -27,6 +39,7 @@ def read_hub(
     parts: Sequence[str] = _PARTS,
     advice: str = "check the id and the connection",
     resize: int | None = None,
+    wanted: Wanted = USUAL,
 ) -> RawData:
     """Read a dataset from the hub and merge its parts in order. The library caches downloads."""
     datasets = import_optional(
@@ -43,7 +56,8 @@ def read_hub(
     try:
         splits = datasets.load_dataset(identifier)
         tables = []
-        for part in [part for part in parts if part in splits] or list(splits):
+        chosen = [part for part in parts if part in splits] or list(splits)
+        for part in chosen:
             table = splits[part].with_format("arrow")[:]
             tables.append(
                 table.replace_schema_metadata(splits[part].features.arrow_schema.metadata)
@@ -51,22 +65,56 @@ def read_hub(
     except Exception as error:  # the connection, the id, the hub and the library can all fail
         raise UserError(f"{where} could not be loaded ({first_line(error)}); {advice}.") from None
     caches = (Path(datasets.config.HF_CACHE_HOME), Path(datasets.config.HF_DATASETS_CACHE))
-    return _merge(tables, where, caches, resize=resize)
+    return _merge(tables, where, wanted, chosen, caches, resize=resize)
 
 
-def read_parquet(folder: Path, parts: Sequence[str] = _PARTS) -> RawData | None:
+def read_parquet(
+    folder: Path,
+    parts: Sequence[str] = _PARTS,
+    wanted: Wanted = USUAL,
+    resize: int | None = None,
+) -> RawData | None:
     """Read `train….parquet`, `test….parquet`, as the hub stores them; None if there are none."""
-    files: list[Path] = []
+    files, names = list[Path](), list[str]()
     for part in parts:
-        files += sorted(folder.glob(f"{part}[-.]*parquet"))
-    if not files:
+        found = sorted(folder.glob(f"{part}[-.]*parquet"))
+        files += found
+        names += [part] * len(found)
+    return _read_files(files, names, str(folder), wanted, resize) if files else None
+
+
+def read_own_parquet(path: Path, wanted: Wanted, resize: int | None = None) -> RawData | None:
+    """Read a parquet file, or a folder of them; None if there are none.
+
+    The files of a folder, or of its sub-folder `data`, are `train….parquet` and so on. If none is
+    called so, all are read as one table. A folder with other folders in it is an image folder.
+    """
+    if path.is_file():
+        return _read_files([path], [""], str(path), wanted, resize)
+    if {child.name for child in path.glob("[!.]*") if child.is_dir()} - {"data"}:
         return None
+    for folder in (path, path / "data"):
+        raw = read_parquet(folder, _PARTS, wanted, resize)
+        files = sorted(folder.glob("*.parquet"))
+        if raw or files:
+            return raw or _read_files(files, [""] * len(files), str(folder), wanted, resize)
+    return None
+
+
+def _read_files(
+    files: list[Path], parts: list[str], where: str, wanted: Wanted, resize: int | None
+) -> RawData:
     import_optional("pyarrow", "pyarrow", "hub", f"Reading {files[0]}")
     stored = sum(file.stat().st_size for file in files)
-    return _merge([_read_table(file) for file in files], str(folder), stored=stored)
+    tables = [_read_table(file, wanted) for file in files]
+    return _merge(tables, where, wanted, parts, stored=stored, resize=resize)
 
 
-def _read_table(path: Path) -> Any:
+def _assign_roles(names: Sequence[str], wanted: Wanted, where: str) -> Roles:
+    return assign_roles(names, wanted, where, _INPUTS, _LABELS)
+
+
+def _read_table(path: Path, wanted: Wanted) -> Any:
     """Read the needed columns piece by piece: few bytes of parquet can hold very many values."""
     from pyarrow import Table
     from pyarrow.parquet import ParquetFile
@@ -76,10 +124,11 @@ def _read_table(path: Path) -> Any:
             check_memory(os.fstat(data.fileno()).st_size, str(path))
             schema = file.schema_arrow
             check_memory(file.metadata.num_rows * _OBJECT, str(path))
-            columns = [_first(names, schema.names) for names in (_INPUTS, _LABELS)]
+            roles = _assign_roles(schema.names, wanted, str(path))
+            rows = _ROWS if roles.input else _TABLE_ROWS
             batches = []
-            if all(columns):
-                for batch in file.iter_batches(_ROWS, columns=columns, use_threads=False):
+            if roles.label:
+                for batch in file.iter_batches(rows, columns=roles.used(), use_threads=False):
                     check_memory(batch.nbytes, str(path))
                     batches.append(batch)
             table = Table.from_batches(batches) if batches else schema.empty_table()
@@ -90,46 +139,135 @@ def _read_table(path: Path) -> Any:
         raise UserError(f"{path} is not a readable parquet file ({first_line(error)}).") from None
 
 
-def _first(wanted: Sequence[str], names: Sequence[str]) -> str | None:
-    return next((name for name in wanted if name in names), None)
-
-
 def _merge(
     tables: list[Any],
     where: str,
+    wanted: Wanted,
+    parts: Sequence[str],
     caches: Sequence[Path] = (),
     stored: int | None = None,
     resize: int | None = None,
 ) -> RawData:
-    """Merge tables into one dataset.
+    """Merge tables into one dataset. `parts` are the words for the part that each table is.
 
     If a table holds paths of images, only images in the folders `caches` are read. `stored` is the
     size of the files in bytes, if there are files.
     """
     columns = tables[0].column_names
-    x, y = _first(_INPUTS, columns), _first(_LABELS, columns)
-    if x is None or y is None or any({x, y} - set(table.column_names) for table in tables):
+    roles = _assign_roles(columns, wanted, where)
+    if roles.label is None or any(set(roles.used()) - set(t.column_names) for t in tables):
         raise UserError(
-            f"{where} has the columns {', '.join(columns)}; "
-            "it needs an image or text column and a label column."
+            f"{where} has the columns {', '.join(columns)[:500]}; it needs a label column, "
+            "and an image column, a text column or columns of numbers, the same in all its parts."
         )
+    read = [name for name in (roles.input, roles.label, roles.clients, roles.split) if name]
     try:
-        inputs, labels = (_values(tables, name, where, stored) for name in (x, y))
+        content = {name: _values(tables, name, where, stored) for name in read}
+        features = [] if roles.input else _read_features(tables, roles.features, where, stored)
     except UserError:
         raise
     except Exception as error:  # two columns of one name, text that is not UTF-8, wrong dates, …
         raise UserError(
-            f"{where}: its columns {x} and {y} cannot be read ({first_line(error)})."
+            f"{where}: its columns {' and '.join(read)} cannot be read ({first_line(error)})."
         ) from None
-    if not inputs:
+    labels = content[roles.label]
+    if not labels:
         raise UserError(f"{where} is empty; it needs samples of at least two classes.")
-    numbers, names = _encode(labels, _class_names(tables[0], y), f"{where}, column {y}")
+    names = _class_names(tables[0], roles.label)
+    about = f"{where}, column {roles.label}"
+    raw = RawData(where, [], np.zeros(0))
+    if roles.clients:
+        owners = _words(content[roles.clients], f"{where}, column {roles.clients}")
+        raw = raw._replace(clients=owners, notes=(describe_clients(roles.clients, owners),))
+    raw = raw._replace(split=_find_split(tables, parts, roles, content, where))
+    if not roles.input:
+        x, feature_names, notes = encode_features(features, where)
+        raw = raw._replace(x=torch.from_numpy(x), feature_names=feature_names)
+        raw = raw._replace(notes=(*raw.notes, *notes))
+        targets = None if names else encode_targets(_words(labels, about), about)
+    else:
+        raw, targets = raw._replace(x=_read_inputs(content, roles, where, caches, resize)), None
+    y, class_names = targets or _encode(labels, names, about)
+    return raw._replace(y=y, class_names=class_names)
+
+
+def _find_split(
+    tables: list[Any], parts: Sequence[str], roles: Roles, content: dict[str, Any], where: str
+) -> "np.ndarray[Any, Any] | None":
+    """Return the part of each sample, by the name of its table, or by a column."""
+    numbers = [PART_WORDS.get(part) for part in parts]
+    if all(number is not None for number in numbers):
+        sizes = [table.num_rows for table in tables]
+        return np.repeat(np.array(numbers, dtype=np.uint8), sizes)
+    if roles.split:
+        about = f"{where}, column {roles.split}"
+        return parse_parts(_words(content[roles.split], about), about)
+    return None
+
+
+def _read_inputs(
+    content: dict[str, Any], roles: Roles, where: str, caches: Sequence[Path], resize: int | None
+) -> Any:
+    """Return texts as they are, or the pixels of images."""
+    inputs = content[str(roles.input)]
     if any(isinstance(value, str) for value in inputs):
         if not all(isinstance(value, str) for value in inputs):
-            raise UserError(f"{where}, column {x}: some texts are missing; every label needs one.")
-        return RawData(where, inputs, numbers, names)
+            raise UserError(
+                f"{where}, column {roles.input}: some texts are missing; every label needs one."
+            )
+        return inputs
     images = [_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
-    return RawData(where, decode_images(images, resize), numbers, names)
+    return decode_images(images, resize)
+
+
+def _words(values: list[Any], where: str) -> list[str]:
+    """Return names and numbers as text, one object for each."""
+    known: dict[Any, str] = {}
+    for row, value in enumerate(values):
+        is_word = isinstance(value, str | int | float) and value == value and value != ""
+        if not is_word:
+            raise UserError(f"{where}: row {row} holds {value!r}; it must be a number or a name.")
+        if (type(value), value) not in known:
+            known[type(value), value] = str(value).strip()
+    return [known[type(value), value] for value in values]
+
+
+def _read_features(
+    tables: list[Any], names: Sequence[str], where: str, stored: int | None
+) -> list[Feature]:
+    """Read columns of numbers, and of a few words."""
+    from pyarrow import types
+
+    check_memory(8 * len(names) * sum(table.num_rows for table in tables), where)
+    features = []
+    for name in names:
+        kinds = [table.schema.field(name).type for table in tables]
+        column = ColumnReader(name, where, "row")
+        if all(types.is_integer(k) or types.is_floating(k) or types.is_boolean(k) for k in kinds):
+            features.append(Feature(name, _read_numbers(tables, column)))
+            continue
+        for row, value in enumerate(_values(tables, name, where, stored)):
+            if not isinstance(value, str | bool | int | float | None):
+                raise UserError(
+                    f"{where}: the column {name} holds {kinds[0]}; a feature must be numbers or a "
+                    "few different words: leave the column out."
+                )
+            column.add("" if value is None else str(value), row)
+        features.append(column.finish())
+    return features
+
+
+def _read_numbers(tables: list[Any], column: ColumnReader) -> "np.ndarray[Any, Any]":
+    """Return a column of numbers; none may be missing."""
+    pieces = [piece for table in tables for piece in table.column(column.name).chunks]
+    arrays = [
+        np.asarray(piece.to_numpy(zero_copy_only=False), dtype=np.float64)  # null: NaN
+        for piece in pieces
+    ]
+    values = np.concatenate(arrays) if arrays else np.zeros(0)
+    for row in np.flatnonzero(~np.isfinite(values))[:1].tolist():
+        column.add("" if np.isnan(values[row]) else str(values[row]), row)  # raises
+    return values
 
 
 def _values(tables: list[Any], name: str, where: str, stored: int | None) -> list[Any]:

@@ -11,7 +11,8 @@ import torch
 from flwr.app import Context
 from torch import nn
 
-from fedala.data import Dataset, Federation, default_partition, federate, known_datasets, load
+from fedala.data import Dataset, Federation, default_partition, federate, known_datasets
+from fedala.data.dataset import PARTS
 from fedala.errors import UserError
 from fedala.flower.client_store import check_experiment_name
 from fedala.lanes.normalization import is_standard
@@ -21,7 +22,7 @@ from fedala.methods import Method
 from fedala.options import build, option, suggest
 from fedala.runs.build import build_task
 from fedala.runs.config import Config
-from fedala.runs.plan import Plan, plan
+from fedala.runs.plan import Plan, load_dataset, plan
 
 #: Options of `fedala run` that do not apply if every client has its own machine.
 SIMULATION_OPTIONS = (
@@ -150,6 +151,7 @@ class Experiment:
 def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:
     """Prepare the server: it has the model, and no samples of its clients."""
     validates = config.validation > 0
+    names, notes = tuple[str, ...](), tuple[str, ...]()
     if custom:
         if config.clients is None:
             raise UserError(
@@ -158,15 +160,15 @@ def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:
         samples = _make_up_samples(config, custom)
         clients = config.clients
     else:
-        folder = Path(config.data_dir) if config.data_dir else None
-        samples = load(config.dataset, folder, config.resize)
+        samples = load_dataset(config)
         divided = federate(
             samples, config.partition, config.clients, config.partition_seed, split=config.split
         )
         clients = len(divided.train)
         validates |= any(len(rows) for rows in divided.validation)
+        names, notes = divided.client_names, divided.notes
     nothing = (np.arange(0),) * clients
-    empty = Federation(samples, nothing, nothing, nothing)
+    empty = Federation(samples, nothing, nothing, nothing, names, notes)
     return replace(Experiment.build(config, empty, custom), validates=validates)
 
 
@@ -208,8 +210,8 @@ def prepare_client(context: Context, custom: CustomApp | None) -> tuple[Experime
         data = _read_own_samples(config, custom, context)
         alone = federate(data, "iid", 1, config.partition_seed, config.validation)
         others = (np.arange(0),) * number  # the samples of other clients are on other machines
-        parts = [others + part for part in (alone.train, alone.test, alone.validation)]
-        return Experiment.build(config, Federation(alone.dataset, *parts), custom), number
+        parts = {part: others + getattr(alone, part) for part in PARTS}
+        return Experiment.build(config, Federation(alone.dataset, **parts), custom), number
     samples = read_node_samples(config, context.node_config)
     if number >= (clients := len(samples.train)):
         raise UserError(
@@ -248,7 +250,7 @@ def read_node_samples(config: Config, node_config: Mapping[str, Any]) -> Federat
                 "--node-config \"partition='….json'\"."
             )
         partition = str(node_config["partition"])
-    data = load(name, Path(str(folder)) if folder else None, config.resize)
+    data = load_dataset(replace(config, dataset=name, data_dir=str(folder) if folder else None))
     return federate(
         data, partition, config.clients, config.partition_seed, config.validation, config.split
     )

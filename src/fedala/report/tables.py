@@ -86,7 +86,9 @@ def clients(federation: Federation) -> Table:
     if any(map(len, federation.validation)):
         parts["validation"] = federation.validation
     parts["test"] = federation.test
-    table = _table("client", "samples", *parts, right=True)
+    names_of_clients = federation.client_names
+    shown = ["client", *(["name"] if names_of_clients else []), "samples"]
+    table = _table(*shown, *parts, right=True)
     if kind != "numbers":
         table.add_column(kind, justify="right")
         table.add_column("most of")
@@ -97,7 +99,8 @@ def clients(federation: Federation) -> Table:
         largest = [label for label in np.argsort(-counts, kind="stable")[:3] if counts[label]]
         most = ", ".join(f"{names[label]} ({counts[label] / size:.0%})" for label in largest)
         about = [] if kind == "numbers" else [str(np.count_nonzero(counts)), escape(most)]
-        table.add_row(str(client), f"{size:,}", *sizes, *about)
+        name = [escape(names_of_clients[client])] if names_of_clients else []
+        table.add_row(str(client), *name, f"{size:,}", *sizes, *about)
     return table
 
 

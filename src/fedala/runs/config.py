@@ -51,9 +51,19 @@ class Config:
         16, "how many points of a sweep are drawn if it has a random range", least=1, most=1000
     )
     dataset: str = option(
-        "digits", "a dataset's name, an .npz or .csv file, an image folder, or hub:owner/name"
+        "digits",
+        "a dataset's name, a file (.npz, .csv, .parquet, LEAF's .json), an image folder, or "
+        "hub:owner/name",
     )
     data_dir: str | None = option(None, "folder with a copy of the dataset; without it, the hub")
+    clients_by: str | None = option(
+        None,
+        "the column (of an .npz file, the array) that names a sample's client; for an image tree, "
+        "folder: root/[train|test]/client/class/image",
+    )
+    label_column: str | None = option(
+        None, "the column that holds the labels; without it, label, class, target or y"
+    )
     resize: int | None = option(
         None, "side in pixels to which images are resized on loading", least=1, most=4096
     )

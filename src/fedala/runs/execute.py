@@ -42,6 +42,8 @@ def execute(
     `simulate` makes a method's simulation.
     """
     observer = observer or RunObserver()
+    for sentence in plan.federation.notes:
+        observer.on_message(sentence)
     source = resume if isinstance(resume, Path) else out
     if plan.config.save_best is None:
         before = RunFolder.open(source).config().save_best if source and resume else None

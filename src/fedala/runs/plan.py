@@ -183,10 +183,15 @@ def _choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _federate(config: Config, dataset: Dataset | None) -> Federation:
+def load_dataset(config: Config) -> Dataset:
+    """Load the dataset that a config names."""
     folder = Path(config.data_dir) if config.data_dir else None
+    return load(config.dataset, folder, config.resize, config.clients_by, config.label_column)
+
+
+def _federate(config: Config, dataset: Dataset | None) -> Federation:
     return federate(
-        dataset or load(config.dataset, folder, config.resize),
+        dataset or load_dataset(config),
         config.partition,
         config.clients,
         config.partition_seed,

@@ -32,7 +32,9 @@ METRICS_KEYS = ("method", "seed", "round", "model")
 METRICS_COLUMNS = (*FIGURES, "bytes_sent", "bytes_uploaded")
 
 #: Columns that are not numbers.
-_TEXT_COLUMNS = {"method", "model", "parameter", "name", "time", "changed", "policy"}
+_TEXT_COLUMNS = {
+    "method", "model", "parameter", "name", "client_name", "time", "changed", "policy",
+}  # fmt: skip
 
 Lines = list[dict[str, str]]
 
@@ -110,13 +112,17 @@ class Tables:
             self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
 
     def write_split(self, federation: Federation) -> None:
-        """Write how many samples of each class each client holds, if any."""
-        names = federation.count_names
+        """Write how many samples of each class each client holds, if any.
+
+        If the clients have names, these are a further column.
+        """
+        names, owners = federation.count_names, federation.client_names
         counts = {part: federation.counts(part) for part in PARTS}
-        columns = ["client", "class", "name", *counts]
+        columns = ["client", "class", "name", *counts, *(["client_name"] if owners else [])]
         lines = [
             {"client": client, "class": label, "name": spreadsheet_safe(names[label])}
             | {part: count[client, label] for part, count in counts.items()}
+            | ({"client_name": spreadsheet_safe(owners[client])} if owners else {})
             for client, label in np.argwhere(federation.counts()).tolist()
         ]
         self._record.replace("split.csv", csv_text(columns, lines, header=True))

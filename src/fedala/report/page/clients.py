@@ -125,8 +125,10 @@ def _make_split_table(run: Run) -> Table:
     counts, clients, names = run.count_samples()
     names = names[:_MOST_CLASSES]
     rows: list[Row] = []
+    owners = {row["client"]: row["client_name"] for row in run.split if "client_name" in row}
     for client, own in zip(clients[:MOST_CLIENTS], counts, strict=False):
-        rows.append([client, *(f"{n:.0f}" for n in own[: len(names)]), f"{own.sum():.0f}"])
+        shown = f"{client} ({owners[client]})" if client in owners else client
+        rows.append([shown, *(f"{n:.0f}" for n in own[: len(names)]), f"{own.sum():.0f}"])
     rest = "" if counts.shape == (len(rows), len(names)) else "; the rest is in split.csv"
     what = _name_classes(run)
     caption = f"Samples by client and {what}, {run.name}{rest}"

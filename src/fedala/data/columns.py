@@ -1,0 +1,121 @@
+"""Which column, or array, says what: the label, the input, whose sample it is, and its part."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedala.data.dataset import PARTS
+from fedala.errors import UserError, printable
+from fedala.options import suggest
+
+#: The usual names, in the order in which they are looked for.
+CLIENTS = (
+    "client", "clients", "client_id", "user", "users", "user_id", "subject", "subjects",
+    "subject_id",
+)  # fmt: skip
+SPLITS = ("split", "part")
+LABELS = ("label", "class", "target", "y")
+#: How files and columns call the parts, by their position in `PARTS`.
+PART_WORDS = {
+    "train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1, "dev": 1, "test": 2,
+    "testing": 2,
+}  # fmt: skip
+
+Array = np.ndarray[Any, Any]
+
+
+class Wanted(NamedTuple):
+    """The columns that the user names; None: those with the usual names."""
+
+    clients: str | None = None
+    label: str | None = None
+
+
+USUAL = Wanted()
+
+
+class Roles(NamedTuple):
+    """Which column says what; None if there is no such column."""
+
+    label: str | None
+    input: str | None
+    """The image or the text. Without it, `features` are the input."""
+    clients: str | None
+    split: str | None
+    features: tuple[str, ...]
+    """All other columns."""
+
+    def used(self) -> list[str]:
+        """Return the columns that are read."""
+        columns = (self.label, self.input, self.clients, self.split)
+        features = () if self.input else self.features
+        return list(dict.fromkeys([*filter(None, columns), *features]))
+
+
+def find(wanted: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the first of the names that is wanted; case matters only if both cases are there."""
+    folded = {name.strip().lower(): name for name in reversed(names)}
+    for name in wanted:
+        if name in names or name.lower() in folded:
+            return name if name in names else folded[name.lower()]
+    return None
+
+
+def assign_roles(
+    names: Sequence[str],
+    wanted: Wanted,
+    where: str,
+    inputs: Sequence[str] = ("text",),
+    labels: Sequence[str] = LABELS,
+) -> Roles:
+    """Tell which column of a table says what."""
+    label = _find_named(wanted.label, labels, names, where, "--label-column")
+    free = [name for name in names if name != label]
+    clients = find_clients(free, wanted.clients, where)
+    free = [name for name in free if name != clients]
+    split = find(SPLITS, free)
+    free = [name for name in free if name != split]
+    return Roles(label, find(inputs, free), clients, split, tuple(free))
+
+
+def find_clients(
+    names: Sequence[str], wanted: str | None, where: str, what: str = "column"
+) -> str | None:
+    """Return the column, or array, that names the clients: the wanted one, or a usual one."""
+    return _find_named(wanted, CLIENTS, names, where, "--clients-by", what)
+
+
+def _find_named(
+    wanted: str | None,
+    usual: Sequence[str],
+    names: Sequence[str],
+    where: str,
+    option: str,
+    what: str = "column",
+) -> str | None:
+    if wanted is None:
+        return find(usual, names)
+    found = find([wanted], names)
+    if found is None:
+        rest = suggest(wanted, [printable(name, 100) for name in names[:30]])
+        raise UserError(f"{where} has no {what} {wanted}, which {option} names{rest}.")
+    return found
+
+
+def parse_parts(words: Sequence[str], where: str) -> Array:
+    """Return the part of each sample, as a position in `PARTS`, from the words of a column."""
+    numbers = {word: PART_WORDS.get(word.strip().lower()) for word in set(words)}
+    for row, word in enumerate(words):
+        if numbers[word] is None:
+            raise UserError(
+                f"{where} holds {printable(word, 100)!r} for sample {row}; such a column says "
+                f"which samples are for what, in the words {', '.join(PARTS)}. If it says "
+                "something else, give it another name."
+            )
+    return np.array([numbers[word] for word in words], dtype=np.uint8)
+
+
+def describe_clients(column: str, clients: Iterable[str], what: str = "column") -> str:
+    """Say aloud which column names the clients."""
+    return f"The {what} {printable(column, 100)} names {len(set(clients)):,} clients."

@@ -1,0 +1,90 @@
+"""The clients that the data name: who has samples to train with, and who is drawn."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedala.data.dataset import Dataset
+from fedala.data.partition import Indices
+from fedala.errors import UserError
+from fedala.lanes.randomness import draw
+
+
+class NaturalClients(NamedTuple):
+    """Some of the clients of a dataset, by their numbers there."""
+
+    numbers: tuple[int, ...]
+    shares: tuple[Indices, ...]
+    notes: tuple[str, ...]
+    """Sentences about clients that are not among them."""
+
+
+def list_natural_clients(
+    dataset: Dataset, clients: int | None, seed: int, given: Indices | None
+) -> NaturalClients:
+    """Return the samples of each client that the data name, in the order of the data.
+
+    A client needs two samples, and one to train with if parts are `given`; others are left out.
+    With fewer `clients` than there are, so many are drawn by `seed`.
+    """
+    if dataset.clients is None:
+        raise UserError(
+            f"{dataset.name} does not say whose sample is whose, so it cannot be divided by its "
+            "natural clients: name the column with --clients-by, or use dir:0.1, iid and the like."
+        )
+    count = len(dataset.client_names)
+    order = np.argsort(dataset.clients.numpy(), kind="stable")
+    sizes = np.bincount(dataset.clients.numpy(), minlength=count)
+    shares = np.split(order, np.cumsum(sizes)[:-1])
+    usable = [
+        number
+        for number, share in enumerate(shares)
+        if len(share) > 1 and (given is None or bool((given[share] == 0).any()))
+    ]
+    notes = []
+    if len(usable) < count:
+        left = [name for i, name in enumerate(dataset.client_names) if i not in set(usable)]
+        notes.append(
+            f"{_list_clients(left)} left out, because a client needs at least two samples, one of "
+            "them to train with."
+        )
+    if not usable:
+        raise UserError(
+            f"{dataset.name}: no client has two samples, one of them to train with; "
+            "is --clients-by right?"
+        )
+    if clients is not None and clients > len(usable):
+        rest = "" if len(usable) == count else f", {len(usable)} of them with samples to train with"
+        raise UserError(
+            f"{dataset.name} has {count} clients{rest}, but {clients} were asked for; "
+            "ask for fewer, or leave the number out."
+        )
+    if clients is not None and clients < len(usable):
+        notes.append(
+            f"{clients} of the {len(usable)} clients are drawn, by the seed of the partition."
+        )
+        drawn = draw(seed, "natural clients").permutation(len(usable))[:clients]
+        usable = [usable[place] for place in sorted(drawn.tolist())]
+    return NaturalClients(tuple(usable), tuple(shares[number] for number in usable), tuple(notes))
+
+
+def describe_untested(tests: Sequence[Indices], names: Sequence[str]) -> list[str]:
+    """Say which clients have no test samples, if some have."""
+    untested = [
+        names[number] if names else str(number)
+        for number, rows in enumerate(tests)
+        if not len(rows)
+    ]
+    if not untested:
+        return []
+    return [f"{_list_clients(untested)} without test samples, so that they do not count in scores."]
+
+
+def _list_clients(names: Sequence[str]) -> str:
+    """Return the beginning of a sentence about clients."""
+    shown = ", ".join(names[:10]) + (" …" if len(names) > 10 else "")
+    noun, verb = ("Client", "is") if len(names) == 1 else ("clients", "are")
+    return (
+        f"{noun} {shown} {verb}" if len(names) == 1 else f"{len(names):,} {noun} ({shown}) {verb}"
+    )
