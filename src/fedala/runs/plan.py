@@ -18,6 +18,7 @@ from fedala.data import (
     load,
     resize_images,
 )
+from fedala.data.feature_shift import parse_feature_shift, shift_features
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
 from fedala.lanes.augmentation import parse_augmentation
@@ -132,6 +133,7 @@ def plan(
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
     normalization = parse_normalization(config.normalize)
+    shift = parse_feature_shift(config.feature_shift)
     if isinstance(dataset, Federation):
         federation = dataset
         # The federation is used as it is: options of the partition do not apply to it.
@@ -141,6 +143,8 @@ def plan(
     if config.resize is not None:  # without effect on data that was loaded with it
         images = resize_images(federation.dataset, config.resize)
         federation = replace(federation, dataset=images)
+    if shift is not None:
+        federation = shift_features(federation, shift, config.partition_seed, config.clients)
     for option in (augmentation, normalization):
         if option is not None:
             option.check(federation.dataset.x, federation.dataset.name)
