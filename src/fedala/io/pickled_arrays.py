@@ -117,8 +117,9 @@ class _Reader:
         for count, (code, argument, _) in enumerate(pickletools.genops(data)):
             name = code.name
             if name in _LITERALS:
-                is_buffer = isinstance(argument, bytearray)
-                self.stack.append(bytes(argument) if is_buffer else argument)
+                if isinstance(argument, bytearray):
+                    argument = bytes(argument)
+                self.stack.append(argument)
                 self.cost += _COST_OF_NUMBER
             elif name in _CONSTANTS:
                 self.stack.append(_CONSTANTS[name])
