@@ -185,7 +185,7 @@ OTHERS = {
     "partition": "dir:0.5", "partition_seed": "2", "clients": "4", "join_ratio": "0.5",
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "0", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "evaluate": "trained", "validation": "0.1",
-    "split": "pooled", "clients_by": "user", "label_column": "kind",
+    "split": "pooled", "feature_shift": "rotate:90", "clients_by": "user", "label_column": "kind",
     "precision": "float64", "resize": "8", "normalize": "mnist", "augment": "flip",
     "loss": "cross_entropy", "label_smoothing": "0.1", "class_weights": "balanced",
     "optimizer": "adam", "momentum": "0.5", "nesterov": "", "weight_decay": "0.1",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedala.data import Dataset, federate, iid, write_partition
+import fedala
+from fedala.data import Dataset, Federation, federate, iid, write_partition
 from fedala.errors import UserError
 from fedala.lanes.randomness import draw
 
@@ -283,3 +285,63 @@ def test_a_divided_client_without_training_samples_is_refused():
     data = replace(dataset(6, 2), split=torch.tensor([0, 2, 2, 2, 2, 2]).byte())
     with pytest.raises(UserError, match="gets no sample that the data put into the training part"):
         federate(data, "iid", 2)
+
+
+def pieces(*lists):
+    return tuple(np.array(rows, dtype=np.int64) for rows in lists)
+
+
+def test_a_federation_made_by_hand_takes_lists_and_other_whole_numbers():
+    own = Federation(dataset(6, 2), [[0, 1], np.array([2], np.int32)], ((3,), [4]), [[], []])
+    assert parts(own) == [[[0, 1], [2]], [[], []], [[3], [4]]]
+    assert {row.dtype for row in (*own.train, *own.test, *own.validation)} == {np.dtype(np.int64)}
+    own.check()
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "validation", "says"),
+    [
+        (pieces([0], [1]), pieces([2]), pieces([], []), "it has train 2, validation 0|2, test 1"),
+        ((), (), (), "at least one client"),
+        (pieces([0, 6]), pieces([1]), pieces([]), "train part .* from 0 to 5, .* has 0 to 6"),
+        (pieces([0]), pieces([-1]), pieces([]), "test part .* it has -1 to -1"),
+        ((np.array([0.5]),), pieces([1]), pieces([]), "train part of client 0 .* not float64"),
+        ((np.ones(6, bool),), pieces([1]), pieces([]), "whole numbers, not bool"),
+        (pieces([[0, 1]]), pieces([1]), pieces([]), r"of shape \(1, 2\)"),
+        (np.zeros((1, 2), int), pieces([1]), pieces([]), "must be a tuple .* not ndarray"),
+        (([[0], [1, 2]],), pieces([1]), pieces([]), "must be a list of indices"),
+        (pieces([0]), pieces([1]), {"a": 1}, "must be a tuple .* not dict"),
+    ],
+)
+def test_the_form_of_a_federation_is_checked(train, test, validation, says):
+    with pytest.raises(UserError, match=says):
+        Federation(dataset(6, 2), train, test, validation)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "validation", "says"),
+    [
+        (pieces([0, 1]), pieces([1]), pieces([]), "sample 1 is in the train part of client 0 and"
+         " again in the test part of client 0"),
+        (pieces([0], [3, 0]), pieces([1], [2]), pieces([], []), "0 .* train part of client 1"),
+        (pieces([0], [3]), pieces([1], [2]), pieces([], [1]), "validation part of client 1 and .*"
+         " test part of client 0"),
+        (pieces([0, 0]), pieces([1]), pieces([]), "train part of client 0 and again in the train"),
+        (pieces([0], []), pieces([1], [2]), pieces([], []), "Client 1 .* no training samples"),
+    ],
+)  # fmt: skip
+def test_overlaps_and_empty_training_parts_are_refused_before_a_run(train, test, validation, says):
+    own = Federation(dataset(6, 2), train, test, validation)
+    with pytest.raises(UserError, match=says):
+        own.check()
+    with pytest.raises(UserError, match=says):
+        fedala.run(dataset=own)
+
+
+def test_the_checks_are_quick_for_very_many_clients():
+    clients = 50_000
+    rows = np.arange(2 * clients).reshape(2, clients, 1)
+    data, none = dataset(2 * clients, 2), (np.arange(0),) * clients
+    start = time.process_time()
+    Federation(data, tuple(rows[0]), tuple(rows[1]), none).check()
+    assert time.process_time() - start < 2

@@ -77,6 +77,14 @@ def test_parts_are_merged_train_first(tmp_path, keys):
     assert own.y.tolist() == Y.tolist()
 
 
+@pytest.mark.parametrize("kind", [np.int16, np.uint32, np.int64])
+def test_rows_of_whole_numbers_are_tokens(tmp_path, kind):
+    """The vocabulary is the largest token and 0, the padding: 8 rows of an embedding."""
+    own = load(npz(tmp_path, x=np.array([[1, 2, 3], [7, 0, 0]] * 2, kind), y=Y))
+    assert (own.x.dtype, own.vocabulary) == (torch.int32, 8)
+    assert own.x.tolist() == [[1, 2, 3], [7, 0, 0]] * 2
+
+
 def test_images_and_labels_is_another_spelling(tmp_path):
     assert load(npz(tmp_path, images=IMAGES, labels=Y)).y.tolist() == Y.tolist()
 
@@ -106,9 +114,11 @@ def test_images_and_labels_is_another_spelling(tmp_path):
         ({"x": np.array([[1.0], [2.0], [1e300], [3.0]]), "y": Y}, "NaN or infinite"),
         ({"x": np.ones((4, 0)), "y": Y}, "hold nothing"),
         ({"x": np.ones(4), "y": Y}, r"shape \(4,\)"),
-        ({"x": IMAGES.astype(int), "y": Y}, "x is int64; it must be uint8"),
+        ({"x": IMAGES.astype(int), "y": Y}, r"x is int64 of shape .*; it must be uint8"),
         ({"x": np.ones((4, 9, 9, 9), np.uint8), "y": Y}, "N×H×W×C or N×C×H×W"),
         ({"x": np.array(["a", "b", "c", "d"]), "y": Y}, "it must be uint8"),
+        ({"x": np.array([[0, -1]] * 4), "y": Y}, "tokens are from 0 to"),
+        ({"x": np.array([[0, 2**30]] * 4), "y": Y}, "tokens are from 0 to"),
         ({"x": IMAGES}, "holds x; it must hold the arrays x and y"),
         ({"a": IMAGES, "b": Y}, "holds a, b; it must"),
         ({"x_train": IMAGES, "y_train": Y, "x_test": IMAGES}, "it must hold"),
@@ -469,7 +479,7 @@ def test_the_core_imports_without_the_optional_packages():
             "uint8 images N×C×H×W",
         ),
         (
-            torch.zeros(4, 2, dtype=torch.int32),
+            torch.full((4, 2), -1, dtype=torch.int32),
             torch.tensor([0, 1, 1, 0]),
             2,
             None,

@@ -264,6 +264,24 @@ def _images_inside(files: Files, rng: random.Random) -> Files:
     return {**files, name: repair_png(mutate(files[name], rng))}
 
 
+def _pfllib() -> Files:
+    files: Files = {"in/config.json": b'{"num_clients": 2, "num_classes": 3}'}
+    for part in ("train", "test"):
+        for client in range(2):
+            file = io.BytesIO()
+            np.savez_compressed(file, data={"x": GREY[client::2], "y": Y[client::2]})  # type: ignore[arg-type]
+            files[f"in/{part}/{client}.npz"] = file.getvalue()
+    return files
+
+
+def _pfllib_inside(files: Files, rng: random.Random) -> Files:
+    """Damage the pickle behind its compression and its checksum."""
+    name = rng.choice([name for name in sorted(files) if name.endswith("npz")])
+    with zipfile.ZipFile(io.BytesIO(files[name])) as archive:
+        content = archive.read("data.npy")
+    return {**files, name: zipped({"data.npy": mutate(content, rng)}, zipfile.ZIP_DEFLATED)}
+
+
 def _labelled_csv() -> Files:
     rows = "".join(f'class {y},"{text}"\n' for y, text in zip(Y, TEXTS, strict=True))
     return {"my.csv": f"label,text\n{rows}".encode()}
@@ -589,6 +607,7 @@ def targets() -> dict[str, Target]:
     found = [
         Target("npz", _divide("--dataset", "my.npz"), _npz, _npz_inside),
         Target("npz-run", _run("--dataset", "my.npz", "--clients", "2"), _npz, _npz_inside),
+        Target("pfllib", ("convert", "pfllib", "in", "--out", "my.npz"), _pfllib, _pfllib_inside),
         Target("csv", _divide("--dataset", "my.csv"), _labelled_csv),
         Target("csv-run", _run("--dataset", "my.csv", "--clients", "2"), _labelled_csv),
         Target(

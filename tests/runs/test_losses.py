@@ -241,7 +241,11 @@ def test_balanced_weights_are_inverse_to_the_training_samples():
         (classes, {"class_weights": "0,0,0"}, "or 3 numbers from 0 on"),
         (classes, {"label_smoothing": 2}, "label_smoothing"),
         (numbers, {"partition": "dir:0.1"}, "dir:0.1 divides samples by their class, and numbers"),
-        (labels, {"partition": "pathological:2"}, "use iid, a partition file, or a Federation"),
+        (
+            labels,
+            {"partition": "pathological:2"},
+            "use iid, quantity:0.5, a partition file",
+        ),
         (numbers, {"model": linear(2)}, r"into a tensor of shape \(2, 2\).*each of the 1 float"),
         (labels, {"model": linear(2)}, r"one output for each of the 3 labels: \(2, 3\)"),
         (numbers, {"loss": lambda output, y: 1.0}, "as a tensor of one number, not float"),

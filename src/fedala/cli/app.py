@@ -14,7 +14,7 @@ except ModuleNotFoundError:
     )
     raise SystemExit(2) from None
 
-from fedala.cli import bench, flower, lists, paper, partition, report, run
+from fedala.cli import bench, convert, flower, lists, paper, partition, report, run
 from fedala.cli.output import keep_lines, say
 from fedala.errors import RunError, UserError
 from fedala.runs.provenance import versions
@@ -51,6 +51,7 @@ app = typer.Typer(
 )
 for commands in (run, partition, report, lists, bench):
     app.add_typer(commands.app)
+app.add_typer(convert.app, name="convert")
 app.add_typer(paper.app, name="paper")
 app.add_typer(flower.app, name="flower")
 

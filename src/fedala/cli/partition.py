@@ -8,6 +8,7 @@ import typer
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line
 from fedala.data import default_partition, federate, write_partition
+from fedala.data.feature_shift import parse_feature_shift
 from fedala.report import plots, tables
 from fedala.runs.config import Config
 from fedala.runs.plan import load_dataset
@@ -33,6 +34,7 @@ app = typer.Typer()
     "partition_seed",
     "clients",
     "validation",
+    "feature_shift",
 )
 def partition(
     *,
@@ -52,6 +54,7 @@ def partition(
 ) -> None:
     """Divide a dataset among clients and show which client holds which samples."""
     config = Config.from_values(given_options(values))
+    shift = parse_feature_shift(config.feature_shift)
     if plot:
         plots.check(plot)
     data = load_dataset(config)
@@ -64,6 +67,8 @@ def partition(
         config.validation,
         config.split,
     )
+    if shift is not None:
+        shift.check(data.x, data.name, len(federation.train))
     if save:
         write_partition(federation, save)
     counts, sizes = federation.counts(), federation.sizes()
@@ -71,6 +76,8 @@ def partition(
     title = (
         f"{config.dataset}, {config.partition or default_partition(data)}, {len(counts)} clients"
     )
+    if config.feature_shift:
+        title += f", {config.feature_shift}"
     if plot:
         plots.save(plots.draw_split(counts, names, title), plot)
     tables.console().print(tables.clients(federation))

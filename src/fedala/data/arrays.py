@@ -7,6 +7,7 @@ the file. Pickles are never loaded.
 import math
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ Array = np.ndarray[Any, Any]
 #: The most bytes that one byte of deflate can unpack to.
 DEFLATE = 1032
 _CHUNK = 2**22  # bytes that are unpacked at a time
+#: Tokens are numbers of rows of an embedding; a larger one would take more memory than there is.
+MOST_TOKENS = 2**30
 _SPELLINGS = (("x", "y"), ("images", "labels"), ("data", "labels"))
 _PARTS = (("{}",), ("{}_train", "{}_val", "{}_test"), ("train_{}", "val_{}", "test_{}"))
 
@@ -192,7 +195,7 @@ def _check_headers(pairs: list[tuple[Member, Member]], path: Path) -> Layout:
             f"{path}: its train and test parts differ in the shape or type of a target; "
             "they must agree."
         )
-    return _choose_layout(pairs[0][0].shape, pairs[0][0].dtype, path)
+    return choose_layout(pairs[0][0].shape, pairs[0][0].dtype, path)
 
 
 def _needed_memory(shape: tuple[int, ...], layout: Layout, members: list[Member]) -> int:
@@ -229,13 +232,19 @@ def _unpack(
                 part[...] = arrange(block.reshape(len(part), *member.shape[1:]))
 
 
-def _choose_layout(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -> Layout:
-    """Return the layout: uint8 of 3 or 4 dimensions are images N×C×H×W, floats become float32."""
+def choose_layout(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path | str) -> Layout:
+    """Return the layout: uint8 of 3 or 4 dimensions are images N×C×H×W, floats become float32.
+
+    Rows of other whole numbers are tokens, and become int32.
+    """
     if dtype.kind == "f" or (dtype == np.uint8 and len(shape) == 2):
         return Layout(shape[1:], np.dtype(np.float32), lambda block: block)
+    if dtype.kind in "iu" and dtype != np.uint8 and len(shape) == 2:
+        return Layout(shape[1:], np.dtype(np.int32), partial(_convert_tokens, path=path))
     if dtype != np.uint8:
         raise UserError(
-            f"{path}: x is {dtype}; it must be uint8 for images, or floating-point numbers."
+            f"{path}: x is {dtype} of shape {shape}; it must be uint8 for images, floating-point "
+            "numbers, or rows of whole numbers, which are tokens."
         )
     if len(shape) == 3:
         return Layout((1, *shape[1:]), dtype, lambda block: block[:, None])
@@ -247,6 +256,16 @@ def _choose_layout(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -
             "images are N×H×W, N×H×W×C or N×C×H×W with C up to 4."
         )
     return Layout(shape[1:], dtype, lambda block: block)
+
+
+def _convert_tokens(block: Array, path: Path | str) -> Array:
+    """Return tokens as int32. `Dataset` compares them with its vocabulary."""
+    if block.size and not 0 <= int(block.min()) <= int(block.max()) < MOST_TOKENS:
+        raise UserError(
+            f"{path}: x holds whole numbers from {block.min()} to {block.max()}; tokens are from 0 "
+            f"to {MOST_TOKENS - 1}. If they are features, save them as floating-point numbers."
+        )
+    return block.astype(np.int32)
 
 
 def _are_labels(y: Member | Array) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedala.data.catalogue import LENGTH
 from fedala.errors import UserError
 
 
@@ -17,9 +16,9 @@ from fedala.errors import UserError
 class Dataset:
     """Samples and their targets. Its constructor checks them, so a `Dataset` is always sound.
 
-    `x` holds uint8 images N×C×H×W (normalised later, batch by batch), int32 texts N×200, or
-    float32 samples of any other shape. `y` holds int64 labels N, or float32 targets: a matrix of
-    zeros and ones N×L for L labels, or numbers N or N×k.
+    `x` holds uint8 images N×C×H×W (normalised later, batch by batch), int32 tokens N×L (texts and
+    other sequences), or float32 samples of any other shape. `y` holds int64 labels N, or float32
+    targets: a matrix of zeros and ones N×L for L labels, or numbers N or N×k.
     """
 
     name: str
@@ -27,7 +26,8 @@ class Dataset:
     y: torch.Tensor  # labels 0..classes-1, or float targets
     classes: int  # the number of labels L, or of a sample's targets, if these are floats
     class_names: tuple[str, ...] = ()
-    vocabulary: int | None = None  # texts: rows of the embedding; index 0 = unknown = padding
+    #: Tokens: rows of the embedding; without it, the largest token + 1. 0 is unknown and padding.
+    vocabulary: int | None = None
     note: str = ""  # shown to users, for example "partial: …"
     clients: torch.Tensor | None = None  # int64 N: whose sample it is, if the data say so
     client_names: tuple[str, ...] = ()  # by client
@@ -41,6 +41,8 @@ class Dataset:
         if is_matrix or (self.y.is_floating_point() and self.y.dtype != torch.float32):
             object.__setattr__(self, "y", self._convert_targets())
         self._check_form()
+        if self._is_text and self.vocabulary is None:
+            object.__setattr__(self, "vocabulary", int(self.x.max()) + 1)
         self._check_values()
         self._check_owners()
         if self.y.is_floating_point():
@@ -81,7 +83,7 @@ class Dataset:
         has_targets = y.dtype == torch.float32 and y.ndim in (1, 2)
         if not (is_image or self._is_text or is_other) or not (has_labels or has_targets):
             raise UserError(
-                f"{name} must hold uint8 images N×C×H×W, int32 texts N×{LENGTH} or float32 N×…, "
+                f"{name} must hold uint8 images N×C×H×W, int32 tokens N×L or float32 N×…, "
                 "and int64 labels N or float32 targets N or N×k; "
                 f"it holds {x.dtype} of shape {tuple(x.shape)} "
                 f"and {y.dtype} of shape {tuple(y.shape)}."

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedala.data.dataset import PARTS, Dataset
 from fedala.data.natural import describe_untested, list_natural_clients
-from fedala.data.partition import Indices, check_seed, partitioner
+from fedala.data.partition import Indices, check_seed, needs_classes, partitioner
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import read_json
 from fedala.lanes.randomness import draw
@@ -23,7 +23,11 @@ NATURAL = "natural"
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """For each client, indices into the dataset, in the client's own fixed order."""
+    """For each client, indices into the dataset, in the client's own fixed order.
+
+    Its constructor checks that all parts have as many clients, and that their indices are samples
+    of the dataset. `check` also refuses overlaps, and clients without training samples.
+    """
 
     dataset: Dataset
     train: tuple[Indices, ...]
@@ -33,6 +37,52 @@ class Federation:
     """By client, if the data or the partition file name them."""
     notes: tuple[str, ...] = ()
     """Sentences: what was found in the data, and how they were divided."""
+
+    def __post_init__(self) -> None:
+        for part in PARTS:
+            rows = getattr(self, part)
+            if not (isinstance(rows, tuple) and all(map(_is_index_array, rows))):
+                object.__setattr__(self, part, _convert_indices(rows, part))
+        lengths = {part: len(getattr(self, part)) for part in PARTS}
+        if len(set(lengths.values())) > 1 or not self.train:
+            told = ", ".join(f"{part} {length}" for part, length in lengths.items())
+            raise UserError(
+                "A Federation needs one array of indices for each client in each of its parts, and "
+                f"at least one client; it has {told}. An array may be empty."
+            )
+        samples = len(self.dataset.y)
+        for part in PARTS:
+            # All clients at once: there may be very many.
+            indices = np.concatenate(getattr(self, part))
+            if len(indices) and not 0 <= indices.min() <= indices.max() < samples:
+                raise UserError(
+                    f"The {part} part of a Federation must hold indices from 0 to {samples - 1}, "
+                    f"the samples of {self.dataset.name}; it has {indices.min()} to "
+                    f"{indices.max()}."
+                )
+
+    def check(self) -> None:
+        """Refuse a sample in two places, and clients without training samples."""
+        everything = np.concatenate([row for part in PARTS for row in getattr(self, part)])
+        times = np.bincount(everything, minlength=len(self.dataset.y))
+        if times.max() > 1:
+            sample = int(times.argmax())
+            places = [
+                f"{part} part of client {client}"
+                for part in PARTS
+                for client, rows in enumerate(getattr(self, part))
+                for _ in range(int((rows == sample).sum()))
+            ]
+            raise UserError(
+                f"The sample {sample} is in the {places[0]} and again in the {places[1]}: "
+                "clients and parts must not overlap, or a model is tested on what it has seen."
+            )
+        empty = next((client for client, rows in enumerate(self.train) if len(rows) == 0), None)
+        if empty is not None:
+            raise UserError(
+                f"Client {empty} of the Federation has no training samples; leave it out, or give "
+                "it some."
+            )
 
     def counts(self, *parts: str) -> Indices:
         """Count the samples of each class that a client holds, in all `PARTS` or in some of them.
@@ -76,6 +126,34 @@ class Federation:
         return digest.hexdigest()
 
 
+def _is_index_array(rows: Any) -> bool:
+    return isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype == np.int64
+
+
+def _convert_indices(rows: Any, part: str) -> tuple[Indices, ...]:
+    """Return the indices of each client as int64, if that loses nothing."""
+    if not isinstance(rows, tuple | list):
+        raise UserError(
+            f"The {part} part of a Federation must be a tuple with one array of indices for each "
+            f"client, not {type(rows).__name__}."
+        )
+    converted = []
+    for client, own in enumerate(rows):
+        try:
+            values = np.asarray(own)
+        except (ValueError, TypeError, RuntimeError):
+            values = np.empty((0, 0))
+        if values.shape == (0,):
+            values = values.astype(np.int64)  # an empty list has no type of its own
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise UserError(
+                f"The {part} part of client {client} must be a list of indices, whole numbers, "
+                f"not {values.dtype} of shape {values.shape}."
+            )
+        converted.append(values.astype(np.int64))
+    return tuple(converted)
+
+
 def federate(
     dataset: Dataset,
     partition: str | None = None,
@@ -84,7 +162,7 @@ def federate(
     validation: float = 0.0,
     split: str = "given",
 ) -> Federation:
-    """Divide `dataset` by `natural`, `dir:β`, `pathological:c`, `iid` or a partition file (.json).
+    """Divide `dataset` by `natural`, `dir:β`, `iid` and the like, or a partition file (.json).
 
     `natural` gives each client of the data its own samples; without a `partition`, that is the way
     for data that name their clients, and `dir:0.1` for all others. If the data have parts for
@@ -150,10 +228,11 @@ def default_partition(dataset: Dataset) -> str:
 def _divide(dataset: Dataset, partition: str, clients: int | None, seed: int) -> list[Indices]:
     """Return the samples of each client."""
     divide = partitioner(partition)
-    if dataset.kind != "classes" and partition != "iid":
+    if dataset.kind != "classes" and needs_classes(partition):
         raise UserError(
             f"The partition {partition} divides samples by their class, and {dataset.name} has "
-            f"{dataset.targets}: use iid, a partition file, or a Federation of your own."
+            f"{dataset.targets}: use iid, quantity:0.5, a partition file, or a Federation of your "
+            "own."
         )
     labels = dataset.y.numpy() if dataset.kind == "classes" else np.zeros(len(dataset.y))
     return divide(labels, clients=20 if clients is None else clients, seed=seed)

@@ -47,7 +47,7 @@ def load(
         )
     try:
         raw = _read_own(name, wanted, resize) if known is None else _read_known(known, data_dir)
-        dataset = _build_dataset(name, raw, known)
+        dataset = build_dataset(name, raw, known)
         return dataset if resize is None else resize_images(dataset, resize)
     except MemoryError:
         raise UserError(f"{name} does not fit into the memory of this machine.") from None
@@ -184,7 +184,7 @@ _READERS: dict[str, Callable[[Path], RawData | None]] = {
 }
 
 
-def _build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -> Dataset:
+def build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -> Dataset:
     """Build a dataset; if it is a known one, check its classes and the shape of its samples."""
     tokens: tuple[str, ...] = ()
     if isinstance(raw.x, torch.Tensor):

@@ -80,8 +80,9 @@ class Config:
     )
     partition: str | None = option(
         None,
-        "natural (the clients of the data), dir:β, pathological:classes, iid, or a partition file "
-        "(.json); without it, natural if the data name their clients, otherwise dir:0.1",
+        "natural (the clients of the data), dir:β, pathological:classes, iid, quantity:β, "
+        "extdir:classes:β, cluster:clusters, or a partition file (.json); without it, natural if "
+        "the data name their clients, otherwise dir:0.1",
     )
     split: str = option(
         "given",
@@ -96,6 +97,12 @@ class Config:
         None,
         "number of clients; without it, 20, or as many as the data or the partition file have",
         least=1,
+    )
+    feature_shift: str | None = option(
+        None,
+        "samples that differ between clients: rotate:30 (images of client i turned by i·30 "
+        "degrees), rotate:0,90,180 (clients take turns), noise:σ (more for each client, up to σ); "
+        "without it, none",
     )
     join_ratio: float = option(
         1.0, "ρ: share of the clients that take part in a round", above=0, most=1

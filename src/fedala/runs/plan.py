@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedala.data import Dataset, Federation, federate, load, resize_images
+from fedala.data.feature_shift import parse_feature_shift, shift_features
 from fedala.data.standardization import fit_normalization
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
@@ -129,6 +130,7 @@ def plan(
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
     parse_normalization(config.normalize)
+    shift = parse_feature_shift(config.feature_shift)
     if isinstance(dataset, Federation):
         federation = dataset
         # The federation is used as it is: options of the partition do not apply to it.
@@ -138,6 +140,8 @@ def plan(
     if config.resize is not None:  # without effect on data that was loaded with it
         images = resize_images(federation.dataset, config.resize)
         federation = replace(federation, dataset=images)
+    if shift is not None:
+        federation = shift_features(federation, shift, config.partition_seed, config.clients)
     if augmentation:
         augmentation.check(federation.dataset.x, federation.dataset.name)
     chosen_loss = make_loss(config, federation, loss)

@@ -1,0 +1,39 @@
+"""`fedala partition` shows and saves every kind of partition, and a run reads the same one back."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedala.cli.app import app
+from fedala.data import federate, load
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+@pytest.mark.parametrize("spec", ["quantity:0.3", "extdir:3:10", "cluster:4", "cluster:2:1"])
+def test_a_partition_is_shown_and_saved(tmp_path, digits, spec):
+    path = tmp_path / "mine.json"
+    arguments = ["--partition", spec, "--clients", "8", "--save", path]
+    result = CliRunner().invoke(app, ["partition", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    assert f"digits, {spec}, 8 clients: 1,797 samples" in result.output
+    direct = federate(digits, spec, 8)
+    saved = json.loads(path.read_text())["clients"]
+    assert [row["train"] for row in saved] == [rows.tolist() for rows in direct.train]
+    again = federate(digits, str(path))
+    for one, other in zip(again.test, direct.test, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_feature_shift_is_named_or_refused():
+    arguments = ["partition", "--partition", "iid", "--clients", "4", "--feature-shift"]
+    result = CliRunner().invoke(app, [*arguments, "rotate:90"])
+    assert result.exit_code == 0
+    assert "digits, iid, 4 clients, rotate:90: 1,797 samples" in result.output
+    refused = CliRunner().invoke(app, [*arguments, "blur:1"])
+    assert refused.exit_code == 2
