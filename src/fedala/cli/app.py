@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 try:
@@ -16,7 +18,7 @@ except ModuleNotFoundError:
 
 from fedala.cli import bench, flower, lists, paper, partition, report, run
 from fedala.cli.output import keep_lines, say
-from fedala.errors import RunError, UserError
+from fedala.errors import PluginWarning, RunError, UserError
 from fedala.runs.provenance import versions
 
 
@@ -25,7 +27,9 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _make_warner(warnings.showwarning)
+                return super().invoke(ctx)
         except UserError as error:
             say(f"Error: {error}")
             raise typer.Exit(2) from None
@@ -35,6 +39,18 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             say(f"Interrupted{interrupt}.")
             raise typer.Exit(130) from None
+
+
+def _make_warner(show: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that shows warnings: those about plugins as a sentence."""
+
+    def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if issubclass(category, PluginWarning):
+            say(f"Warning: {message}")
+        else:
+            show(message, category, *where)
+
+    return show_warning
 
 
 app = typer.Typer(

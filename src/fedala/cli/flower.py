@@ -13,6 +13,7 @@ from fedala.report import tables
 from fedala.report.progress import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
+from fedala.runs.own_code import configure
 from fedala.runs.plan import plan
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 @app.command(
     epilog=keep_lines("""Examples:
   fedala flower new my-app --method fedala --dataset mnist --data-dir data --clients 10
+  fedala flower new my-app --import my/fedper.py --method fedper    # the file goes into the app
   flwr run my-app                           # simulated by Flower, with fedala[flower-simulation]
   flwr run my-app my-superlink              # on the nodes of a SuperLink: docs/deployment.md""")
 )
@@ -45,7 +47,8 @@ def new(
                 "leave it out."
             )
     check_evaluation(given)
-    config = Config.from_values({"method": "fedala", **given})
+    _check_model(given)
+    config = configure({"method": "fedala", **given})
     _check_single_method(config)
     resolved = plan(config).config
     write_app(folder, resolved, Deployment())
@@ -61,6 +64,7 @@ def new(
 )
 @config_options(
     "method",
+    "imports",
     "set",
     "dataset",
     "data_dir",
@@ -83,7 +87,9 @@ def demo(
     from fedala.flower.demo import run_demo
 
     defaults = {"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5"}
-    checked = plan(Config.from_values({**defaults, **given_options(values)}))
+    given = given_options(values)
+    _check_model(given)
+    checked = plan(configure({**defaults, **given}))
     _check_single_method(checked.config)
     if out:
         RunFolder.check_output(out, force=False)
@@ -92,6 +98,12 @@ def demo(
     tables.console().print(tables.results(summary["methods"]))
     folder = f" Run folder: {out}" if out else ""
     print_line(f"SuperLink and SuperNodes have stopped.{folder}")
+
+
+def _check_model(given: dict[str, Any]) -> None:
+    from fedala.flower.experiment import check_code
+
+    check_code({"model": given.get("model")})  # imports become parts of the app
 
 
 def _check_single_method(config: Config) -> None:

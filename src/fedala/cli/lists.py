@@ -1,17 +1,28 @@
 """`fedala methods` and `fedala datasets`: the names for `--method`, `--set` and `--dataset`."""
 
+from typing import Any
+
 import typer
 
+from fedala.cli.config_options import config_options, given_options
+from fedala.cli.output import keep_lines
 from fedala.data import known_datasets
 from fedala.methods import catalogue
 from fedala.report import tables
+from fedala.runs.own_code import import_given
 
 app = typer.Typer()
 
 
-@app.command()
-def methods() -> None:
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala methods
+  fedala methods --import my/fedper.py      # with your own""")
+)
+@config_options("imports")
+def methods(**values: Any) -> None:
     """List the methods and their hyperparameters."""
+    import_given(given_options(values))
     console, entries = tables.console(), list(catalogue().values())
     console.print(tables.methods(entries))
     console.print(tables.hyperparameters(entries))

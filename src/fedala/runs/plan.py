@@ -20,13 +20,14 @@ from fedala.data import (
 )
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
+from fedala.io.user_code import is_reference
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
 from fedala.lanes.normalization import Normalization, parse_normalization
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
-from fedala.methods import Method, ServerRound
+from fedala.methods import Method, ServerRound, import_methods
 from fedala.methods.server_optimizer import default_lr
 from fedala.models import build_model
 from fedala.runs.config import Config
@@ -41,6 +42,7 @@ from fedala.runs.members import (
     make_members,
 )
 from fedala.runs.model_trial import MakeModel, make_skeleton, try_loss, try_model
+from fedala.runs.own_code import fit_model, load_model_function
 from fedala.runs.sweep import SWEPT_OPTIONS
 from fedala.simulation.client_round import init_client_state
 
@@ -95,7 +97,7 @@ class Plan:
 
     def make_skeleton(self) -> nn.Module:
         """Make a model for its structure alone."""
-        return make_skeleton(self.make_model, is_own=self.config.model == "own")
+        return make_skeleton(self.make_model, is_own=self.config.has_own_model)
 
     @property
     def model_bytes(self) -> int:
@@ -124,7 +126,14 @@ def plan(
     model: MakeModel | None = None,
     loss: LossFunction | None = None,
 ) -> Plan:
-    """Check a config, load its data, and resolve every value. Nothing is written."""
+    """Check a config, load its data, and resolve every value. Nothing is written.
+
+    The code that the config names is executed.
+    """
+    import_methods(config.import_names)
+    own_function = None
+    if model is None and is_reference(config.model):
+        own_function = load_model_function(str(config.model))
     check_settings(config)
     _ = config.evaluated_models  # raises if there is no such model
     check_effects(config, make_members(config))  # refuse what is wrong before data is loaded
@@ -150,6 +159,8 @@ def plan(
         config = replace(config, loss="own")
     if model is not None:
         config = replace(config, model="own")
+    elif own_function:
+        model = fit_model(own_function, federation.dataset)
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
     skeleton = make_skeleton(make_model, is_own=model is not None)
