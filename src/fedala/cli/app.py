@@ -16,7 +16,7 @@ except ModuleNotFoundError:
     )
     raise SystemExit(2) from None
 
-from fedala.cli import bench, flower, lists, paper, partition, report, run
+from fedala.cli import bench, flower, lists, new, paper, partition, report, run
 from fedala.cli.output import keep_lines, say
 from fedala.errors import PluginWarning, RunError, UserError
 from fedala.runs.provenance import versions
@@ -63,10 +63,12 @@ app = typer.Typer(
   fedala run                                # FedALA and FedAvg on embedded data
   fedala run --method fedala,ditto+ala --seeds 5    # one table, mean ± std
   fedala partition --partition pathological:2 --plot split.png
-  fedala methods                            # what --method and --set take"""),
+  fedala methods                            # what --method and --set take
+  fedala new method FedMine                 # a method of your own to start from"""),
 )
 for commands in (run, partition, report, lists, bench):
     app.add_typer(commands.app)
+app.add_typer(new.app, name="new")
 app.add_typer(paper.app, name="paper")
 app.add_typer(flower.app, name="flower")
 

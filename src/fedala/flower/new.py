@@ -69,6 +69,9 @@ def write_app(folder: Path, config: Config, deployment: Deployment) -> None:
     """
     check_app_folder(folder)
     code = [(module_name(name), read_source(name)) for name in config.import_names]
+    for name, _ in code:
+        if name == "app" or not all(part.isidentifier() for part in name.split(".")):
+            raise UserError(f"A module called {name} cannot be a part of an app: rename it.")
     hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
     hidden = {"set", "imports", *SIMULATION_OPTIONS, *EVALUATION_OPTIONS}
     options = [*_list_options(config, hidden), *_list_options(deployment)]
