@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from fedala.cli.completion import completion_of
 from fedala.errors import UserError
 from fedala.runs.config import Config
 
@@ -82,7 +83,12 @@ def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Par
     if default:
         text += rf" [dim]\[default: {default}][/dim]"
     option = typer.Option(
-        flag, metavar=metavar, help=text, show_default=False, rich_help_panel=panel
+        flag,
+        metavar=metavar,
+        help=text,
+        show_default=False,
+        rich_help_panel=panel,
+        autocompletion=completion_of(field),
     )
     return inspect.Parameter(
         field.name,

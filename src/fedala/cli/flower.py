@@ -23,7 +23,7 @@ app = typer.Typer(
 
 @app.command(
     epilog=keep_lines("""Examples:
-  fedala flower new my-app --method fedala --dataset mnist --data-dir data --clients 10
+  fedala flower new my-app --dataset mnist --data-dir data --clients 10
   fedala flower new my-app --import my/fedper.py --method fedper    # the file goes into the app
   flwr run my-app                           # simulated by Flower, with fedala[flower-simulation]
   flwr run my-app my-superlink              # on the nodes of a SuperLink: docs/deployment.md""")
@@ -95,7 +95,7 @@ def demo(
         RunFolder.check_output(out, force=False)
     with ProgressBars(Console(stderr=True), checked) as watch:
         summary = run_demo(checked, out, row=watch.row, say=watch.say)
-    tables.console().print(tables.results(summary["methods"]))
+    tables.show(tables.results(summary["methods"]))
     folder = f" Run folder: {out}" if out else ""
     print_line(f"SuperLink and SuperNodes have stopped.{folder}")
 

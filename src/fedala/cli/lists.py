@@ -23,9 +23,9 @@ app = typer.Typer()
 def methods(**values: Any) -> None:
     """List the methods and their hyperparameters."""
     import_given(given_options(values))
-    console, entries = tables.console(), list(catalogue().values())
-    console.print(tables.methods(entries))
-    console.print(tables.hyperparameters(entries))
+    entries = list(catalogue().values())
+    tables.show(tables.methods(entries))
+    tables.show(tables.hyperparameters(entries))
     print(
         "Set a hyperparameter with --set, such as --set fedala.eta=0.5; "
         "for x+ala, those of ALA are ala.eta and so on."
@@ -35,7 +35,7 @@ def methods(**values: Any) -> None:
 @app.command()
 def datasets() -> None:
     """List the datasets that are known by name."""
-    tables.console().print(tables.datasets(known_datasets()))
+    tables.show(tables.datasets(known_datasets()))
     print(
         "For your own data, give --dataset the path of a .npz file, a .csv file or an image folder,"
         " or hub:owner/name."

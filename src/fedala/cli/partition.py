@@ -17,8 +17,8 @@ app = typer.Typer()
 @app.command(
     epilog=keep_lines("""Examples:
   fedala partition --partition dir:0.1 --plot split.png
-  fedala partition --dataset mnist --data-dir data --partition pathological:2 --save mine.json
-  fedala run --dataset mnist --data-dir data --partition mine.json""")
+  fedala partition --dataset mnist --partition pathological:2 --save mine.json
+  fedala run --dataset mnist --partition mine.json""")
 )
 @config_options(
     "dataset",
@@ -70,7 +70,7 @@ def partition(
     )
     if plot:
         plots.save(plots.draw_split(counts, names, title), plot)
-    tables.console().print(tables.clients(federation))
+    tables.show(tables.clients(federation))
     note = f" ({data.note})" if data.note else ""
     print(
         f"{title}{note}: {sizes.sum():,} samples of {data.targets}, "

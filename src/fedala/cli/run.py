@@ -188,7 +188,7 @@ def _execute(
 def _show(result: Result) -> None:
     """Print the table of results and the notes that explain it."""
     config = result.config
-    tables.console().print(tables.results(result.summaries()))
+    tables.show(tables.results(result.summaries()))
     metric = next(iter(result.methods.values())).metric
     formula = "Σ correct" if metric == ACCURACY else "sum over samples"
     print(
