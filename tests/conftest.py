@@ -1,9 +1,13 @@
 """One thread per test process, since they run in parallel. Triton's interpreter without a GPU."""
 
 import os
+import sys
 
 import pytest
 import torch
+
+from fedala.io import user_code
+from fedala.methods import catalogue, registry
 
 torch.set_num_threads(1)
 
@@ -22,6 +26,24 @@ if not torch.cuda.is_available():
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
         interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    """Work in an empty folder; afterwards, no code that the test imported has ever been there."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(user_code, "_digests", {})
+    classes, modules = dict(registry._classes()), set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    registry._own_classes().clear()
+    registry._own_classes().update(classes)
+    catalogue.cache_clear()
 
 
 def pytest_collection_modifyitems(items):

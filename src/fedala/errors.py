@@ -15,6 +15,10 @@ class RunError(Exception):
     """A run that cannot continue, although its input is sound. Its finished rounds are kept."""
 
 
+class PluginWarning(UserWarning):
+    """An installed package that should add methods, and cannot be used. It is left out."""
+
+
 def import_optional(module: str, package: str, extra: str, what: str) -> Any:
     """Import an optional package when it is used; if it is missing, say how to install it."""
     try:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import fedala
 from fedala.cli import app as cli
 from fedala.cli import run as run_command
+from fedala.cli.config_options import flag_of
 from fedala.data import Dataset, federate, known_datasets, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
@@ -264,7 +265,9 @@ def test_every_field_of_the_config_is_an_option():
     flags = {
         flag for parameter in get_command(cli.app).commands["run"].params for flag in parameter.opts
     }
-    assert {f"--{field.name.replace('_', '-')}" for field in fields(Config)} <= flags
+    assert {flag_of(field.name) for field in fields(Config)} <= flags
+    assert flag_of("batch_size") == "--batch-size"
+    assert "--import" in flags
 
 
 def test_the_help_teaches_every_option_and_its_default():

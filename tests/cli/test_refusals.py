@@ -21,6 +21,7 @@ from fuzz.bounded import Outcome, attempt
 from small import Net
 
 from fedala import run
+from fedala.cli.config_options import flag_of
 from fedala.data import Dataset
 from fedala.io import files
 from fedala.runs.config import Config
@@ -197,14 +198,14 @@ OTHERS = {
 #: The options that can change, each with an invalid value.
 WRONG = {
     "rounds": "0", "device": "tpu", "lanes": "0", "client_memory": "-1", "feature_memory": "much",
-    "on_divergence": "hope", "record_weights": "-1", "metrics_every": "-1",
+    "on_divergence": "hope", "imports": "nowhere.py", "record_weights": "-1", "metrics_every": "-1",
     "checkpoint_every": "-1",
 }  # fmt: skip
 
 
 def _flag(name: str, value: str | None) -> str:
-    flag = name.replace("_", "-")
-    return f"--no-{flag}" if value is None else f"--{flag} {value}".strip()
+    flag = flag_of(name)
+    return f"--no-{flag[2:]}" if value is None else f"{flag} {value}".strip()
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,21 @@ REFUSALS = [
     # sweeps
     Refusal("RUN --sweep lr=0.1 --sweep lr=0.2 --out new", "lr is given twice"),
     Refusal("RUN --sweep lr --out new", "lacks its value"),
+    Refusal("RUN --sweep lr=0.1,0.2 --lr 0.1 --out new", "lr is both given and swept"),
+    Refusal("RUN --set fedala.eta=1 --set fedala.eta=2 --out new", "fedala.eta is given twice"),
+    # code of the user's own
+    Refusal("RUN --import mine.py --out new", "mine.py has no method", put("mine.py", "x = 1\n")),
+    Refusal("RUN --import mine.py --out new", "line 2: name", put("mine.py", "\nx = nothing\n")),
+    Refusal("RUN --import f1 --out new", "f1 has no method"),
+    Refusal("methods --import nowhere.py", "no file nowhere.py"),
+    Refusal("RUN --model net.py:make --out new", "no file net.py"),
+    Refusal("RUN --model net.py:f --out new", "takes width", put("net.py", "def f(width): 0\n")),
+    Refusal("RUN --model net.py:f --out new", "nn.Module, not None", put("net.py", "def f(): 0\n")),
+    Refusal("RUN --model net.py:f --out new", "line 1: ZeroDi", put("net.py", "def f(): 0/0\n")),
+    Refusal("flower new app --model net.py:f", "a part of the app", put("net.py", "def f(): 0\n")),
+    Refusal("new method fedala", "There is a method fedala already"),
+    Refusal("new method FedMine", "fedmine.py exists", put("fedmine.py", "x = 1\n")),
+    Refusal("new method FedMine --out d.npz", "d.npz"),
     # losses
     Refusal("RUN --loss mse --out new", "mse needs float targets, and d.npz has 4 classes"),
     Refusal("RUN --loss hinge --out new", "There is no loss 'hinge'"),

@@ -4,19 +4,31 @@ import importlib
 import re
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small import assert_close, ragged_task, same_rows, simulate
+from typer.testing import CliRunner
 
+from fedala.cli.app import app
 from fedala.errors import UserError
-from fedala.methods import Method, catalogue, make, register, registry
+from fedala.methods import Method, catalogue, find_code, make, register, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "your-own.md"
 SIZES = [5, 22, 13, 3, 8, 17, 0]
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-METHOD, USE, EXCERPT, TEST = BLOCKS
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def find_blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+METHOD, USE, EXCERPT, TEST, MODEL = find_blocks("python")
+[PROJECT] = find_blocks("toml")
+COMMANDS = "".join(find_blocks("sh")).splitlines()
 SCAFFOLD = Path(__file__).parents[1] / "proof" / "scaffold.py"
 
 
@@ -30,6 +42,49 @@ def fedper(tmp_path, monkeypatch):
     del sys.modules["fedper"]
     del registry._classes()["fedper"]
     catalogue.cache_clear()
+
+
+SMALL = "--dataset d.npz --clients 3 --batch-size 50 --partition iid --device cpu"
+
+
+def test_the_pages_commands_work(own_code, fedper, monkeypatch):
+    """All of them, in their order, with a single round each."""
+    (own_code / "fedper.py").write_text(METHOD, encoding="utf-8")
+    (own_code / "net.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.setattr(fedper, "__file__", str(own_code / "fedper.py"))
+    images = np.random.default_rng(0).integers(0, 255, (60, 16, 16), np.uint8)
+    np.savez("d.npz", x=images, y=np.arange(60) % 3)
+    lines = [f"fedala run --import fedper.py --method fedper --rounds 1 --out runs/mine {SMALL}"]
+    for line in COMMANDS:
+        rounds = 2 if "--resume" in line else 1
+        quick = re.sub(r" --rounds \d+", "", line)
+        quick += f" --rounds {rounds}" * line.startswith(("fedala run", "fedala flower"))
+        lines.append(quick if "--resume" in line or " new method" in line else f"{quick} {SMALL}")
+    assert sum(line.startswith("fedala") for line in lines) == 7
+    for line in lines:
+        if line.startswith("fedala"):
+            answer = CliRunner().invoke(app, line.split()[1:])
+            assert answer.exit_code == 0, f"{line}\n{answer.output}"
+
+
+def test_the_pages_package_adds_the_method(own_code, monkeypatch):
+    project = tomllib.loads(PROJECT)
+    [(group, points)] = project["project"]["entry-points"].items()
+    [(name, value)] = points.items()
+    about = own_code / "fedala_fedper-1.0.dist-info"
+    about.mkdir()
+    version = project["project"]["version"]
+    (about / "METADATA").write_text(f"Name: {project['project']['name']}\nVersion: {version}\n")
+    (about / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+    del registry._classes()["fedper"]
+    monkeypatch.syspath_prepend(own_code)
+    monkeypatch.setattr(registry, "_has_loaded_plugins", False)
+    monkeypatch.setattr(registry, "_packages", {})
+    catalogue.cache_clear()
+    assert catalogue()["fedper"].title == "FedPer"
+    assert find_code("fedper") == ("fedper", ("fedala-fedper", "1.0"))
+    [file] = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    assert file == "fedper.py"
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])

@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 try:
@@ -14,9 +16,9 @@ except ModuleNotFoundError:
     )
     raise SystemExit(2) from None
 
-from fedala.cli import bench, convert, flower, lists, paper, partition, report, run
+from fedala.cli import bench, convert, flower, lists, new, paper, partition, report, run
 from fedala.cli.output import keep_lines, say
-from fedala.errors import RunError, UserError
+from fedala.errors import PluginWarning, RunError, UserError
 from fedala.runs.provenance import versions
 
 
@@ -25,7 +27,9 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _make_warner(warnings.showwarning)
+                return super().invoke(ctx)
         except UserError as error:
             say(f"Error: {error}")
             raise typer.Exit(2) from None
@@ -35,6 +39,18 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             say(f"Interrupted{interrupt}.")
             raise typer.Exit(130) from None
+
+
+def _make_warner(show: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that shows warnings: those about plugins as a sentence."""
+
+    def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if issubclass(category, PluginWarning):
+            say(f"Warning: {message}")
+        else:
+            show(message, category, *where)
+
+    return show_warning
 
 
 app = typer.Typer(
@@ -47,11 +63,13 @@ app = typer.Typer(
   fedala run                                # FedALA and FedAvg on embedded data
   fedala run --method fedala,ditto+ala --seeds 5    # one table, mean ± std
   fedala partition --partition pathological:2 --plot split.png
-  fedala methods                            # what --method and --set take"""),
+  fedala methods                            # what --method and --set take
+  fedala new method FedMine                 # a method of your own to start from"""),
 )
 for commands in (run, partition, report, lists, bench):
     app.add_typer(commands.app)
 app.add_typer(convert.app, name="convert")
+app.add_typer(new.app, name="new")
 app.add_typer(paper.app, name="paper")
 app.add_typer(flower.app, name="flower")
 

@@ -81,8 +81,8 @@ def bench(
                 plain=plain,
             )
         )
-        tables.console().print(_table(measurements[-1:]))
-    tables.console().print(_table(measurements))
+        tables.show(_table(measurements[-1:]))
+    tables.show(_table(measurements))
     if out:
         out.write_text(format_markdown(measurements), encoding="utf-8")
     if plot:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from fedala.cli.completion import completion_of
 from fedala.errors import UserError
 from fedala.runs.config import Config
 
@@ -26,7 +27,17 @@ PANELS = {
     "record_weights": "Files",
 }
 
+#: The options that can be given several times, and what they take.
+REPEATABLE = {"imports": "FILE|MODULE", "set": "KEY=VALUE", "sweep": "KEY=VALUES"}
+#: Flags that are not called like their field: `import` is a keyword of Python.
+FLAGS = {"imports": "--import"}
+
 Command = Callable[..., None]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of `Config`: `--batch-size`."""
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def config_options(*names: str) -> Callable[[Command], Command]:
@@ -56,7 +67,7 @@ def config_options(*names: str) -> Callable[[Command], Command]:
 
 def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Parameter:
     """Build the parameter of one field: its flag, its placeholder, its help and its default."""
-    flag, text = f"--{field.name.replace('_', '-')}", escape(field.metadata["help"])
+    flag, text = flag_of(field.name), escape(field.metadata["help"])
     annotation: Any = str | None
     default = "" if field.default is None else str(field.default)
     placeholders = {int: "INTEGER", float: "NUMBER"}
@@ -65,14 +76,19 @@ def _parameter(field: "Field[Any]", kind: Any, panel: str | None) -> inspect.Par
     if _without_none(kind) is bool:
         annotation, metavar, flag = bool | None, "", f"{flag}/--no-{flag[2:]}"
         default = default and flag.split("/")[0 if field.default else 1]
-    elif field.name in ("set", "sweep"):
-        metavar = "KEY=VALUE" if field.name == "set" else "KEY=VALUES"
+    elif field.name in REPEATABLE:
+        metavar = REPEATABLE[field.name]
         annotation, default = list[str] | None, ""
         text += "; can be given several times"
     if default:
         text += rf" [dim]\[default: {default}][/dim]"
     option = typer.Option(
-        flag, metavar=metavar, help=text, show_default=False, rich_help_panel=panel
+        flag,
+        metavar=metavar,
+        help=text,
+        show_default=False,
+        rich_help_panel=panel,
+        autocompletion=completion_of(field),
     )
     return inspect.Parameter(
         field.name,
@@ -100,12 +116,13 @@ def given_options(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise UserError(
                     f"--{name} {key} lacks its value: write it as in --{name} {example}."
                 )
-            if name == "sweep" and key.strip() in table:
-                raise UserError(
-                    f"--sweep {key.strip()} is given twice: give all its values at once, separated "
-                    "by commas."
-                )
+            if key.strip() in table:
+                advice = "give all its values at once, separated by commas"
+                advice = advice if name == "sweep" else "leave one of them out"
+                raise UserError(f"--{name} {key.strip()} is given twice: {advice}.")
             table[key.strip()] = value.strip()
     if not tables["sweep"]:
         del tables["sweep"]
+    if "imports" in given:
+        given["imports"] = ",".join(given["imports"])
     return {**given, **tables}

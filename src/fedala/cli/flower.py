@@ -13,6 +13,7 @@ from fedala.report import tables
 from fedala.report.progress import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
+from fedala.runs.own_code import configure
 from fedala.runs.plan import plan
 
 app = typer.Typer(
@@ -22,7 +23,8 @@ app = typer.Typer(
 
 @app.command(
     epilog=keep_lines("""Examples:
-  fedala flower new my-app --method fedala --dataset mnist --data-dir data --clients 10
+  fedala flower new my-app --dataset mnist --data-dir data --clients 10
+  fedala flower new my-app --import my/fedper.py --method fedper    # the file goes into the app
   flwr run my-app                           # simulated by Flower, with fedala[flower-simulation]
   flwr run my-app my-superlink              # on the nodes of a SuperLink: docs/deployment.md""")
 )
@@ -50,7 +52,8 @@ def new(
                 "leave it out."
             )
     check_evaluation(given)
-    config = Config.from_values({"method": "fedala", **given})
+    _check_model(given)
+    config = configure({"method": "fedala", **given})
     _check_single_method(config)
     resolved = give_figures(plan(config)).config
     write_app(folder, resolved, Deployment())
@@ -66,6 +69,7 @@ def new(
 )
 @config_options(
     "method",
+    "imports",
     "set",
     "dataset",
     "data_dir",
@@ -89,15 +93,23 @@ def demo(
     from fedala.flower.experiment import give_figures
 
     defaults = {"method": "fedala", "clients": 2, "rounds": 3, "partition": "dir:0.5"}
-    checked = give_figures(plan(Config.from_values({**defaults, **given_options(values)})))
+    given = given_options(values)
+    _check_model(given)
+    checked = give_figures(plan(configure({**defaults, **given})))
     _check_single_method(checked.config)
     if out:
         RunFolder.check_output(out, force=False)
     with ProgressBars(Console(stderr=True), checked) as watch:
         summary = run_demo(checked, out, row=watch.row, say=watch.say)
-    tables.console().print(tables.results(summary["methods"]))
+    tables.show(tables.results(summary["methods"]))
     folder = f" Run folder: {out}" if out else ""
     print_line(f"SuperLink and SuperNodes have stopped.{folder}")
+
+
+def _check_model(given: dict[str, Any]) -> None:
+    from fedala.flower.experiment import check_code
+
+    check_code({"model": given.get("model")})  # imports become parts of the app
 
 
 def _check_single_method(config: Config) -> None:

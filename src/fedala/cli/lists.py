@@ -1,20 +1,31 @@
 """`fedala methods` and `fedala datasets`: the names for `--method`, `--set` and `--dataset`."""
 
+from typing import Any
+
 import typer
 
+from fedala.cli.config_options import config_options, given_options
+from fedala.cli.output import keep_lines
 from fedala.data import known_datasets
 from fedala.methods import catalogue
 from fedala.report import tables
+from fedala.runs.own_code import import_given
 
 app = typer.Typer()
 
 
-@app.command()
-def methods() -> None:
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala methods
+  fedala methods --import my/fedper.py      # with your own""")
+)
+@config_options("imports")
+def methods(**values: Any) -> None:
     """List the methods and their hyperparameters."""
-    console, entries = tables.console(), list(catalogue().values())
-    console.print(tables.methods(entries))
-    console.print(tables.hyperparameters(entries))
+    import_given(given_options(values))
+    entries = list(catalogue().values())
+    tables.show(tables.methods(entries))
+    tables.show(tables.hyperparameters(entries))
     print(
         "Set a hyperparameter with --set, such as --set fedala.eta=0.5; "
         "for x+ala, those of ALA are ala.eta and so on."
@@ -24,7 +35,7 @@ def methods() -> None:
 @app.command()
 def datasets() -> None:
     """List the datasets that are known by name."""
-    tables.console().print(tables.datasets(known_datasets()))
+    tables.show(tables.datasets(known_datasets()))
     print(
         "For your own data, give --dataset the path of a .npz file, a .csv file or an image folder,"
         " or hub:owner/name."

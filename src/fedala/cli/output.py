@@ -7,6 +7,9 @@ from rich.markup import escape
 
 from fedala.errors import printable
 
+#: The columns of the usual terminal, without Typer's margins.
+COLUMNS = 78
+
 
 def say(sentence: str) -> None:
     """Print one line to stderr, without markup."""
@@ -21,7 +24,15 @@ def print_line(sentence: str) -> None:
 def keep_lines(text: str) -> str:
     """Return the text below a command's help so that Typer keeps its lines and brackets.
 
-    Typer joins single lines and drops indentation, so an indented example gets a `$`.
+    Typer joins single lines and drops indentation, so an indented example gets a `$`. A comment
+    that would not fit beside its command stands above it.
     """
-    lines = [re.sub("^  ", "$ ", line) for line in text.splitlines() if line.strip()]
+    lines: list[str] = []
+    for line in filter(str.strip, text.splitlines()):
+        line = re.sub("^  ", "$ ", line)
+        command, mark, comment = line.partition("  # ")
+        if mark and len(line) > COLUMNS:
+            lines += [f"# {comment.strip()}", command.rstrip()]
+        else:
+            lines.append(line)
     return "\n\n".join(escape(line) for line in lines)

@@ -25,7 +25,7 @@ from fedala.paper.progress import CellProgress
 from fedala.paper.reading import read_results
 from fedala.paper.results import CSV, Results
 from fedala.report.headline import format_spread
-from fedala.report.tables import console
+from fedala.report.tables import WRAPPED, show
 from fedala.runs.config import Config
 from fedala.runs.observer import Stopped, catch_stop_signals
 
@@ -43,7 +43,7 @@ _OUT = Path("runs/paper")
 def list_tables() -> None:
     """Show the tables: their columns, how many cells each has, and the data it needs."""
     for table in tables().values():
-        console().print(_columns_of(table))
+        show(_columns_of(table))
         print(f"methods: {', '.join(table.methods)}\n")
     for drawing in drawings().values():
         datasets = ", ".join(dict.fromkeys(setting.dataset for setting in drawing.settings))
@@ -91,9 +91,9 @@ def _columns_of(table: PaperTable) -> Table:
 
 @app.command(
     epilog=keep_lines("""Examples:
-  fedala paper run table2 --columns cifar100-dir --method fedavg,fedala --data-dir DATA
-  fedala paper run table2 table7 --rounds 300 --seeds 1 --minutes 30 --data-dir DATA
-  fedala paper run table2 --shuffle --jobs 4 --data-dir DATA
+  fedala paper run table2 --columns cifar10-dir --method fedala --data-dir DIR
+  fedala paper run table2 --rounds 300 --seeds 1 --minutes 30 --data-dir DIR
+  fedala paper run table2 --shuffle --jobs 4 --data-dir DIR
 
 Finished cells are kept. After an interruption, the same command continues.""")
 )
@@ -319,7 +319,7 @@ def report(
     )
     if insert:
         reporting.insert(results, insert)
-    console().print(_comparison(results))
+    show(_comparison(results))
     print(comparison.describe(results))
     _note([*results.contradictions, *results.unverified])
     for path in [*written, *([insert] if insert else [])]:
@@ -331,7 +331,7 @@ def _comparison(results: Results) -> Table:
     shown = Table("table", "column", "method", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("paper", "ours", "difference", "last round"):
         shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("not as in the paper")
+    shown.add_column("not as in the paper", min_width=WRAPPED)
     colours = {"agrees": "green", "near": "yellow", "differs": "red"}
     for row in comparison.list_comparisons(results):
         colour = colours[row["agreement"]]

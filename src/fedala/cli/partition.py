@@ -19,8 +19,8 @@ app = typer.Typer()
 @app.command(
     epilog=keep_lines("""Examples:
   fedala partition --partition dir:0.1 --plot split.png
-  fedala partition --dataset mnist --data-dir data --partition pathological:2 --save mine.json
-  fedala run --dataset mnist --data-dir data --partition mine.json
+  fedala partition --dataset mnist --partition pathological:2 --save mine.json
+  fedala run --dataset mnist --partition mine.json
   fedala partition --dataset people.csv --clients-by user""")
 )
 @config_options(
@@ -80,7 +80,7 @@ def partition(
         title += f", {config.feature_shift}"
     if plot:
         plots.save(plots.draw_split(counts, names, title), plot)
-    tables.console().print(tables.clients(federation))
+    tables.show(tables.clients(federation))
     note = f" ({data.note})" if data.note else ""
     print(
         f"{title}{note}: {sizes.sum():,} samples of {data.targets}, "

@@ -21,9 +21,10 @@ from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
+from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
 from fedala.runs.results import Result
-from fedala.runs.resumable_options import change_config
+from fedala.runs.resumable_options import change_config, check_code_is_named
 from fedala.runs.resume import resume_advice
 from fedala.runs.sweep_results import find_sweeps
 
@@ -37,6 +38,8 @@ app = typer.Typer()
   fedala run --dataset cifar10 --data-dir data --partition pathological:2
   fedala run --optimizer adamw --lr 1e-3 --schedule cosine --warmup 3 --clip 1
   fedala run --sweep lr=0.1,0.03,0.01 --validation 0.1
+  fedala run --import my/fedper.py --method fedper,fedavg    # your own method
+  fedala run --model my/net.py:make         # your own model
   fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
   fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
   fedala run --resume runs/mine --seeds 5 --method +ditto    # add seeds and methods to it
@@ -107,9 +110,7 @@ def run(
             )
         chosen, folder = _resumed_config(resume, given), out or resume
     else:
-        chosen = Config.from_values(
-            {**file, **given, "set": {**file.get("set", {}), **given["set"]}}
-        )
+        chosen = configure(given, file)
         folder = out or Path("runs") / _folder_name(chosen)
         RunFolder.check_output(folder, force=force)
     log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
@@ -123,7 +124,10 @@ def run(
 
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
-    config = change_config(RunFolder.open(resume).config(), given)
+    before = RunFolder.open(resume).config()
+    check_code_is_named(before, given, resume)
+    import_given(given)
+    config = change_config(before, given)
     for name in ("model", "loss", "partition"):
         if getattr(config, name) == "own":
             raise UserError(
@@ -212,7 +216,7 @@ def _execute(
 def _show(result: Result) -> None:
     """Print the table of results and the notes that explain it."""
     config = result.config
-    tables.console().print(tables.results(result.summaries()))
+    tables.show(tables.results(result.summaries()))
     metric = next(iter(result.methods.values())).metric
     formula = "Σ correct" if metric == ACCURACY else "sum over samples"
     print(

@@ -15,6 +15,7 @@ from fedala.data import Dataset, Federation, default_partition, federate, known_
 from fedala.data.dataset import PARTS
 from fedala.errors import UserError
 from fedala.flower.client_store import check_experiment_name
+from fedala.io.user_code import is_reference
 from fedala.lanes.normalization import is_standard
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
@@ -91,11 +92,27 @@ def check_evaluation(options: Mapping[str, Any]) -> None:
             )
 
 
+def check_code(options: Mapping[str, Any]) -> None:
+    """Refuse to execute code that a run config names: a node runs its app, and nothing else."""
+    if options.get("imports"):
+        raise UserError(
+            "A run config cannot import code: import it in app.py, as fedala flower new --import "
+            "writes it, so that it is a part of the app."
+        )
+    if is_reference(str(options.get("model") or "")):
+        raise UserError(
+            f"On Flower, a model of your own such as {options['model']} is a part of the app: "
+            "give its function to client_app and server_app in app.py, as "
+            "CustomApp(model=…, data=…)."
+        )
+
+
 def read_run_config(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
     """Read and check the options of a Flower run config. `set.fedala.eta` is a hyperparameter."""
-    config_keys = {field.name for field in fields(Config)} - {"set", *SIMULATION_OPTIONS}
+    config_keys = {field.name for field in fields(Config)} - {"set", "imports", *SIMULATION_OPTIONS}
     deployment_keys = {field.name for field in fields(Deployment)}
     check_evaluation(run_config)
+    check_code(run_config)
     values: dict[str, Any] = {"set": {}}
     deployment: dict[str, Any] = {}
     for key, value in run_config.items():

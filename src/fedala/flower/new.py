@@ -8,6 +8,7 @@ from typing import Any
 
 from fedala.errors import UserError
 from fedala.flower.experiment import EVALUATION_OPTIONS, SIMULATION_OPTIONS, Deployment
+from fedala.io.user_code import module_name, read_source
 from fedala.runs.config import Config
 from fedala.runs.config_values import toml
 from fedala.runs.folder import nearest_existing_parent
@@ -17,8 +18,8 @@ APP = '''"""The app that `flwr run` starts.
 For your own data and model, pass a `fedala.flower.CustomApp` to both functions.
 """
 
-from fedala.flower import client_app, server_app
-
+{imports}from fedala.flower import client_app, server_app
+{registrations}
 client = client_app()
 server = server_app()
 '''
@@ -62,10 +63,17 @@ def check_app_folder(folder: Path) -> None:
 
 
 def write_app(folder: Path, config: Config, deployment: Deployment) -> None:
-    """Write an app folder. `config` has all its values resolved, so that a run can change each."""
+    """Write an app folder. `config` has all its values resolved, so that a run can change each.
+
+    The files that the config imports become parts of the app.
+    """
     check_app_folder(folder)
+    code = [(module_name(name), read_source(name)) for name in config.import_names]
+    for name, _ in code:
+        if name == "app" or not all(part.isidentifier() for part in name.split(".")):
+            raise UserError(f"A module called {name} cannot be a part of an app: rename it.")
     hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
-    hidden = {"set", *SIMULATION_OPTIONS, *EVALUATION_OPTIONS}
+    hidden = {"set", "imports", *SIMULATION_OPTIONS, *EVALUATION_OPTIONS}
     options = [*_list_options(config, hidden), *_list_options(deployment)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,9 +84,24 @@ def write_app(folder: Path, config: Config, deployment: Deployment) -> None:
             hyperparameters="\n".join(hyperparameters),
         )
         (folder / "pyproject.toml").write_text(text, encoding="utf-8")
-        (folder / "app.py").write_text(APP, encoding="utf-8")
+        (folder / "app.py").write_text(_write_imports([name for name, _ in code]), "utf-8")
+        for name, source in code:
+            if source is not None:
+                (folder / f"{name}.py").write_bytes(source)
     except OSError as error:
         raise UserError(f"The app cannot be written to {folder}: {error.strerror}.") from None
+
+
+def _write_imports(modules: Collection[str]) -> str:
+    """Return the app's program. It registers the methods of modules, on the server and nodes."""
+    if not modules:
+        return APP.format(imports="", registrations="")
+    imports = "".join(f"import {module}\n" for module in modules)
+    calls = "".join(f"register_module({module})\n" for module in modules)
+    return APP.format(
+        imports=imports,
+        registrations=f"from fedala.methods import register_module\n\n{calls}",
+    )
 
 
 def _make_project_name(folder: Path) -> str:

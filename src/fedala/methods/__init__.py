@@ -5,9 +5,12 @@ from fedala.methods.base import Method, ServerRound
 from fedala.methods.registry import (
     Entry,
     catalogue,
+    find_code,
+    import_methods,
     list_methods,
     make,
     register,
+    register_module,
     setting_prefixes,
 )
 
@@ -17,8 +20,11 @@ __all__ = [
     "ServerRound",
     "State",
     "catalogue",
+    "find_code",
+    "import_methods",
     "list_methods",
     "make",
     "register",
+    "register_module",
     "setting_prefixes",
 ]

@@ -1,14 +1,23 @@
-"""Methods by name. A file in this folder that defines a `Method` with a name is a method."""
+"""Methods by name. A file in this folder that defines a `Method` with a name is a method.
+
+So is a class that was registered, one of a module that a run imports, and one of an installed
+package that names it among its entry points (`fedala.methods`).
+"""
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from fedala.errors import UserError
+from fedala.errors import PluginWarning, UserError
+from fedala.io.user_code import describe_error, load_code
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method
 from fedala.methods.with_ala import WithALA
@@ -20,6 +29,12 @@ M = TypeVar("M", bound=Method)
 ALIASES = {"fedavg+ala": "fedala"}
 #: Other prefixes of a method's settings: `ala.eta` is FedALA's `fedala.eta`.
 PREFIXES = {"fedala": ("ala", "fedala")}
+#: The entry points with which an installed package adds methods.
+GROUP = "fedala.methods"
+
+_has_loaded_plugins = False
+#: By class: the name and version of the installed package that it came from.
+_packages: dict[type[Method], tuple[str, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -34,20 +49,34 @@ class Entry:
 
     def defaults(self) -> dict[str, tuple[Any, str]]:
         """Return each hyperparameter's default and help text."""
-        return {f.name: (f.default, f.metadata["help"]) for f in fields(self.hyperparameters)}
+        return {
+            f.name: (f.default, f.metadata.get("help", "")) for f in fields(self.hyperparameters)
+        }
+
+
+def _classes() -> dict[str, type[Method]]:
+    _load_plugins()
+    return _own_classes()
 
 
 @cache
-def _classes() -> dict[str, type[Method]]:
+def _own_classes() -> dict[str, type[Method]]:
     found = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name == "registry":
-            continue
-        for value in vars(importlib.import_module(f"fedala.methods.{module.name}")).values():
-            is_method = isinstance(value, type) and issubclass(value, Method)
-            if is_method and isinstance(vars(value).get("name"), str):
-                found[value.name] = value
+        if module.name != "registry":
+            for cls in _find_methods(importlib.import_module(f"fedala.methods.{module.name}")):
+                found[cls.name] = cls
     return dict(sorted(found.items()))
+
+
+def _find_methods(module: ModuleType) -> list[type[Method]]:
+    """Return the classes of a module that are methods: those with a name of their own."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    return [
+        cls
+        for cls in dict.fromkeys(classes)
+        if issubclass(cls, Method) and isinstance(vars(cls).get("name"), str)
+    ]
 
 
 def register(cls: type[M]) -> type[M]:
@@ -59,6 +88,92 @@ def register(cls: type[M]) -> type[M]:
     _classes()[cls.name] = cls
     catalogue.cache_clear()
     return cls
+
+
+def register_module(module: ModuleType) -> list[str]:
+    """Register all methods of a module, with or without the decorator; return their names."""
+    found = _find_methods(module)
+    for cls in found:
+        _check_class(cls)
+        if _classes().get(cls.name) is not cls:
+            register(cls)
+    return [cls.name for cls in found]
+
+
+def import_methods(names: Iterable[str]) -> None:
+    """Execute the files and modules that a user names, and register their methods."""
+    for name in names:
+        try:
+            found = register_module(load_code(name))
+        except UserError as error:
+            raise UserError(f"imports: {error}") from None
+        if not found:
+            raise UserError(
+                f"imports: {name} has no method: it needs a class that derives from "
+                "fedala.methods.Method and has a name."
+            )
+
+
+def _check_class(cls: type[Method]) -> None:
+    """Refuse a class with a mistake that would show only later, or never."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", cls.name) or cls.name in ("all", "ala"):
+        raise UserError(
+            f"{cls.__name__} has the name {cls.name!r}: a name has lower-case letters, digits and "
+            "hyphens only, and is not all or ala."
+        )
+    for text in ("title", "summary"):
+        if not isinstance(getattr(cls, text, None), str):
+            raise UserError(f"{cls.__name__} lacks its {text}, a text for tables and lists.")
+    if any(isinstance(value, Field) for value in vars(cls).values()):
+        raise UserError(f"{cls.__name__} lacks @dataclass(frozen=True) above the class.")
+    for one in fields(cls):
+        if one.default is MISSING:
+            raise UserError(f"{cls.__name__}.{one.name} needs a default value.")
+
+
+def _load_plugins() -> None:
+    """Register the methods of installed packages, when a method is first looked for."""
+    global _has_loaded_plugins
+    if _has_loaded_plugins:
+        return
+    _has_loaded_plugins = True  # before they are loaded: a plugin may register its own methods
+    for point in entry_points(group=GROUP):
+        try:
+            _load_plugin(point)
+        except (Exception, SystemExit) as error:  # whatever a package may raise
+            package = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
+            warnings.warn(
+                f"The methods of {package} are left out, because {point.value} cannot be used: "
+                f"{describe_error(error)}.",
+                PluginWarning,
+                stacklevel=2,
+            )
+
+
+def _load_plugin(point: EntryPoint) -> None:
+    """Register what an entry point names: a class, or all methods of a module."""
+    loaded = point.load()
+    if isinstance(loaded, ModuleType):
+        found = [_classes()[name] for name in register_module(loaded)]
+    elif isinstance(loaded, type) and issubclass(loaded, Method):
+        _check_class(loaded)
+        found = [register(loaded)]
+    else:
+        found = []
+    if not found:
+        raise UserError("it is neither a method nor a module with methods")
+    if point.dist:
+        _packages.update((cls, (point.dist.name, point.dist.version)) for cls in found)
+
+
+def find_code(name: str) -> tuple[str, tuple[str, str] | None]:
+    """Return the module that defines a method, and the installed package that brought it.
+
+    The module is empty for the methods of this package.
+    """
+    cls = _classes()[ALIASES.get(name, name).partition("+")[0]]
+    module = cls.__module__
+    return "" if module.startswith("fedala.") else module, _packages.get(cls)
 
 
 @cache

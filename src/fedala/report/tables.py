@@ -7,7 +7,9 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
@@ -15,6 +17,8 @@ from fedala.metrics import find_metric
 from fedala.report.headline import format_figure
 from fedala.runs.sweep_results import Sweep
 
+#: The least columns of a text that may wrap.
+WRAPPED = 24
 #: The scores of a summary, and their headings.
 SCORES = {
     "best": "best round",
@@ -32,6 +36,41 @@ def console() -> Console:
     return console
 
 
+def show(table: Table) -> None:
+    """Print a table. Only columns with a `min_width` wrap; the others are never cut.
+
+    If the terminal is too narrow for that, each row is printed as lines, one for each cell.
+    """
+    screen = console()
+    if _find_least_width(table, screen) <= screen.width:
+        for column in table.columns:
+            column.no_wrap = column.min_width is None
+        screen.print(table)
+        return
+    screen.print(Text(f"{table.columns[0].header}:"))
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        for column, cell in zip(table.columns, row, strict=True):
+            text, heading = Text.from_markup(str(cell)), str(column.header).replace("\n", " ")
+            if column is table.columns[0]:
+                screen.print(text)
+            elif text.plain:
+                label = f"  {heading}: " if heading else "  "
+                screen.print(Text(label).append_text(text))
+    screen.print()
+
+
+def _find_least_width(table: Table, screen: Console) -> int:
+    """Return the columns that a table needs if those with a `min_width` wrap."""
+    width = Measurement.get(screen, screen.options.update_width(10_000), table).maximum
+    for column in table.columns:
+        if column.min_width is not None:
+            texts = [
+                Text.from_markup(str(cell)).cell_len for cell in (column.header, *column.cells)
+            ]
+            width -= max(0, max(texts) - column.min_width)
+    return width
+
+
 def results(methods: Mapping[str, Any]) -> Table:
     """Show the `methods` of a run's summary.
 
@@ -44,7 +83,7 @@ def results(methods: Mapping[str, Any]) -> Table:
     for key in shown:
         table.add_column(SCORES[key], justify="right", no_wrap=True)
     table.add_column("seconds\nper round", justify="right")
-    table.add_column("parameters per client\nand round", justify="right")
+    table.add_column("parameters\nper client\nand round", justify="right")
     diverged = any(method.get("client_rounds_that_diverged") for method in methods.values())
     if diverged:
         table.add_column("client rounds\nthat diverged", justify="right")
@@ -91,7 +130,7 @@ def clients(federation: Federation) -> Table:
     table = _table(*shown, *parts, right=True)
     if kind != "numbers":
         table.add_column(kind, justify="right")
-        table.add_column("most of")
+        table.add_column("most of", min_width=WRAPPED)
     for client, (size, counts) in enumerate(
         zip(federation.sizes(), federation.counts(), strict=True)
     ):
@@ -112,7 +151,7 @@ def methods(entries: Iterable[Entry]) -> Table:
             entry.name,
             escape(entry.title),
             f"{entry.name}+ala" if entry.takes_ala else "",
-            entry.summary,
+            escape(entry.summary),
         )
     return table
 
@@ -151,5 +190,6 @@ def _format_default(value: object) -> str:
 def _table(*columns: str, right: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+        width = WRAPPED if column in ("what it is", "what it does") else None
+        table.add_column(column, justify="right" if right else "left", min_width=width)
     return table

@@ -13,9 +13,16 @@ from typing import Any
 
 from fedala.errors import UserError
 from fedala.io.untrusted import read_file
+from fedala.io.user_code import is_reference
 from fedala.lanes.recipe import OPTIMIZERS, SCHEDULES, Optimizer, Recipe, Schedule
 from fedala.options import build, option, suggest
-from fedala.runs.config_values import describe_value, flatten_settings, flatten_sweep, toml
+from fedala.runs.config_values import (
+    describe_value,
+    flatten_settings,
+    flatten_sweep,
+    join_list,
+    toml,
+)
 
 LARGEST = 2**20  # bytes of a config file
 #: Options of the clients' optimiser and schedule.
@@ -35,6 +42,11 @@ class Config:
     method: str = option(
         "fedala,fedavg",
         "methods, separated by commas; x+ala adds ALA to x; all: every method with and without ALA",
+    )
+    imports: str | None = option(
+        None,
+        "Python files or modules with methods of your own, such as my/fedper.py, separated by "
+        "commas; their code is executed",
     )
     set: Mapping[str, Any] = field(
         default_factory=dict,
@@ -76,7 +88,8 @@ class Config:
     model: str | None = option(
         None,
         "cnn or resnet18 (images), fasttext (texts), mlp (features), cnn1d (windows), lstm "
-        "(sequences, texts); without it, the usual model of the dataset",
+        "(sequences, texts), or a function of your own that makes a model, as in net.py:make; "
+        "without it, the usual model of the dataset",
     )
     partition: str | None = option(
         None,
@@ -285,7 +298,11 @@ class Config:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Config":
         """Return a checked config of names and values from a file, a command line or a program."""
-        plain = {name: value for name, value in values.items() if name not in ("set", "sweep")}
+        plain = {
+            name: join_list(name, value)
+            for name, value in values.items()
+            if name not in ("set", "sweep")
+        }
         if plain.get("method") == "all":
             from fedala.methods import list_methods
 
@@ -338,6 +355,15 @@ class Config:
     @property
     def methods(self) -> tuple[str, ...]:
         return tuple(name.strip().lower() for name in self.method.split(",") if name.strip())
+
+    @property
+    def import_names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in (self.imports or "").split(",") if name.strip())
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether a user's function makes the model, given in Python or by its name."""
+        return self.model == "own" or is_reference(self.model)
 
     def recipe(self) -> Recipe:
         """Return how the clients train, with the usual values of each optimiser and schedule."""

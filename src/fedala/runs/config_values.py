@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
@@ -40,6 +41,31 @@ def flatten_sweep(table: Any) -> dict[str, str]:
                 str(one).lower() if isinstance(one, bool) else str(one) for one in values
             )
     return flat
+
+
+#: Options that are lists, and what separates their values in a text.
+SEPARATORS = {
+    "method": ",", "imports": ",", "evaluate": ",", "augment": ",", "class_weights": ",",
+    "normalize": "/",
+}  # fmt: skip
+
+
+def join_list(name: str, value: Any) -> Any:
+    """Return the text of an option that is given as a list: `["fedala", "fedavg"]`.
+
+    `normalize` takes a mean and a standard deviation, or a list of each.
+    """
+    if name not in SEPARATORS or not isinstance(value, list | tuple):
+        return str(value) if name == "imports" and isinstance(value, Path) else value
+    words = [",".join(map(_word, one)) if isinstance(one, list) else _word(one) for one in value]
+    return SEPARATORS[name].join(words)
+
+
+def _word(value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number or isinstance(value, str | Path)):
+        raise UserError(f"A list of options has texts or numbers in it, not {value!r}.")
+    return str(value)
 
 
 def describe_value(value: Any) -> str:

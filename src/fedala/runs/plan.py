@@ -13,6 +13,7 @@ from fedala.data.feature_shift import parse_feature_shift, shift_features
 from fedala.data.standardization import fit_normalization
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
+from fedala.io.user_code import is_reference
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
 from fedala.lanes.normalization import (
@@ -24,7 +25,7 @@ from fedala.lanes.normalization import (
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import count_bytes
-from fedala.methods import Method, ServerRound
+from fedala.methods import Method, ServerRound, import_methods
 from fedala.models import build_model
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
@@ -39,6 +40,7 @@ from fedala.runs.members import (
     make_members,
 )
 from fedala.runs.model_trial import MakeModel, make_skeleton, try_loss, try_model
+from fedala.runs.own_code import fit_model, load_model_function
 from fedala.runs.sweep import SWEPT_OPTIONS
 from fedala.simulation.client_round import init_client_state
 
@@ -93,7 +95,7 @@ class Plan:
 
     def make_skeleton(self) -> nn.Module:
         """Make a model for its structure alone."""
-        return make_skeleton(self.make_model, is_own=self.config.model == "own")
+        return make_skeleton(self.make_model, is_own=self.config.has_own_model)
 
     @property
     def model_bytes(self) -> int:
@@ -122,7 +124,14 @@ def plan(
     model: MakeModel | None = None,
     loss: LossFunction | None = None,
 ) -> Plan:
-    """Check a config, load its data, and resolve every value. Nothing is written."""
+    """Check a config, load its data, and resolve every value. Nothing is written.
+
+    The code that the config names is executed.
+    """
+    import_methods(config.import_names)
+    own_function = None
+    if model is None and is_reference(config.model):
+        own_function = load_model_function(str(config.model))
     check_settings(config)
     _ = config.evaluated_models  # raises if there is no such model
     check_effects(config, make_members(config))  # refuse what is wrong before data is loaded
@@ -145,11 +154,13 @@ def plan(
     if augmentation:
         augmentation.check(federation.dataset.x, federation.dataset.name)
     chosen_loss = make_loss(config, federation, loss)
-    config = resolve(config, federation, has_own_model=model is not None)
+    config = resolve(config, federation, has_own_model=bool(model or own_function))
     if loss is not None:
         config = replace(config, loss="own")
     if model is not None:
         config = replace(config, model="own")
+    elif own_function:
+        model = fit_model(own_function, federation.dataset)
     normalization = _make_normalization(config, federation)
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))

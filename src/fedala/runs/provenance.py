@@ -18,6 +18,7 @@ from fedala.errors import printable
 from fedala.lanes.randomness import torch_seed
 from fedala.runs.digests import Digests
 from fedala.runs.model_trial import first_output
+from fedala.runs.own_code import code_versions
 from fedala.runs.plan import Plan
 from fedala.runs.results import Result
 from fedala.runs.resumable_options import identify
@@ -34,7 +35,7 @@ def describe(plan: Plan, origin: Mapping[str, Any] | None = None) -> Digests:
     began = replace(plan, config=replace(plan.config, **(origin or {})))
     return Digests(
         identity=_identity(began),
-        versions=versions(),
+        versions={**versions(), **code_versions(plan.config)},
         probe=_probe(plan),
         origin=dict(origin or {}),
     )
@@ -67,7 +68,7 @@ def list_program_changes(record: Digests | None, about: Digests) -> list[str]:
     if record is None:
         return []
     changes = [
-        f"{name}: {record.versions[name]} → {version}"
+        f"{name}: {_shorten(record.versions[name])} → {_shorten(version)}"
         for name, version in about.versions.items()
         if record.versions.get(name, version) != version
     ]
@@ -77,6 +78,11 @@ def list_program_changes(record: Digests | None, about: Digests) -> list[str]:
     if record.probe and not is_same:
         changes.append("model: it computes something else from the same initial state")
     return changes
+
+
+def _shorten(version: str) -> str:
+    """Return a version for a sentence: of a digest, its first digits."""
+    return version[:19] if version.startswith("sha256:") else version
 
 
 def summarize(plan: Plan, result: Result, seconds: float) -> dict[str, Any]:
@@ -91,7 +97,12 @@ def summarize(plan: Plan, result: Result, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         "command": command(),
         "data": plan.federation.dataset.note,
-        "versions": {**versions(), "commit": _commit(), "device": _device_name(plan.device)},
+        "versions": {
+            **versions(),
+            **code_versions(plan.config),
+            "commit": _commit(),
+            "device": _device_name(plan.device),
+        },
     }
 
 

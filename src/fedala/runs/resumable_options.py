@@ -1,20 +1,24 @@
 """Which options may change when a run is resumed, and which make it the run that it is."""
 
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
+from fedala.io.user_code import is_reference
 from fedala.methods import list_methods, setting_prefixes
 from fedala.methods.registry import ALIASES
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings
 
-#: The options that may change. Device and lanes change results by rounding only. `resume.py`
+#: The options that may change. Device and lanes change results by rounding only. Other code, in
+#: another place or not, is noted like another version of the program. `resume.py`
 #: refuses other rounds for a method whose schedule depends on them.
 CHANGEABLE = (
     "rounds", "data_dir", "device", "lanes", "client_memory", "feature_memory", "on_divergence",
     "record_weights", "metrics_every", "save_models", "save_best", "checkpoint_every",
-    "keep_checkpoint",
+    "keep_checkpoint", "imports",
 )  # fmt: skip
 
 
@@ -36,6 +40,8 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
     additions = {"method", "seeds"}
     if not _changes_settings_of_own_methods(config, changed):
         additions.add("set")
+    if config.has_own_model and changed.has_own_model:
+        additions.add("model")  # the function may lie in another place by now
     differences = config.differences(changed)
     refused = [
         f"{name} ({change})"
@@ -54,6 +60,27 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
             "resume it first with the one, then with the other."
         )
     return changed
+
+
+def resume_command(config: Config, folder: Path) -> str:
+    """Return the command that resumes a run. It names the code that the run needs."""
+    words = ["fedala", "run", "--resume", str(folder)]
+    for name in config.import_names:
+        words += ["--import", name]
+    if is_reference(config.model):
+        words += ["--model", str(config.model)]
+    return shlex.join(words)
+
+
+def check_code_is_named(config: Config, changes: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to execute code because a run folder names it: the user must name it, too."""
+    is_missing = bool(config.import_names) and "imports" not in changes
+    is_missing |= is_reference(config.model) and "model" not in changes
+    if is_missing:
+        raise UserError(
+            f"The run in {folder} names code, which is executed only if you name it again: "
+            f"use {resume_command(config, folder)} if you trust it."
+        )
 
 
 def has_additions(before: Config, after: Config) -> bool:
@@ -104,8 +131,9 @@ def identify(config: Config) -> dict[str, Any]:
     Later options count only if they are used, so that older runs keep their identity.
     """
     usual = Config().values()
-    return {
+    values = {
         name: value
         for name, value in config.values().items()
         if name not in CHANGEABLE and (name in FIRST_OPTIONS or value != usual[name])
     }
+    return {**values, "model": "own" if config.has_own_model else config.model}

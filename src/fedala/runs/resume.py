@@ -20,7 +20,7 @@ from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan
 from fedala.runs.provenance import describe, list_program_changes
-from fedala.runs.resumable_options import change_config, has_additions
+from fedala.runs.resumable_options import change_config, has_additions, resume_command
 from fedala.runs.room import check_room
 from fedala.runs.tables import TABLES
 from fedala.simulation.client_states import NOTHING
@@ -58,7 +58,7 @@ def resume_advice(config: Config, folder: Path) -> str:
     """Say how to resume a run that has stopped, as the end of a sentence."""
     if config.checkpoint_every == 0 and not any((folder / "checkpoint").glob("*/*.json")):
         return "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
-    return f"to resume it, use fedala run --resume {shlex.quote(str(folder))}"
+    return f"to resume it, use {resume_command(config, folder)}"
 
 
 def reopen(

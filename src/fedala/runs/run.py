@@ -16,9 +16,10 @@ from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver
+from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import plan
 from fedala.runs.results import Result
-from fedala.runs.resumable_options import change_config
+from fedala.runs.resumable_options import change_config, check_code_is_named
 
 
 def run(
@@ -42,7 +43,8 @@ def run(
     that says whose sample each one is; a number is the number of clients, as always. With a
     `DataFrame`, `label_column` and `clients_by` name its columns. Instead of a model's name, give a
     function that builds an `nn.Module`; instead of a loss's name, a function (output, y) that
-    returns the mean loss of a batch.
+    returns the mean loss of a batch. `imports` names files or modules with methods of your own,
+    and executes them.
     With `out`, everything is kept in that folder. `resume` names the folder of a run that was
     interrupted, or shall have more rounds, further seeds (`seeds=5`) or further methods
     (`method="+ditto"`); give data, model and loss of your own again.
@@ -65,9 +67,13 @@ def run(
     elif dataset is not None and not resume:
         options["dataset"] = (dataset.dataset if isinstance(dataset, Federation) else dataset).name
     if resume:
-        config = change_config(RunFolder.open(Path(resume)).config(), options)
+        before = RunFolder.open(Path(resume)).config()
+        names = options if model is None else {**options, "model": model}
+        check_code_is_named(before, names, Path(resume))
+        import_given(options)
+        config = change_config(before, options)
     checked = plan(
-        config or Config.from_values(options),
+        config or configure(options),
         None if isinstance(dataset, str) else dataset,
         None if isinstance(model, str) else model,
         None if isinstance(loss, str) else loss,

@@ -1,0 +1,61 @@
+"""`fedala new method`: what it writes can be tested and run at once."""
+
+import importlib.util
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from fedala.cli.app import app
+from fedala.methods import catalogue, make
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments], prog_name="fedala")
+
+
+def test_the_tests_that_it_writes_pass_and_can_fail(own_code, tmp_path, monkeypatch):
+    answer = call("new", "method", "Fed-Mine", "--out", "mine")
+    assert answer.exit_code == 0, answer.output
+    assert answer.stdout.startswith("Written: mine/fed_mine.py, mine/test_fed_mine.py\n")
+    monkeypatch.syspath_prepend(own_code / "mine")
+    path = own_code / "mine" / "test_fed_mine.py"
+    spec = importlib.util.spec_from_file_location("test_fed_mine", path)
+    tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tests)
+    tests.test_a_client_starts_between_the_received_model_and_its_own()
+    tests.test_lanes_are_independent()
+    tests.test_a_resumed_run_is_the_same_to_the_bit(tmp_path)
+    assert len([name for name in vars(tests) if name.startswith("test_")]) == 3
+    assert make("fed-mine", {"fed-mine.keep": 0.25}).keep == 0.25
+    assert catalogue()["fed-mine"].takes_ala
+    # A method whose lanes depend on each other is found out.
+    method = sys.modules["fed_mine"].FedMine
+    initialize = method.initialize
+
+    def mix_lanes(self, cohort, received, state):
+        model, state = initialize(self, cohort, received, state)
+        return {name: value + 0.001 * value.mean(0) for name, value in model.items()}, state
+
+    monkeypatch.setattr(method, "initialize", mix_lanes)
+    with pytest.raises(AssertionError):
+        tests.test_lanes_are_independent()
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "title"),
+    [("FedMine", "fedmine", "FedMine"), ("my-thing", "my-thing", "MyThing"), ("x2", "x2", "X2")],
+)
+def test_names(own_code, given, name, title):
+    assert call("new", "method", given).exit_code == 0
+    text = (own_code / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    assert f'name = "{name}"' in text
+    assert f"class {title}(Method):" in text
+    again = call("new", "method", given)
+    assert (again.exit_code, "exists already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["a b", "2x", "fedala", "all", "class", "json", "ä", "-x"])
+def test_names_that_are_refused(own_code, name):
+    assert call("new", "method", "--", name).exit_code == 2
+    assert not list(own_code.iterdir())
