@@ -291,20 +291,6 @@ def _leaf() -> Files:
     return {"my.json": json.dumps({"users": [*data], "user_data": data}).encode()}
 
 
-def _owned_npz() -> Files:
-    users = np.array([f"u{i % 2}" for i in range(12)])
-    members = {"x.npy": npy(GREY), "y.npy": npy(Y), "user.npy": npy(users)}
-    return {"my.npz": zipped(members, zipfile.ZIP_STORED)}
-
-
-def _owners_inside(files: Files, rng: random.Random) -> Files:
-    users = np.array([f"u{i % 2}" for i in range(12)])
-    content = npy(rng.choice((users, users.astype("S"), Y)))  # type: ignore[arg-type]
-    content = _header(content, rng) if rng.random() < 0.5 else mutate(content, rng)
-    members = {"x.npy": npy(GREY), "y.npy": npy(Y), "user.npy": content}
-    return {"my.npz": zipped(members, zipfile.ZIP_DEFLATED)}
-
-
 def _ag_news() -> Files:
     rows = [f'"{y + 1}","a title","{text}"\n'.encode() for y, text in zip(Y, TEXTS, strict=True)]
     return {"train.csv": b"".join(rows[:8]), "test.csv": b"".join(rows[8:])}
@@ -633,7 +619,6 @@ def targets() -> dict[str, Target]:
         Target("table", _divide_natural("my.csv"), _table),
         Target("parquet-table", _divide_natural("table"), _parquet_table),
         Target("leaf", _divide_natural("my.json"), _leaf),
-        Target("npz-clients", _divide_natural("my.npz"), _owned_npz, _owners_inside),
         Target("mnist", _divide(*named, "mnist"), _idx),
         Target("mnist-gz", _divide(*named, "mnist"), _idx_gz, _idx_inside),
         Target("cifar10", _divide(*named, "cifar10"), _cifar10),
