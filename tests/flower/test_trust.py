@@ -109,7 +109,7 @@ def test_a_node_does_not_read_or_download_data_that_its_config_does_not_name(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "fedala.flower.experiment.load", lambda *arguments: pytest.fail("it is loaded")
+        "fedala.flower.experiment.load_dataset", lambda *arguments: pytest.fail("it is loaded")
     )
     with pytest.raises(UserError, match="this node reads only what its own config names"):
         read_node_samples(Config(dataset=dataset, data_dir=str(data)), {"partition-id": 0})

@@ -89,6 +89,10 @@ def _divide(*data: str) -> tuple[str, ...]:
     return ("partition", "--clients", "2", "--partition", "iid", "--save", "saved.json", *data)
 
 
+def _divide_natural(path: str) -> tuple[str, ...]:
+    return ("partition", "--dataset", path, "--save", "saved.json")
+
+
 def _run(*options: str) -> tuple[str, ...]:
     return (
         "run",
@@ -285,6 +289,24 @@ def _pfllib_inside(files: Files, rng: random.Random) -> Files:
 def _labelled_csv() -> Files:
     rows = "".join(f'class {y},"{text}"\n' for y, text in zip(Y, TEXTS, strict=True))
     return {"my.csv": f"label,text\n{rows}".encode()}
+
+
+def _table() -> Files:
+    """Make a table of numbers and words with clients and parts."""
+    parts = ("train", "train", "test")
+    rows = "".join(f"{y},{i}.5,{'pq'[i % 2]},u{i % 2},{parts[i % 3]}\n" for i, y in enumerate(Y))
+    return {"my.csv": f"label,a,b,user,split\n{rows}".encode()}
+
+
+def _parquet_table() -> Files:
+    users = [f"u{i % 2}" for i in range(12)]
+    content = {"a": (Y / 3).tolist(), "b": [*"pq" * 6], "user": users, "label": Y.tolist()}
+    return {"table/all.parquet": parquet(content, [])}
+
+
+def _leaf() -> Files:
+    data = {f"u{i}": {"x": [[i, 1.5], [2, 3]], "y": [0, 1]} for i in range(3)}
+    return {"my.json": json.dumps({"users": [*data], "user_data": data}).encode()}
 
 
 def _ag_news() -> Files:
@@ -613,6 +635,9 @@ def targets() -> dict[str, Target]:
         Target(
             "images", _divide("--dataset", "images", "--plot", "plot.svg"), _images, _images_inside
         ),
+        Target("table", _divide_natural("my.csv"), _table),
+        Target("parquet-table", _divide_natural("table"), _parquet_table),
+        Target("leaf", _divide_natural("my.json"), _leaf),
         Target("mnist", _divide(*named, "mnist"), _idx),
         Target("mnist-gz", _divide(*named, "mnist"), _idx_gz, _idx_inside),
         Target("cifar10", _divide(*named, "cifar10"), _cifar10),

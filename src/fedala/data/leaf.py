@@ -11,11 +11,10 @@ from fedala.data.columns import PART_WORDS
 from fedala.data.dataset import RawData
 from fedala.data.tabular import encode_targets
 from fedala.errors import UserError, printable
-from fedala.io.untrusted import check_memory, read_json
+from fedala.io.untrusted import check_memory, read_json, require_file
 
 Array = np.ndarray[Any, Any]
 
-_LARGEST = 2**32  # bytes of a file
 _COST = 20  # bytes of memory, for each byte of a file, while it is read
 _FEMNIST = 28 * 28
 
@@ -42,7 +41,6 @@ def read_leaf(files: list[tuple[Path, int | None]], where: str) -> RawData:
     """Read files in LEAF's layout, each with the part that it is, if there are parts."""
     samples, labels, owners, split = list[Array](), list[Any](), list[str](), list[int]()
     for path, part in files:
-        check_memory(_COST * path.stat().st_size, str(path))
         for user, own, targets in _read_users(path):
             samples.append(own)
             labels += targets
@@ -71,7 +69,9 @@ def read_leaf(files: list[tuple[Path, int | None]], where: str) -> RawData:
 
 def _read_users(path: Path) -> list[tuple[str, Array, list[Any]]]:
     """Return each user with its samples, float32, and its labels."""
-    content = read_json(path, _LARGEST)
+    size = require_file(path).stat().st_size
+    check_memory(_COST * size, str(path))
+    content = read_json(path, size)
     users = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(users, dict):
         raise UserError(
