@@ -1,5 +1,8 @@
 """What the models of a run are fed lies beside them in the run folder."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from runs.test_images import BYTES, OPTIONS, Y, go
@@ -53,3 +56,16 @@ def test_damage_is_noticed(tmp_path):
     path.write_text(path.read_text().replace('"classes": 3', '"classes": 4'))
     with pytest.raises(files.DamagedFile, match=PREPROCESSING):
         RunFolder.open(tmp_path / "run").preprocessing()
+
+
+def test_the_python_of_the_page_runs(capsys):
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    windows, people = re.findall(
+        r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+    )
+    exec(windows, {})
+    assert capsys.readouterr().out == "cnn1d 0.1 standard\n"
+    scope = {}
+    exec(people, scope)
+    assert scope["inputs"].abs().max() < 3
+    assert scope["preprocessing"].class_names == ("no", "yes")
