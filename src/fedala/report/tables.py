@@ -12,16 +12,8 @@ from rich.table import Table
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
 from fedala.metrics import find_metric
-from fedala.report.headline import format_figure
+from fedala.report.headline import SCORES, format_figure
 from fedala.runs.sweep_results import Sweep
-
-#: The scores of a summary, and their headings.
-SCORES = {
-    "best": "best round",
-    "best_joined": "best round,\nparticipants",
-    "final": "last round",
-    "validation_picked": "round picked by\nvalidation",
-}
 
 
 def console() -> Console:

@@ -19,7 +19,7 @@ from fedala.lanes.randomness import torch_seed
 from fedala.runs.digests import Digests
 from fedala.runs.model_trial import first_output
 from fedala.runs.plan import Plan
-from fedala.runs.results import Result
+from fedala.runs.results import RunResult
 from fedala.runs.resumable_options import identify
 from fedala.runs.sweep_results import find_sweeps
 from fedala.version import __version__
@@ -79,7 +79,7 @@ def list_program_changes(record: Digests | None, about: Digests) -> list[str]:
     return changes
 
 
-def summarize(plan: Plan, result: Result, seconds: float) -> dict[str, Any]:
+def summarize(plan: Plan, result: RunResult, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json`."""
     sweeps = find_sweeps(result.config.sweep, result.methods)
     return {

@@ -54,10 +54,12 @@ class Reopened:
     """By group and batch."""
 
 
-def resume_advice(config: Config, folder: Path) -> str:
+def resume_advice(config: Config, folder: Path, *, in_python: bool = False) -> str:
     """Say how to resume a run that has stopped, as the end of a sentence."""
     if config.checkpoint_every == 0 and not any((folder / "checkpoint").glob("*/*.json")):
         return "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
+    if in_python:
+        return f"to resume it, use fedala.run(resume={str(folder)!r})"
     return f"to resume it, use fedala run --resume {shlex.quote(str(folder))}"
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedala.metrics import ACCURACY, Metric
-from fedala.report.curves import find_target_rounds, list_seeds, sum_seconds
+from fedala.report.curves import find_target_rounds, list_seeds
 from fedala.report.page.views import Row, Table, difference_cell, label_cell, score_cell
 from fedala.report.runs import Run
 from fedala.report.series import Series, find_baseline, list_metrics
+from fedala.runs.seconds import MEANING
 
 #: The scores of a summary: their titles, and how the round was chosen.
 SCORES = {
@@ -136,13 +137,13 @@ def view_cost(series: Sequence[Series]) -> Cost:
             [
                 label_cell(one),
                 f"{one.summary['seconds_per_round']:.3g}",
-                f"{float(sum_seconds(one.result)[-1]):,.0f}",
+                f"{one.summary['total_seconds']:,.3g}",
                 *(f"{numbers[key]:,}" for key in ("sent", "uploaded", "together")),
             ]
         )
     seconds = ["Seconds per round", "Seconds in total"]
     heads = ["Method", *seconds, "Parameters received", "uploaded", "together"]
-    caption = "Cost; parameters per client and round."
+    caption = f"Cost; parameters per client and round. {MEANING}"
     if max(len(list_seeds(one.result)) for one in series) > 1:
         caption += " The runs of a method train side by side; the seconds are of all of them."
     metric, target = series[0].metric, _choose_target(series)
