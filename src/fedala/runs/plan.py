@@ -18,7 +18,7 @@ from fedala.data import (
     load,
     resize_images,
 )
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.io.untrusted import free_memory
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
@@ -48,7 +48,7 @@ from fedala.simulation.client_round import init_client_state
 _BEST_MODELS_BYTES = 2**31
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A run that has been checked, with every value of its config resolved."""
 
@@ -64,6 +64,14 @@ class Plan:
     loss: Loss = field(default_factory=CrossEntropy)
     normalization: Normalization | None = None
     """What scales the samples on their way to the model; None: bytes as usual, floats as is."""
+
+    def __repr__(self) -> str:
+        config = self.config
+        methods = printable(config.method, 200)
+        return (
+            f"<Plan {methods} on {self.federation.dataset.describe()}, {config.clients} clients; "
+            f"{config.model}, {config.rounds} rounds, on {self.device.type}>"
+        )
 
     @property
     def members(self) -> list[Member]:

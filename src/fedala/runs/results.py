@@ -61,12 +61,12 @@ class MethodResult:
         if not self.history:
             return f"<MethodResult {self.method}: not evaluated yet>"
         metric, seeds = self.metric, len(self.seeds)
-        runs = f" of {seeds} runs" if seeds > 1 else ""
+        runs = f"; mean of {seeds} runs" if seeds > 1 else ""
         return (
             f"<MethodResult {printable(self.method, 80)}: {metric.title} "
             f"{metric.format(self.best_score)}{metric.unit} in the best round, "
-            f"{metric.format(float(self.final.mean()))}{metric.unit} in the last, "
-            f"{max(row.round for row in self.history)}{runs}>"
+            f"{metric.format(float(self.final.mean()))}{metric.unit} in round "
+            f"{max(row.round for row in self.history)}, the last{runs}>"
         )
 
     @property
