@@ -7,6 +7,7 @@ from typing import Any
 
 from fedala.errors import printable
 from fedala.report.progress import RunProgress
+from fedala.runs.observer import write_to_stderr
 from fedala.runs.plan import Plan
 
 
@@ -21,6 +22,19 @@ def find_shell() -> Any:
     return ipython.get_ipython() if ipython is not None else None
 
 
+def is_notebook() -> bool:
+    """Tell whether this is a kernel of Jupyter, which shows what is displayed below a cell."""
+    return getattr(find_shell(), "kernel", None) is not None
+
+
+def announce(sentence: str) -> None:
+    """Print a sentence in the middle of a round. A notebook shows what Python's stream gets."""
+    if is_notebook():
+        print(sentence, file=sys.stderr)
+    else:
+        write_to_stderr(sentence)
+
+
 def choose_progress(plan: Plan, progress: bool | None) -> RunProgress | None:
     """Return what shows the progress of a run; None if nothing shall be shown.
 
@@ -30,7 +44,7 @@ def choose_progress(plan: Plan, progress: bool | None) -> RunProgress | None:
     has_terminal = sys.stderr is not None and sys.stderr.isatty()
     if not (shell is not None or has_terminal if progress is None else progress):
         return None
-    if getattr(shell, "kernel", None) is not None:
+    if is_notebook():
         return NotebookProgress(plan)
     try:
         from rich.console import Console

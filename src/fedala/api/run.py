@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fedala.api.display import choose_progress, is_interactive
+from fedala.api.display import announce, choose_progress, is_interactive
 from fedala.api.result import Result
 from fedala.data import Dataset, Federation
 from fedala.errors import UserError
@@ -83,7 +83,9 @@ def run(
     with display or nullcontext():
         observer = _make_observer(display, on_row)
         source = Path(resume) if resume else None
-        result = _carry_out(checked, folder, force=force, resume=source, observer=observer)
+        given = {"dataset": dataset, "model": model, "loss": loss}
+        own = [name for name, value in given.items() if not isinstance(value, str | None)]
+        result = _carry_out(checked, folder, force=force, resume=source, observer=observer, own=own)
         if folder and result.is_complete:
             page.write_after_run(folder, observer.on_message, observer.on_message)
     return result
@@ -111,8 +113,12 @@ def _carry_out(
     force: bool,
     resume: Path | None,
     observer: RunObserver,
+    own: Sequence[str],
 ) -> Result:
-    """Carry out the plan. If it is interrupted in a notebook, return the results so far."""
+    """Carry out the plan. If it is interrupted in a notebook, return the results so far.
+
+    `own`: the arguments that a run must be given again to be resumed.
+    """
     try:
         with _catch_interrupt() as signals:
             observer = replace(observer, should_stop=lambda: bool(signals))
@@ -123,7 +129,7 @@ def _carry_out(
     except Stopped as stopped:
         advice = "without a folder (out=…), it cannot be resumed"
         if folder:
-            advice = resume_advice(checked.config, folder, in_python=True)
+            advice = resume_advice(checked.config, folder, own=own)
         message = f"{stopped}; {advice}."
         if not is_interactive() or stopped.result is None:
             raise KeyboardInterrupt(message) from None
@@ -136,7 +142,7 @@ def _catch_interrupt() -> Iterator[list[int]]:
     """Collect Ctrl-C, if it would raise a KeyboardInterrupt here: another handler stays."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with catch_stop_signals([signal.SIGINT]) as signals:
+        with catch_stop_signals([signal.SIGINT], announce) as signals:
             yield signals
     else:
         yield []

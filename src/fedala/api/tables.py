@@ -8,7 +8,7 @@ from fedala.report.headline import HEADLINES, SCORES, format_figure
 from fedala.runs.results import RunResult, find_best
 
 #: The most methods of a table, and letters of a name.
-_MOST_ROWS, _MOST_LETTERS = 10, 40
+_MOST_ROWS, _MOST_LETTERS = 8, 40
 
 
 def _describe(result: RunResult) -> str:

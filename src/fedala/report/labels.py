@@ -66,7 +66,7 @@ def _tell_apart(labels: Sequence[str], options: Sequence[dict[str, str]]) -> lis
             name for name in names if len({options[place].get(name) for place in places}) > 1
         ]
         for place in places if count > 1 else ():
-            shown = {name: options[place].get(name, "–") for name in differing}
+            shown = {name: options[place].get(name, "default") for name in differing}
             found[place] = _add_options(label, shown)
     return found
 
@@ -97,8 +97,13 @@ def _list_settings(run: Run, result: MethodResult) -> dict[str, str]:
     with suppress(UserError):  # a folder from elsewhere
         settings = flatten_settings(run.config.get("set", {}))
         own |= {name: settings[name] for name in settings if name.split(".")[0] in prefixes}
-    first = f"{method.partition('+')[0]}."
-    return {name.removeprefix(first): _format(value) for name, value in own.items()}
+    # Both prefixes of FedALA mean the same; those of `ditto+ala` do not.
+    hidden = prefixes[:1] if "+" in method else prefixes
+    shown = {}
+    for name, value in own.items():
+        prefix, _, rest = name.partition(".")
+        shown[rest if prefix in hidden else name] = _format(value)
+    return shown
 
 
 def _list_differing(runs: Sequence[Run]) -> list[str]:

@@ -141,7 +141,7 @@ def draw_curves(curves: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) 
     for i, (label, (rounds, values)) in enumerate(curves.items()):
         mean, deviation = mean_std(values)
         colour, gap = _COLOURS[i % 8], max(1, len(rounds) // 6)
-        style: dict[str, Any] = {"color": colour, "linestyle": _DASHES[i % 4]}
+        style: dict[str, Any] = {"color": colour, "linestyle": _DASHES[(i + i // 8) % 4]}
         if len(curves) > 1 or len(rounds) == 1:
             style |= {"marker": _MARKERS[i % 9], "markersize": 4, "markevery": (i % gap, gap)}
         axes.plot(rounds, mean, label=label, linewidth=1.6, **style)
