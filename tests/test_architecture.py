@@ -33,6 +33,7 @@ ROOMS = (
     "bench",
     "flower",
     "paper",
+    "api",
     "cli",
     "",  # the package itself: `__init__` and `__main__`
 )

@@ -8,10 +8,10 @@ from fedala.version import __version__
 
 if TYPE_CHECKING:
     from fedala.ala import ALA
+    from fedala.api.result import Result
+    from fedala.api.run import run
     from fedala.errors import UserError
     from fedala.runs.config import Config
-    from fedala.runs.results import Result
-    from fedala.runs.run import run
 
 __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 
@@ -20,9 +20,9 @@ __all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
 _MODULES = {
     "ALA": "ala",
     "Config": "runs.config",
-    "Result": "runs.results",
+    "Result": "api.result",
     "UserError": "errors",
-    "run": "runs.run",
+    "run": "api.run",
 }
 
 

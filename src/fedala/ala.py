@@ -6,7 +6,7 @@ of numbers that are not finite. A client of its own is a cohort of one lane.
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class Report:
     """What one client's ALA did in one round."""
 
     epochs: int
-    losses: tuple[float, ...]
+    losses: tuple[float, ...] = field(repr=False)
     """Mean loss of each epoch of weight learning."""
     initial: bool
     """Whether this was the client's initial stage."""

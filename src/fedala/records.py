@@ -112,10 +112,10 @@ class Evaluation:
     """What a simulation reports of one run after one round."""
 
     row: HistoryRow
-    client_scores: np.ndarray
+    client_scores: np.ndarray = field(repr=False)
     """[client, (summed score, summed loss, samples)] on the test samples."""
-    weights: Sequence[WeightSummary] = ()
-    models: Sequence[ModelFigures] = ()
+    weights: Sequence[WeightSummary] = field(default=(), repr=False)
+    models: Sequence[ModelFigures] = field(default=(), repr=False)
     """The kinds of models that were tested; empty if no details are due."""
     run: int = 0
     """The position of the run among those of the simulation."""
@@ -127,7 +127,7 @@ class PersonalModel:
 
     seed: int
     client: int | None
-    model: dict[str, Tensor]
+    model: dict[str, Tensor] = field(repr=False)
     """Parameters and buffers by name, [1, …]."""
     is_initial: bool = False
     """Whether it is the initial model, because the client never took part."""

@@ -115,9 +115,11 @@ def test_summary_agrees_with_the_history(finished):
     assert list(summary["methods"]) == ["fedala", "fedavg"]
     for name, method in summary["methods"].items():
         assert set(method) == {
-            "title", "accuracy", "seconds_per_round", "parameters_per_client_and_round",
-            "client_rounds_that_diverged", "checkpoints", "best_models",
+            "title", "accuracy", "seconds_per_round", "total_seconds",
+            "parameters_per_client_and_round", "client_rounds_that_diverged", "checkpoints",
+            "best_models",
         }  # fmt: skip
+        assert method["total_seconds"] > method["seconds_per_round"]
         assert method["client_rounds_that_diverged"] == 0
         checkpoints = folder.checkpoint_folder(list(summary["methods"]).index(name))
         sizes = [file.stat().st_size for file in checkpoints.glob("*.safetensors")]
@@ -508,11 +510,11 @@ def test_partition_refuses(here, arguments, says):
 
 
 def test_report_makes_one_page_of_several_folders(here):
-    for name in ("one", "two"):
-        made_up(here / name)
+    made_up(here / "one")
+    made_up(here / "two", lr=0.5)
     assert call("report", "one").stdout == "Written: one/report.html\n"
     assert call("report", "one", "two", "--out", "both.html").stdout == "Written: both.html\n"
-    assert "FedALA · two" in (here / "both.html").read_text(encoding="utf-8")
+    assert "FedALA, lr=0.5" in (here / "both.html").read_text(encoding="utf-8")
     refused(call("report", "one", "two"), "name its file")
     refused(call("report", "three"), "There is no folder three")
 

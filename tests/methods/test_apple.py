@@ -10,13 +10,13 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 from torch.func import functional_call
 
+from fedala import run
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task
 from fedala.methods import make
-from fedala.runs.run import run
 from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13, 0]

@@ -220,6 +220,21 @@ def test_several_folders_have_their_own_clients_runs_and_parameters(browser, tmp
     assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
 
 
+def test_the_legend_of_many_methods_shows_them_all_and_no_two_alike(browser, tmp_path):
+    methods = ("fedala", "fedavg", "local", "ditto", "fedprox", "fedrep", "pfedme", "fedphp")
+    made_up(tmp_path / "one", (*methods, "fedamp", "fedfomo", "apple"))
+    made_up(tmp_path / "two", ("fedala",), lr=0.5)
+    browser.open(page.write([tmp_path / "one", tmp_path / "two"], tmp_path / "all.html"))
+    for width in (WIDE, PHONE):
+        browser.look(width=width)
+        legend = "document.getElementById('methods')"
+        assert browser.evaluate(f"{legend}.scrollWidth <= {legend}.clientWidth")
+    looks = browser.evaluate(
+        "[...document.querySelectorAll('#methods button')].map(b => b.className)"
+    )
+    assert len(set(looks)) == len(looks) == 12
+
+
 def test_a_window_without_width_is_not_an_error(browser, opened):
     browser.call(
         "Emulation.setDeviceMetricsOverride", width=1, height=1, deviceScaleFactor=1, mobile=False

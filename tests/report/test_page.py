@@ -18,13 +18,14 @@ from fedala.errors import UserError
 from fedala.records import HistoryRow, ModelFigures
 from fedala.report import html, page
 from fedala.report.arrays import mean_std
-from fedala.report.curves import find_target_rounds, sum_seconds
+from fedala.report.curves import find_target_rounds
 from fedala.report.page.models import KINDS, average_figures
 from fedala.report.page.views import MOST_POINTS, Cell, Table
 from fedala.report.runs import find_runs, read_run
 from fedala.report.series import list_series
 from fedala.runs.digests import Digests
 from fedala.runs.results import MethodResult
+from fedala.runs.seconds import sum_seconds
 
 LAST_ROW = HistoryRow(seed=0, round=6, score=0.5, loss=1.0, score_joined=0.5)
 
@@ -320,8 +321,18 @@ def test_diverged_clients_and_resumptions_are_shown(tmp_path):
     assert any(e["text"].endswith("(rounds: 3 → 6)") for e in found.all("dd"))
 
 
+def change_loss(folder):
+    """Change the first loss of a history: the folder has results of its own."""
+    path = folder.path / "history.csv"
+    head, first, *rest = path.read_text().splitlines()
+    cells = dict(zip(head.split(","), first.split(","), strict=True))
+    changed = ",".join({**cells, "loss": "1.25"}.values())
+    path.write_text("\n".join([head, changed, *rest]) + "\n")
+
+
 def test_several_folders_have_distinct_labels(tmp_path):
     one, two = made_up(tmp_path / "a" / "one"), made_up(tmp_path / "a" / "two", ("fedala",))
+    change_loss(two)  # the same options with other results, as from another version
     for given in ([one.path, two.path], [tmp_path / "a"]):
         out = page.write(given, tmp_path / "both.html")
         labels = [s["label"] for s in data_of(Parsed(out.read_text(encoding="utf-8")))["series"]]
@@ -359,7 +370,64 @@ def test_a_unique_method_is_named_without_its_folder(tmp_path):
         (other.path / "config.toml").read_text().replace("digits", "cifar10")
     )
     labels = [one.label for one in list_series(find_runs([*alike, other.path]))]
-    assert labels == ["FedALA · mnist/fedala", "FedAvg · mnist/fedavg", "Local · cifar/local"]
+    assert labels == [
+        "FedALA, dataset=digits",
+        "FedAvg, dataset=digits",
+        "Local, dataset=cifar10",
+    ]
+
+
+def list_labels(*folders):
+    return [one.label for one in list_series(find_runs([folder.path for folder in folders]))]
+
+
+def test_a_baseline_that_several_folders_share_is_listed_once(tmp_path):
+    one = made_up(tmp_path / "one", set={"fedala.layers": 1})
+    two = made_up(tmp_path / "two", set={"fedala.layers": 2})
+    change_loss(two)  # that of FedALA, the first method
+    assert list_labels(one, two) == ["FedALA, layers=1", "FedAvg", "Local", "FedALA, layers=2"]
+    three = made_up(tmp_path / "three", ("fedavg",), lr=0.5)  # the same figures, other options
+    assert list_labels(one, three) == [
+        "FedALA, lr=default",
+        "FedAvg, lr=default",
+        "Local, lr=default",
+        "FedAvg, lr=0.5",
+    ]
+    more = made_up(tmp_path / "more", ("fedavg",), seeds=3)
+    assert list_labels(one, more) == ["FedALA", "FedAvg, seeds=2", "Local", "FedAvg, seeds=3"]
+
+
+def test_a_default_is_a_value_like_any_other(tmp_path):
+    plain = made_up(tmp_path / "plain", ("fedala",))
+    same = made_up(tmp_path / "same", ("fedala",), set={"fedala.layers": 1})
+    assert list_labels(plain, same) == ["FedALA"]
+    other = made_up(tmp_path / "other", ("fedala",), set={"fedala.layers": 2})
+    assert list_labels(plain, other) == ["FedALA, layers=1", "FedALA, layers=2"]
+
+
+def test_a_folder_of_an_earlier_version_is_comparable(tmp_path):
+    new, old = made_up(tmp_path / "new", ("fedavg",)), made_up(tmp_path / "old", ("local",))
+    config = (old.path / "config.toml").read_text()
+    (old.path / "config.toml").write_text(config.replace('split = "given"\n', ""))
+    [one, two] = find_runs([new.path, old.path])
+    assert one.config.keys() != two.config.keys()
+    assert one.is_comparable_to(two)
+
+
+def test_the_rounds_of_the_best_models_and_of_early_stops(tmp_path):
+    folder = made_up(tmp_path / "run", ("fedavg",), patience=2, validation=0)
+    lines = (folder.path / "history.csv").read_text().splitlines()
+    names = lines[0].split(",")
+    kept = [lines[0]]
+    for line in lines[1:]:
+        cells = dict(zip(names, line.split(","), strict=True))
+        if cells["seed"] == "1" and int(cells["round"]) in (3, 4):
+            cells["accuracy"] = "0.1"
+        if cells["seed"] == "0" or int(cells["round"]) <= 4:
+            kept.append(",".join(cells.values()))
+    (folder.path / "history.csv").write_text("\n".join(kept) + "\n")
+    found = Parsed(page.write([folder.path]).read_text(encoding="utf-8"))
+    assert "6, 2 (4)" in [e["text"] for e in found.all("td")]
 
 
 def test_methods_are_compared_within_comparable_folders(tmp_path):
@@ -368,7 +436,7 @@ def test_methods_are_compared_within_comparable_folders(tmp_path):
     made += cells(tmp_path, "b/ditto", clients=5) + cells(tmp_path, "c/ditto", lr=0.5)
     found = Parsed(page.write(made, tmp_path / "x.html").read_text(encoding="utf-8"))
     assert data_of(found)["kinds"] == [0, 0, 0, 3, 4]
-    rows = [e["text"] for e in found.all("tr") if "±" in e["text"] and "·" in e["text"]]
+    rows = [e["text"] for e in found.all("tr") if "±" in e["text"] and "lr=" in e["text"]]
     apart = 100 * np.mean(
         [accuracy("ditto", seed, 6) - accuracy("fedavg", seed, 6) for seed in (0, 1)]
     )
@@ -381,7 +449,8 @@ def test_methods_are_compared_within_comparable_folders(tmp_path):
     ]  # Local is made up as Ditto is
     against = [e["text"] for e in found.all("table") if e["text"].startswith("Against")]
     assert len(against) == 2
-    assert all("a/ditto" in text and "b/" not in text and "c/" not in text for text in against)
+    assert all("clients=4, lr=default" in text for text in against)
+    assert not any("clients=5" in text or "lr=0.5" in text for text in against)
     alone = Parsed(
         page.write(made[1:2] + made[3:], tmp_path / "y.html").read_text(encoding="utf-8")
     )
@@ -395,7 +464,7 @@ def test_different_data_have_no_common_highest_accuracy(tmp_path):
     one = page.write(made, tmp_path / "x.html").read_text(encoding="utf-8")
     made += cells(tmp_path, "b/ditto", dataset="mnist")
     two = page.write(made, tmp_path / "y.html").read_text(encoding="utf-8")
-    assert "Highest test accuracy" in one
+    assert "Highest test accuracy in the best round, which is picked on test data" in one
     assert "Highest test accuracy" not in two
     assert [len(Parsed(text).all("strong")) for text in (one, two)] == [
         2,
@@ -410,7 +479,7 @@ def test_rounds_and_seconds_to_an_accuracy(tmp_path):
     kept = [line for line in lines if line.split(",")[2] in ("round", "0", "3", "6")]
     (folder.path / "history.csv").write_text("\n".join(kept) + "\n")
     [result] = read_run(folder.path).results.values()
-    assert sum_seconds(result).tolist() == [0.5, 2.0, 3.5]
+    assert sum_seconds(result.history) == {0: 0.5, 3: 2.0, 6: 3.5}
     wanted = accuracy("fedavg", 1, 3)  # seed 0 is a little lower there, seed 2 a little higher
     assert find_target_rounds(result, [wanted]) == [([6, 3, 3], [3.5, 2.0, 2.0])]
     assert find_target_rounds(result, [2.0]) == [([None] * 3, [None] * 3)]

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from fedala.records import HistoryRow
 from fedala.report import tables
-from fedala.report.progress import ProgressBars, format_duration
+from fedala.report.progress import format_duration
+from fedala.report.progress_bars import ProgressBars
 from fedala.runs.config import Config
 
 

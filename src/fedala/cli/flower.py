@@ -10,7 +10,7 @@ from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
 from fedala.report import tables
-from fedala.report.progress import ProgressBars
+from fedala.report.progress_bars import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.own_code import configure

@@ -1,7 +1,6 @@
 """`fedala run`: train, evaluate, compare."""
 
 import re
-import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,16 +15,17 @@ from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
-from fedala.report.progress import ProgressBars
+from fedala.report.progress_bars import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
-from fedala.runs.results import Result
+from fedala.runs.results import RunResult
 from fedala.runs.resumable_options import change_config, check_code_is_named
 from fedala.runs.resume import resume_advice
+from fedala.runs.seconds import MEANING
 from fedala.runs.sweep_results import find_sweeps
 
 app = typer.Typer()
@@ -118,7 +118,7 @@ def run(
     checked = plan(chosen)
     say(_description(checked, chosen))
     _show(_execute(checked, folder, force=force, resume=resume, log=log))
-    _write_page(folder)
+    page.write_after_run(folder, say, print_line)
     print_line(f"Run folder: {folder}")
 
 
@@ -187,7 +187,7 @@ def _describe_standardization(config: Config, chosen: Config) -> str:
 
 def _execute(
     checked: Plan, folder: Path, *, force: bool, resume: Path | None, log: list[str]
-) -> Result:
+) -> RunResult:
     """Run all methods with a progress display, live loggers and a clean stop on a signal."""
     config = checked.config
     try:
@@ -213,7 +213,7 @@ def _execute(
         raise KeyboardInterrupt(advice) from None
 
 
-def _show(result: Result) -> None:
+def _show(result: RunResult) -> None:
     """Print the table of results and the notes that explain it."""
     config = result.config
     tables.show(tables.results(result.summaries()))
@@ -224,6 +224,7 @@ def _show(result: Result) -> None:
         f"({formula} / Σ samples)."
     )
     print("The best round is picked on test data, as in the paper.")
+    print(MEANING)
     for sweep in find_sweeps(config.sweep, result.methods):
         for sentence in tables.describe_sweep(sweep):
             print(sentence)
@@ -242,15 +243,4 @@ def _show(result: Result) -> None:
         print(
             f"Mean ± standard deviation of {config.seeds} runs; "
             "the seconds are for all of them together."
-        )
-
-
-def _write_page(folder: Path) -> None:
-    """Write the page of a finished run. A fault of the page must not fail the run."""
-    try:
-        print_line(f"Report: {page.write([folder], say=say)}")
-    except Exception as error:
-        say(
-            f"The report could not be written ({error}); "
-            f"try again with: fedala report {shlex.quote(str(folder))}"
         )

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Samples and their targets. Its constructor checks them, so a `Dataset` is always sound.
 
@@ -49,6 +49,15 @@ class Dataset:
             self._check_targets()
         else:
             self._check_labels()
+
+    def __repr__(self) -> str:
+        owners = f", {len(self.client_names):,} clients" if self.clients is not None else ""
+        return f"<Dataset {self.describe()}{owners}>"
+
+    def describe(self) -> str:
+        """Return it in one line: `digits: 1,797 samples of 10 classes, 1×28×28`."""
+        shape = "×".join(map(str, self.x.shape[1:]))
+        return f"{printable(self.name, 80)}: {len(self.y):,} samples of {self.targets}, {shape}"
 
     @cached_property
     def kind(self) -> str:

@@ -21,7 +21,7 @@ _FORMAT, _VERSION = "fedala-partition", 1
 NATURAL = "natural"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Federation:
     """For each client, indices into the dataset, in the client's own fixed order.
 
@@ -83,6 +83,9 @@ class Federation:
                 f"Client {empty} of the Federation has no training samples; leave it out, or give "
                 "it some."
             )
+
+    def __repr__(self) -> str:
+        return f"<Federation {self.dataset.describe()}, {len(self.train):,} clients>"
 
     def counts(self, *parts: str) -> Indices:
         """Count the samples of each class that a client holds, in all `PARTS` or in some of them.

@@ -25,7 +25,7 @@ from fedala.records import Fault, HistoryRow
 from fedala.runs.execute import execute
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan
-from fedala.runs.results import Result
+from fedala.runs.results import RunResult
 from fedala.simulation import Simulation
 
 log = getLogger("flwr")
@@ -42,7 +42,7 @@ def server_app(custom: CustomApp | None = None) -> ServerApp:
     return app
 
 
-def serve(grid: Grid, run_config: Mapping[str, Any], custom: CustomApp | None = None) -> Result:
+def serve(grid: Grid, run_config: Mapping[str, Any], custom: CustomApp | None = None) -> RunResult:
     """Run the whole experiment, in a run folder like any other."""
     config, deployment = read_run_config(run_config)
     experiment = prepare_server(config, custom)

@@ -29,7 +29,7 @@ from fedala.lanes.trees import Params, State
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(repr=False)
 class Cohort:
     """Some clients of one round, as lanes. Lane i belongs to the run with the seed `seeds[i]`."""
 
@@ -56,6 +56,9 @@ class Cohort:
             raise ValueError(
                 "lanes must be sorted by their number of training samples, the longest first"
             )
+
+    def __repr__(self) -> str:
+        return f"<Cohort of {len(self)} lanes, round {self.round} of {self.rounds}>"
 
     def __len__(self) -> int:
         return len(self.clients)

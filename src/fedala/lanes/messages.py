@@ -23,6 +23,11 @@ class Message(_Message):
         own_model = {} if model is None else model
         return super().__new__(cls, own_model, {} if extra is None else extra)
 
+    def __repr__(self) -> str:
+        """Say how much travels, and not every number of it."""
+        tensors = len(list(leaves(self)))
+        return f"<Message of {tensors} tensors, {count_numbers_per_lane(self):,} numbers a lane>"
+
 
 def count_numbers_per_lane(message: Message) -> int:
     """Return how many numbers one client sends or gets with a message."""

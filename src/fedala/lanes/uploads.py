@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     clients: Sequence[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Uploads:
     """What the participants of one round uploaded, in the order of their numbers.
 
@@ -35,6 +35,9 @@ class Uploads:
     weights: Tensor
     """[client]: the numbers of training samples, float64."""
     pieces: Sequence[Piece]
+
+    def __repr__(self) -> str:
+        return f"<Uploads of {len(self)} clients>"
 
     def __len__(self) -> int:
         return len(self.clients)

@@ -14,7 +14,7 @@ from fedala.lanes.layers import upper
 from fedala.lanes.randomness import draw, torch_generator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ServerRound:
     """A round of one run, as the server's functions see it."""
 
@@ -26,6 +26,10 @@ class ServerRound:
     """The participants, in the order of the lanes of a message; before the first round, all."""
     sizes: Sequence[int]
     """Every client's number of training samples."""
+
+    def __repr__(self) -> str:
+        clients = f"{len(self.clients)} of {len(self.sizes)} clients"
+        return f"<ServerRound {self.round} of {self.rounds}, seed {self.seed}: {clients}>"
 
     def draw(self, purpose: str, client: int = 0) -> np.random.Generator:
         """Return the server's generator of one purpose in this round."""

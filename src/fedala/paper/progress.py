@@ -16,6 +16,7 @@ from fedala.paper.observer import Outcome
 from fedala.paper.running import BUSY
 from fedala.records import HistoryRow
 from fedala.report.progress import format_duration
+from fedala.runs.seconds import average_seconds
 
 _WAITING, _RUNNING = "waiting", "running"
 _MOST_ENDED, _MOST_WAITING = 12, 3  # cells in the live table
@@ -30,19 +31,16 @@ class CellState:
     """Waiting, running, or its outcome."""
     reason: str = ""
     round: int = -1
-    first_round: int = 0
-    start_time: float = 0.0
+    rows: list[HistoryRow] = field(default_factory=list)
+    """Those of the first seed, in this process."""
     accuracies: dict[int, float] = field(default_factory=dict)
     """The last ones, by seed."""
     best: dict[int, float] = field(default_factory=dict)
 
     @property
     def seconds_per_round(self) -> float:
-        """Return the mean of the rounds of this process; 0 if that is unknown."""
-        trained = self.round - self.first_round
-        if self.status != _RUNNING or trained <= 0:
-            return 0.0
-        return (time.monotonic() - self.start_time) / trained
+        """Return those of the rounds of this process; 0 if they are unknown."""
+        return average_seconds(self.rows) if self.status == _RUNNING and self.rows else 0.0
 
 
 def _mean_percent(values: dict[int, float]) -> str:
@@ -85,9 +83,9 @@ class CellProgress:
         state, seed = self.cells[cell], row.seed
         accuracy = row.accuracy_joined  # with ρ < 1, the paper counts the participants only
         if state.status != _RUNNING:
-            state.status = _RUNNING
-            state.start_time = time.monotonic() - row.seconds
-            state.first_round = row.round - 1
+            state.status, state.rows = _RUNNING, []
+        if not state.rows or state.rows[0].seed == seed:
+            state.rows.append(row)
         state.round = row.round
         state.accuracies[seed] = accuracy
         state.best[seed] = float(np.fmax(accuracy, state.best.get(seed, accuracy)))

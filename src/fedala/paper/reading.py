@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedala.errors import UserError, first_line
 from fedala.io import files
 from fedala.io.untrusted import read_file
@@ -23,6 +21,7 @@ from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
 from fedala.runs.results import best_row
+from fedala.runs.seconds import average_seconds
 
 #: In bytes; a csv of all the paper's cells is far smaller.
 _LARGEST_CSV = 2**25
@@ -142,7 +141,6 @@ def _read_seeds(folder: Path, facts: dict[str, Any], notes: list[str]) -> Iterat
 def _summarize(config: Config, rows: list[HistoryRow]) -> dict[str, Any]:
     """Return the columns of a result that config and history give."""
     best, joined = (best_row(rows, column) or rows[0] for column in ("score", "score_joined"))
-    seconds = [row.seconds for row in rows]
     return {
         "method": config.method,
         "set": " ".join(f"{key}={format_value(value)}" for key, value in config.set.items()),
@@ -154,8 +152,7 @@ def _summarize(config: Config, rows: list[HistoryRow]) -> dict[str, Any]:
         "best_round": best.round,
         "best_joined": joined.accuracy_joined,
         "final": rows[-1].accuracy,
-        # The first two include the start and ALA's initial stage, and the last does not train.
-        "seconds_per_round": float(np.mean(seconds[2:-1] or seconds)),
+        "seconds_per_round": average_seconds(rows),
         "together": config.seeds,
         "diverged": sum(row.diverged > 0 for row in rows),
         "sent": max(row.sent for row in rows),

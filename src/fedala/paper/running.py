@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedala.data import Dataset, Federation, federate, load
@@ -32,6 +31,7 @@ from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import Plan, plan
 from fedala.runs.provenance import versions
 from fedala.runs.resumable_options import change_config
+from fedala.runs.seconds import average_seconds
 
 #: Why a cell is skipped while another process runs it.
 BUSY = "another process is running it"
@@ -264,9 +264,8 @@ def _measure_round(folder: Path, method: str) -> float:
         for run_folder in list_run_folders(cell_folder):
             histories = read_histories(run_folder)
             rows = next(iter(histories.values()), [])
-            seconds = [row.seconds for row in rows][2:-1]
-            if seconds:
-                return float(np.mean(seconds)) / len(histories)
+            if len(rows) > 3:  # some of them are steady
+                return average_seconds(rows) / len(histories)
     return 0.0
 
 

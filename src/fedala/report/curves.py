@@ -7,6 +7,7 @@ import numpy as np
 from fedala.metrics import METRICS
 from fedala.report.arrays import Array, to_array
 from fedala.runs.results import MethodResult
+from fedala.runs.seconds import sum_seconds
 
 FURTHER_MODELS = {
     "trained": "trained personal models",
@@ -59,18 +60,6 @@ def list_columns(result: MethodResult) -> list[str]:
     return [name for name in names if name not in hidden]
 
 
-def sum_seconds(result: MethodResult) -> Array:
-    """Return the seconds of all runs together until the end of each evaluated round.
-
-    A round that was not evaluated counts as long as the next evaluated one. The first run that has
-    not stopped yet tells the time.
-    """
-    rounds, seconds = collect_curves(result, "seconds")
-    first = np.argmin(np.isnan(seconds), axis=0)
-    of_all = seconds[first, np.arange(len(rounds))]
-    return np.asarray(np.nancumsum(of_all * np.diff(rounds, prepend=-1)))
-
-
 def find_target_rounds(
     result: MethodResult, targets: Sequence[float]
 ) -> list[tuple[list[int | None], list[float | None]]]:
@@ -79,7 +68,7 @@ def find_target_rounds(
     Return the round of each seed and the seconds until then; None if it never gets there.
     """
     rounds, values = collect_curves(result, result.metric.name)
-    seconds = sum_seconds(result)
+    seconds = sum_seconds(result.history)
     sign = 1 if result.metric.higher_is_better else -1
     # The best so far only grows, so a binary search finds the first round that reaches a target.
     best = np.fmax.accumulate(np.nan_to_num(sign * values, nan=-np.inf), axis=1)
@@ -90,7 +79,7 @@ def find_target_rounds(
         answers.append(
             (
                 [None if index is None else rounds[index] for index in indices],
-                [None if index is None else float(seconds[index]) for index in indices],
+                [None if index is None else seconds[rounds[index]] for index in indices],
             )
         )
     return answers

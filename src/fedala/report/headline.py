@@ -18,6 +18,14 @@ class Headline:
     """How its round was chosen, as the end of a sentence."""
 
 
+#: The scores of a summary, and their headings in a table as text.
+SCORES = {
+    "best": "best round",
+    "best_joined": "best round,\nparticipants",
+    "final": "last round",
+    "validation_picked": "round picked by\nvalidation",
+}
+
 #: By the name that `--figure` takes.
 HEADLINES = {
     "validation": Headline("validation_picked", "in the round that the validation samples pick"),

@@ -19,11 +19,14 @@ from fedala.runs.folder import nearest_existing_parent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: The most curves whose legend is inside the axes; that of more is below them.
+_MOST_INSIDE = 5
 _SUFFIXES = (".png", ".pdf", ".svg")
 _COLOUR = "#2a6f97"
 #: The methods in turn: colours that colour-blind people can tell apart, and dashes for grey print.
 _COLOURS = ("#0a63c2", "#c2470f", "#14784a", "#7c46c2", "#b4307c", "#876200", "#0b737d", "#515a65")
-_DASHES = ("-", "--", ":")
+_DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", ">", "<", "X")
 
 
 def check(path: Path) -> None:
@@ -132,16 +135,15 @@ def draw_curves(curves: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) 
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure = new_figure(6, 3.6)
+    rows = (len(curves) + 2) // 3 if len(curves) > _MOST_INSIDE else 0
+    figure = new_figure(6, 3.6 + 0.18 * rows)
     axes = figure.add_subplot()
     for i, (label, (rounds, values)) in enumerate(curves.items()):
         mean, deviation = mean_std(values)
-        colour, marker = _COLOURS[i % 8], "o" if len(rounds) == 1 else None
-        style: dict[str, Any] = {
-            "color": colour,
-            "linestyle": _DASHES[i // 8 % 3],
-            "marker": marker,
-        }
+        colour, gap = _COLOURS[i % 8], max(1, len(rounds) // 6)
+        style: dict[str, Any] = {"color": colour, "linestyle": _DASHES[(i + i // 8) % 4]}
+        if len(curves) > 1 or len(rounds) == 1:
+            style |= {"marker": _MARKERS[i % 9], "markersize": 4, "markevery": (i % gap, gap)}
         axes.plot(rounds, mean, label=label, linewidth=1.6, **style)
         if len(values) > 1:
             low, high = mean - deviation, mean + deviation
@@ -149,7 +151,10 @@ def draw_curves(curves: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) 
     axes.set(xlabel="round", ylabel=ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     style_axes(axes)
-    axes.legend(frameon=False, fontsize=8, ncols=1 + len(curves) // 9)
+    if rows:
+        figure.legend(loc="outside lower center", frameon=False, fontsize=7, ncols=3)
+    else:
+        axes.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -167,6 +172,7 @@ def draw_client_scores(values: Mapping[str, Array], metric: Metric = ACCURACY) -
     for i, label in enumerate(values):
         offset = (i - (len(values) - 1) / 2) * min(0.16, 0.8 / len(values))
         style: dict[str, Any] = {"color": _COLOURS[i % 8], "zorder": 2, "linewidths": 0}
+        style["marker"] = _MARKERS[i % 9]
         axes.scatter(np.arange(clients) + offset, scores[i], s=18, label=label, **style)
     axes.set(xlabel="client", ylabel=f"test {metric.title}{_unit(metric)}")
     axes.set_xticks(range(0, clients, _step(clients)))
@@ -207,9 +213,9 @@ def draw_heat_map(
 
 def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure of this size in inches."""
-    from matplotlib.figure import Figure
+    from fedala.report.shown_figure import ShownFigure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return ShownFigure(figsize=(width, height), layout="constrained")
 
 
 def style_axes(axes: Any, grid: Literal["both", "x", "y"] = "y") -> None:

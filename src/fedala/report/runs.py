@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from fedala.methods import make
 from fedala.metrics import Metric, find_metric
 from fedala.records import HistoryRow
 from fedala.report.arrays import Array, Rows, to_array
+from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_sweep
-from fedala.runs.early_stopping import group_runs
+from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
 from fedala.runs.results import MethodResult
 from fedala.runs.resumable_options import CHANGEABLE
@@ -43,7 +44,9 @@ _WHOLE_NUMBERS = {
 }
 
 #: Options in which two runs may differ while their scores can still be compared.
-_FREE_TO_DIFFER = {*CHANGEABLE, "method", "set", "seed", "seeds", "eval_every", "evaluate"}
+FREE_TO_DIFFER = {*CHANGEABLE, "method", "set", "seed", "seeds", "eval_every", "evaluate"}
+#: The options' defaults. Folders of earlier versions lack the newer options.
+DEFAULTS = {one.name: one.default for one in fields(Config)}
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,23 @@ class Run:
 
         Runs that have stopped early are finished.
         """
-        result, patience = self.results[method], self.config.get("patience")
-        patience = patience if isinstance(patience, int) else None
-        try:
-            watches = group_runs(result.history, result.seeds, patience)
-        except ValueError:  # a row after the end: the folder's own reader refuses it
-            watches, patience = group_runs(result.history, result.seeds, None), None
-        last = [w.last.round for w in watches if w.last and not w.is_over(patience)]
+        watches = self.watch(method)
+        last = [w.last.round for w in watches if w.last and not w.is_over(self.patience)]
         return min(last) if last and min(last) < self.rounds else None
+
+    @property
+    def patience(self) -> int | None:
+        """After how many evaluations without a better one a run stops; None if it does not."""
+        patience = self.config.get("patience")
+        return patience if isinstance(patience, int) else None
+
+    def watch(self, method: str) -> list[RunWatch]:
+        """Return the best and the last evaluation of each run of a method."""
+        result = self.results[method]
+        try:
+            return group_runs(result.history, result.seeds, self.patience)
+        except ValueError:  # a row after the end: the folder's own reader refuses it
+            return group_runs(result.history, result.seeds, None)
 
     @property
     def pending_methods(self) -> list[str]:
@@ -123,7 +135,11 @@ class Run:
         if self is other:
             return True
         own, others = (
-            {key: value for key, value in run.config.items() if key not in _FREE_TO_DIFFER}
+            {
+                key: value
+                for key, value in run.config.items()
+                if key not in FREE_TO_DIFFER and value != DEFAULTS.get(key)
+            }
             for run in (self, other)
         )
         return own == others and self.split == other.split

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedala.metrics import Metric
 from fedala.report.arrays import Array, mean_std
+from fedala.report.labels import label_results, make_identity
 from fedala.report.runs import Run
 from fedala.runs.results import MethodResult
 
@@ -45,19 +46,24 @@ class Series:
 
 
 def list_series(runs: Sequence[Run]) -> list[Series]:
-    """List every method of every folder, under labels that are unique."""
+    """List every method of every folder, under labels that are unique.
+
+    A method that several folders have with the same options and results is listed once.
+    """
     entries: list[tuple[Run, MethodResult, int]] = []
+    seen = set()
     for run in runs:
         group = next(i for i, other in enumerate(runs) if run.is_comparable_to(other))
-        entries += [(run, result, group) for result in run.results.values()]
-    titles = [result.title for _, result, _ in entries]
-    has_one_group = len({group for _, _, group in entries}) == 1
-    series = []
-    for index, (run, result, group) in enumerate(entries):
-        is_clear = has_one_group and titles.count(result.title) == 1
-        label = result.title if is_clear else f"{result.title} · {run.name}"
-        series.append(Series(run, result, label, index, group))
-    return series
+        for result in run.results.values():
+            key = group, make_identity(run, result)
+            if key not in seen:
+                entries.append((run, result, group))
+            seen.add(key)
+    labels = label_results(entries)
+    return [
+        Series(run, result, label, index, group)
+        for index, ((run, result, group), label) in enumerate(zip(entries, labels, strict=True))
+    ]
 
 
 def list_metrics(series: Iterable[Series]) -> list[Metric]:

@@ -14,18 +14,11 @@ from rich.text import Text
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
 from fedala.metrics import find_metric
-from fedala.report.headline import format_figure
+from fedala.report.headline import SCORES, format_figure
 from fedala.runs.sweep_results import Sweep
 
 #: The least columns of a text that may wrap.
 WRAPPED = 24
-#: The scores of a summary, and their headings.
-SCORES = {
-    "best": "best round",
-    "best_joined": "best round,\nparticipants",
-    "final": "last round",
-    "validation_picked": "round picked by\nvalidation",
-}
 
 
 def console() -> Console:

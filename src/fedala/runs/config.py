@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.io.untrusted import read_file
 from fedala.io.user_code import is_reference
 from fedala.lanes.recipe import OPTIMIZERS, SCHEDULES, Optimizer, Recipe, Schedule
@@ -35,7 +35,7 @@ MOST_SEEDS = 10_000
 PRECISIONS = ("float32", "tf32", "bf16", "float64")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Config:
     """A run, or a comparison of methods. `None`: the paper's value for the dataset and model."""
 
@@ -397,6 +397,12 @@ class Config:
                     f"evaluate: there is no model {name!r}{suggest(name, MODEL_KINDS)}."
                 )
         return tuple(kind for kind in MODEL_KINDS if kind in {INITIALIZED, *names})
+
+    def __repr__(self) -> str:
+        """Show the options that are not at their defaults."""
+        own = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        shown = (f"{name}={value!r}" for name, value in own.items() if value != {})
+        return printable(f"Config({', '.join(shown)})", 900)
 
     def values(self) -> dict[str, Any]:
         """Return every option and its value."""

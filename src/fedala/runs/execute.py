@@ -22,7 +22,7 @@ from fedala.runs.members import Group, Member
 from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import Plan
 from fedala.runs.provenance import describe, summarize
-from fedala.runs.results import MethodResult, Result
+from fedala.runs.results import MethodResult, RunResult
 from fedala.runs.resume import Progress, find_checkpoints, reopen, resume_advice
 from fedala.runs.room import check_room, choose_best_models
 from fedala.simulation import Simulation
@@ -36,10 +36,11 @@ def execute(
     resume: bool | Path | None = None,
     observer: RunObserver | None = None,
     simulate: Callable[..., Simulation] = build_simulation,
-) -> Result:
+) -> RunResult:
     """Carry out a plan. With `resume`, continue the run in `out`, or a copy of the folder it names.
 
-    `simulate` makes a method's simulation.
+    `simulate` makes a method's simulation. If the observer asks the run to stop, it ends with
+    `Stopped`, which has the results so far.
     """
     observer = observer or RunObserver()
     for sentence in plan.federation.notes:
@@ -53,7 +54,7 @@ def execute(
                 "Only the models of the last evaluation are saved, because those of the best one "
                 "take much memory, or do not fit on the disk: --save-best saves them as well."
             )
-    result = Result(plan.config, {}, out)
+    result = RunResult(plan.config, {}, out)
     began = time.time()
     devices = [plan.device] if plan.device.type == "cuda" else []
     with ExitStack() as stack:
@@ -87,6 +88,9 @@ def execute(
                     one.carry_out(progress.get((number, batch.number)), simulate)
                 if folder:
                     folder.write_summary(summarize(plan, result, time.time() - began))
+        except Stopped as stopped:
+            stopped.result = result
+            raise
         except OSError as error:
             if folder is None:
                 raise

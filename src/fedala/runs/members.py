@@ -1,7 +1,7 @@
 """The methods of a run, or the points of their sweeps, and which of them run side by side."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedala.errors import UserError
 from fedala.lanes import UpdateRule
@@ -25,18 +25,21 @@ class Member:
     """Its name in tables and files: the method's, with the values of the point."""
     title: str
     method: Method
-    config: Config
+    config: Config = field(repr=False)
 
     @property
     def variant(self) -> Variant:
         return Variant(self.method, self.config.recipe())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Group:
     """Members that run side by side, as lanes: they differ in numbers only."""
 
     members: tuple[Member, ...]
+
+    def __repr__(self) -> str:
+        return f"<Group {self.title}: {len(self.members)} side by side>"
 
     @property
     def title(self) -> str:

@@ -9,10 +9,14 @@ from typing import Any
 
 from fedala.errors import RunError
 from fedala.records import Fault, HistoryRow
+from fedala.runs.results import RunResult
 
 
 class Stopped(RunError):
     """A run that was asked to stop, and did so between two rounds."""
+
+    result: RunResult | None = None
+    """What it has found until then."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,16 @@ class RunObserver:
     """Called before the rounds of some seeds of a method, which run side by side."""
 
 
+def write_to_stderr(line: str) -> None:
+    """Write past Python's buffers, which the program may be writing to at this very moment."""
+    os.write(2, f"{line}\n".encode())
+
+
 @contextmanager
-def catch_stop_signals() -> Iterator[list[int]]:
+def catch_stop_signals(
+    numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
+    announce: Callable[[str], None] = write_to_stderr,
+) -> Iterator[list[int]]:
     """Collect the signals that ask to stop, so that the round can end. The second interrupts it."""
     caught: list[int] = []
 
@@ -37,10 +49,9 @@ def catch_stop_signals() -> Iterator[list[int]]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        # Past Python's buffers, which the program may be writing to at this very moment.
-        os.write(2, b"Finishing this round, then stopping; once more to stop at once.\n")
+        announce("Finishing this round, then stopping; once more to stop at once.")
 
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield caught
     finally:

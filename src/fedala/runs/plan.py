@@ -11,7 +11,7 @@ from torch import nn
 from fedala.data import Dataset, Federation, federate, load, resize_images
 from fedala.data.feature_shift import parse_feature_shift, shift_features
 from fedala.data.standardization import fit_normalization
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.io.untrusted import free_memory
 from fedala.io.user_code import is_reference
 from fedala.lanes.augmentation import parse_augmentation
@@ -48,7 +48,7 @@ from fedala.simulation.client_round import init_client_state
 _BEST_MODELS_BYTES = 2**31
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A run that has been checked, with every value of its config resolved."""
 
@@ -64,6 +64,14 @@ class Plan:
     loss: Loss = field(default_factory=CrossEntropy)
     normalization: Normalization | None = None
     """What scales the samples on their way to the model; None: bytes as usual, floats as is."""
+
+    def __repr__(self) -> str:
+        config = self.config
+        methods = printable(config.method, 200)
+        return (
+            f"<Plan {methods} on {self.federation.dataset.describe()}, {config.clients} clients; "
+            f"{config.model}, {config.rounds} rounds, on {self.device.type}>"
+        )
 
     @property
     def members(self) -> list[Member]:

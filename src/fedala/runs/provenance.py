@@ -20,7 +20,7 @@ from fedala.runs.digests import Digests
 from fedala.runs.model_trial import first_output
 from fedala.runs.own_code import code_versions
 from fedala.runs.plan import Plan
-from fedala.runs.results import Result
+from fedala.runs.results import RunResult
 from fedala.runs.resumable_options import identify
 from fedala.runs.sweep_results import find_sweeps
 from fedala.version import __version__
@@ -85,7 +85,7 @@ def _shorten(version: str) -> str:
     return version[:19] if version.startswith("sha256:") else version
 
 
-def summarize(plan: Plan, result: Result, seconds: float) -> dict[str, Any]:
+def summarize(plan: Plan, result: RunResult, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json`."""
     sweeps = find_sweeps(result.config.sweep, result.methods)
     return {

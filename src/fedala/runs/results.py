@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedala.errors import printable
 from fedala.metrics import ACCURACY, Metric, find_metric
 from fedala.records import HistoryRow
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
+from fedala.runs.seconds import average_seconds, sum_seconds
 
 Models = dict[tuple[int, int | None], dict[str, Tensor]]
 
@@ -29,7 +31,7 @@ def _number(row: HistoryRow, column: str) -> float:
     return math.nan if value is None else float(value)
 
 
-@dataclass
+@dataclass(repr=False)
 class MethodResult:
     """The results of one method, over all runs."""
 
@@ -53,6 +55,19 @@ class MethodResult:
     """The column of the history that picks the best models."""
     stops: list[int | None] = field(default_factory=list)
     """By run: the round after which it stopped early; None if it did not."""
+
+    def __repr__(self) -> str:
+        """Say what the method scores, and not what its models weigh."""
+        if not self.history:
+            return f"<MethodResult {self.method}: not evaluated yet>"
+        metric, seeds = self.metric, len(self.seeds)
+        runs = f"; mean of {seeds} runs" if seeds > 1 else ""
+        return (
+            f"<MethodResult {printable(self.method, 80)}: {metric.title} "
+            f"{metric.format(self.best_score)}{metric.unit} in the best round, "
+            f"{metric.format(float(self.final.mean()))}{metric.unit} in round "
+            f"{max(row.round for row in self.history)}, the last{runs}>"
+        )
 
     @property
     def metric(self) -> Metric:
@@ -144,13 +159,13 @@ class MethodResult:
 
     @property
     def seconds_per_round(self) -> float:
-        """Mean over the evaluated rounds, of all runs together.
+        """Mean wall time of a round of all runs together, without the start (`seconds.py`)."""
+        return average_seconds([row for row in self.history if row.seed == self.history[0].seed])
 
-        The first two rounds do not count, because they include the start and ALA's initial stage,
-        and neither does the last, which does not train.
-        """
-        seconds = [row.seconds for row in self.history if row.seed == self.history[0].seed]
-        return float(np.mean(seconds[2:-1] or seconds[:-1] or seconds))
+    @property
+    def total_seconds(self) -> float:
+        """Wall time of all rounds of all runs together, with the start and ALA's initial stage."""
+        return max(sum_seconds(self.history).values())
 
     def below_local(self, local: "MethodResult") -> np.ndarray:
         """Return each run's share of clients that score worse than the same client under Local.
@@ -175,6 +190,7 @@ class MethodResult:
             "title": self.title,
             self.metric.name: self.scores(),
             "seconds_per_round": self.seconds_per_round,
+            "total_seconds": self.total_seconds,
             "parameters_per_client_and_round": {
                 "sent": sent,
                 "uploaded": uploaded,
@@ -211,8 +227,23 @@ def describe_spread(values: np.ndarray) -> dict[str, Any]:
     return {"mean": float(values.mean()), "std": float(values.std()), "runs": values.tolist()}
 
 
-@dataclass
-class Result:
+def find_best(results: Sequence[MethodResult]) -> tuple[str, MethodResult | None]:
+    """Find the method with the best mean score, by the key of the score that compares them.
+
+    That is `validation_picked` if validation samples have picked every method's round, else `best`.
+    None if no score is a number.
+    """
+    evaluated = [one for one in results if one.history]
+    scores = [one.scores() for one in evaluated]
+    is_validated = all("validation_picked" in own for own in scores)
+    key = "validation_picked" if evaluated and is_validated else "best"
+    means = [own[key]["mean"] for own in scores]
+    best = evaluated[0].metric.pick_best(means) if evaluated else math.nan
+    return key, evaluated[means.index(best)] if best in means else None
+
+
+@dataclass(repr=False)
+class RunResult:
     """The results of a run, by method. With a single method, its figures are the result's own."""
 
     config: Config
@@ -235,20 +266,25 @@ class Result:
 
     @property
     def history(self) -> list[HistoryRow]:
+        """The evaluations of the only method."""
         return self._only.history
 
     @property
     def best_score(self) -> float:
+        """The only method's score in its best round: mean over the runs."""
         return self._only.best_score
 
     @property
     def best_accuracy(self) -> float:
+        """The only method's accuracy in its best round: mean over the runs."""
         return self._only.best_accuracy
 
     @property
     def models(self) -> Models:
+        """The only method's last models by seed and client, unless a folder keeps them."""
         return self._only.models
 
     @property
     def best_models(self) -> Models:
+        """The only method's models of the best evaluation, unless a folder keeps them."""
         return self._only.best_models

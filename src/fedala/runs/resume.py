@@ -1,7 +1,7 @@
 """Resume a run: everything is inspected, and refused if need be, before anything is changed."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -54,10 +54,16 @@ class Reopened:
     """By group and batch."""
 
 
-def resume_advice(config: Config, folder: Path) -> str:
-    """Say how to resume a run that has stopped, as the end of a sentence."""
+def resume_advice(config: Config, folder: Path, *, own: Sequence[str] | None = None) -> str:
+    """Say how to resume a run that has stopped, as the end of a sentence.
+
+    `own`: for a run of Python, the arguments that must be given again.
+    """
     if config.checkpoint_every == 0 and not any((folder / "checkpoint").glob("*/*.json")):
         return "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
+    if own is not None:
+        again = "".join(f", {name}=…" for name in own)
+        return f"to resume it, use fedala.run(resume={str(folder)!r}{again})"
     return f"to resume it, use {resume_command(config, folder)}"
 
 

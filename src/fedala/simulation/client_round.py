@@ -37,7 +37,7 @@ class RoundRequest:
     """The kinds of models whose class probabilities are collected, sample by sample."""
 
 
-@dataclass
+@dataclass(repr=False)
 class CohortResult:
     """What a cohort did in a round."""
 
@@ -58,6 +58,10 @@ class CohortResult:
     weights: Params = field(default_factory=dict)
     """ALA's W."""
     state_before: State = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<CohortResult of {len(self.lanes)} lanes>"
+
     state: State = field(default_factory=dict)
 
     @property

@@ -25,11 +25,11 @@ class RunModels:
     task: Task
     run: int
     seed: int
-    cohorts: Sequence[tuple[Sequence[int], Params]]
+    cohorts: Sequence[tuple[Sequence[int], Params]] = field(repr=False)
     """Clients, and their models as a stack."""
-    absent: Sequence[tuple[int, Params, bool]]
+    absent: Sequence[tuple[int, Params, bool]] = field(repr=False)
     """A client, its model, and whether that is the initial one."""
-    global_model: Params
+    global_model: Params = field(repr=False)
 
     def __iter__(self) -> Iterator[PersonalModel]:
         for clients, models in self.cohorts:

@@ -1,5 +1,6 @@
 """The HTML page of one or several run folders: results, curves, clients, weights and set-up."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from fedala.report.page.views import Section
 from fedala.report.runs import Run, find_runs
 from fedala.report.series import list_series
 
-__all__ = ["render_page", "write"]
+__all__ = ["render_page", "write", "write_after_run"]
 
 
 def write(
@@ -45,6 +46,19 @@ def write(
     except OSError as error:
         raise UserError(f"The page cannot be written to {target} ({error.strerror}).") from None
     return target
+
+
+def write_after_run(
+    folder: Path, say: Callable[[str], None], announce: Callable[[str], None]
+) -> None:
+    """Write the page of a finished run, and announce it. A fault of it must not fail the run."""
+    try:
+        announce(f"Report: {write([folder], say=say)}")
+    except Exception as error:
+        say(
+            f"The report could not be written ({error}); "
+            f"try again with: fedala report {shlex.quote(str(folder))}"
+        )
 
 
 def render_page(runs: Sequence[Run]) -> str:

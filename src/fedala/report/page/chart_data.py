@@ -13,13 +13,13 @@ from fedala.report.curves import (
     find_target_rounds,
     list_columns,
     list_seeds,
-    sum_seconds,
 )
 from fedala.report.page.results import describe_speed
 from fedala.report.page.views import MOST_CLIENTS, MOST_POINTS
 from fedala.report.page.weights import mean_over_clients
 from fedala.report.runs import Run, distinct_splits
 from fedala.report.series import Series
+from fedala.runs.seconds import sum_seconds
 
 
 def collect_chart_data(runs: Sequence[Run], series: Sequence[Series]) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def _describe_metric(metric: Metric) -> dict[str, Any]:
 def _collect_curves(one: Series) -> dict[str, Any]:
     rounds, _ = collect_curves(one.result, "loss")
     chosen = pick_evenly(len(rounds), MOST_POINTS)
+    seconds = np.array(list(sum_seconds(one.result.history).values()))
     # The page asks for shares in whole percent, and for nothing else.
     percents = [target / 100 for target in range(101)] if one.metric.is_share else []
     values = {}
@@ -52,7 +53,7 @@ def _collect_curves(one: Series) -> dict[str, Any]:
     return {
         "label": one.label,
         "rounds": [rounds[index] for index in chosen],
-        "seconds": _round_values(sum_seconds(one.result)[chosen]),
+        "seconds": _round_values(seconds[chosen]),
         "seeds": list_seeds(one.result),
         "values": values,
         "speed": [describe_speed(*pair) for pair in find_target_rounds(one.result, percents)],

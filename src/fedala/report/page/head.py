@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from fedala.report.headline import HEADLINES
 from fedala.report.page.results import SCORES, task_of
 from fedala.report.page.views import Cell, label_cell, score_cell
 from fedala.report.runs import Run
 from fedala.report.series import Series, list_metrics
+from fedala.runs.results import find_best
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,17 @@ def view_best(runs: Sequence[Run], series: Sequence[Series]) -> Best | None:
     if len(list_metrics(series)) > 1 or len(set(map(task_of, runs))) > 1:
         return None
     metric = series[0].metric
-    means = [one.result.best_score for one in series]
-    best = series[means.index(metric.pick_best(means))] if np.isfinite(means).any() else series[0]
-    if not np.isfinite(best.result.best).all():
+    rule, winner = find_best([one.result for one in series])
+    best = next((one for one in series if one.result is winner), series[0])
+    if not np.isfinite(best.scores[rule]["runs"]).all():
         return None
     scores = [
         (title, score_cell(metric, best.scores[key]))
         for key, (title, _) in SCORES.items()
         if key in best.scores
     ]
-    heading = f"{metric.superlative.capitalize()} test {metric.title}"
+    meaning = next(one.meaning for one in HEADLINES.values() if one.key == rule)
+    heading = f"{metric.superlative.capitalize()} test {metric.title} {meaning}"
     return Best(heading, label_cell(best), scores, metric.unit)
 
 

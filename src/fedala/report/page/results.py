@@ -6,10 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedala.metrics import ACCURACY, Metric
-from fedala.report.curves import find_target_rounds, list_seeds, sum_seconds
-from fedala.report.page.views import Row, Table, difference_cell, label_cell, score_cell
+from fedala.report.curves import find_target_rounds, list_seeds
+from fedala.report.page.views import Cell, Row, Table, difference_cell, label_cell, score_cell
 from fedala.report.runs import Run
 from fedala.report.series import Series, find_baseline, list_metrics
+from fedala.runs.seconds import MEANING
+
+#: The most runs whose rounds are listed.
+MOST_RUNS = 10
 
 #: The scores of a summary: their titles, and how the round was chosen.
 SCORES = {
@@ -27,6 +31,11 @@ SCORES = {
         "test {title} in the round that is best on held-out training data: what to expect in use",
     ),
 }
+ROUNDS = (
+    "Rounds",
+    "the best round of each run, by validation samples if there are any; in brackets the round "
+    "after which the run stopped early",
+)
 BELOW_LOCAL = (
     "Clients below Local",
     "share of the clients, in %, that score worse in the last round than with Local, where each "
@@ -74,6 +83,7 @@ def view_results(series: Sequence[Series]) -> Results:
     for key, (title, meaning) in SCORES.items():
         if any(key in one.scores for one in series):
             meanings.append((title, meaning.format(**words)))
+    meanings.append(ROUNDS)
     if any("clients_below_local" in one.summary for one in series):
         meanings.append(BELOW_LOCAL)
     return Results(tables, meanings)
@@ -96,14 +106,27 @@ def _make_table(metric: Metric, series: Sequence[Series]) -> Table:
             difference = None if base is None else own[key]["mean"] - base
             cells.append(difference_cell(metric, difference))
         rows.append([label_cell(one), *cells])
+    for row, one in zip(rows, series, strict=True):
+        row.append(Cell(_list_rounds(one)))
     compares_local = any("clients_below_local" in one.summary for one in series)
     if compares_local:
         for row, one in zip(rows, series, strict=True):
             row.append(score_cell(ACCURACY, one.summary.get("clients_below_local")))
     heads = [SCORES[key][0] for key in keys]
     heads += [f"{SCORES[key][0]}, against FedAvg" for key in compared]
-    heads += [BELOW_LOCAL[0]] * compares_local
+    heads += [ROUNDS[0], *[BELOW_LOCAL[0]] * compares_local]
     return Table(_caption(metric, series), ["Method", *heads], rows, style="figures")
+
+
+def _list_rounds(one: Series) -> str:
+    """Return the best round of each run, and where it stopped early."""
+    texts = []
+    for watch in one.run.watch(one.result.method):
+        text = str(watch.best.round) if watch.best else "–"
+        if watch.last and watch.is_over(one.run.patience) and watch.last.round < one.run.rounds:
+            text += f" ({watch.last.round})"
+        texts.append(text)
+    return ", ".join(texts[:MOST_RUNS]) + (", …" if len(texts) > MOST_RUNS else "")
 
 
 def _find_best(series: Sequence[Series]) -> dict[tuple[tuple[str, ...], str], float]:
@@ -136,13 +159,13 @@ def view_cost(series: Sequence[Series]) -> Cost:
             [
                 label_cell(one),
                 f"{one.summary['seconds_per_round']:.3g}",
-                f"{float(sum_seconds(one.result)[-1]):,.0f}",
+                f"{one.summary['total_seconds']:,.3g}",
                 *(f"{numbers[key]:,}" for key in ("sent", "uploaded", "together")),
             ]
         )
     seconds = ["Seconds per round", "Seconds in total"]
     heads = ["Method", *seconds, "Parameters received", "uploaded", "together"]
-    caption = "Cost; parameters per client and round."
+    caption = f"Cost; parameters per client and round. {MEANING}"
     if max(len(list_seeds(one.result)) for one in series) > 1:
         caption += " The runs of a method train side by side; the seconds are of all of them."
     metric, target = series[0].metric, _choose_target(series)

@@ -77,7 +77,7 @@ class Section:
 
 def label_cell(series: Series) -> Cell:
     """Return a method's label with its colour."""
-    style = f"s{series.index % 8} g{series.index // 8 % 3}"
+    style = f"s{series.index % 8} m{series.index % 9}"
     return Cell(series.label, style=style, has_key=True)
 
 

@@ -20,8 +20,22 @@
     parent.append(made);
     return made;
   };
-  // Eight colours; the next eight methods have the same colours with other keys and dashes.
-  const colour = (place) => `s${place % 8} g${Math.floor(place / 8) % 3}`;
+  // Eight colours and nine shapes, so that 72 methods differ, in print by shapes and dashes.
+  const colour = (place) => `s${place % 8} m${place % 9}`;
+  const SHAPES = [
+    (r) => `M${-r},0A${r},${r} 0 1 1 ${r},0A${r},${r} 0 1 1 ${-r},0Z`,
+    (r) => polygon(0.9 * r, [[-1, -1], [1, -1], [1, 1], [-1, 1]]),
+    (r) => polygon(1.2 * r, [[0, -1], [1, 0.8], [-1, 0.8]]),
+    (r) => polygon(1.3 * r, [[0, -1], [1, 0], [0, 1], [-1, 0]]),
+    (r) => polygon(1.2 * r, [[-1, -0.8], [1, -0.8], [0, 1]]),
+    (r) => polygon(1.1 * r, [[-0.3, -1], [0.3, -1], [0.3, -0.3], [1, -0.3], [1, 0.3], [0.3, 0.3], [0.3, 1], [-0.3, 1], [-0.3, 0.3], [-1, 0.3], [-1, -0.3], [-0.3, -0.3]]),
+    (r) => polygon(1.2 * r, [[-0.8, -1], [1, 0], [-0.8, 1]]),
+    (r) => polygon(1.2 * r, [[0.8, -1], [0.8, 1], [-1, 0]]),
+    (r) => polygon(1.1 * r, [[-1, -0.4], [1, -0.4], [1, 0.4], [-1, 0.4]]),
+  ];
+  const polygon = (r, corners) => `M${corners.map(([px, py]) => `${(r * px).toFixed(1)},${(r * py).toFixed(1)}`).join("L")}Z`;
+  const drawMark = (parent, place, px, py, r, attributes = {}) =>
+    draw(parent, "path", { ...attributes, class: `dot ${colour(place)}`, d: SHAPES[place % 9](r), transform: `translate(${px.toFixed(1)},${py.toFixed(1)})` });
   const dash = (place) => ["", " d1", " d2"][Math.floor(place / 8) % 3];
   const isNumber = (value) => value !== null && value !== undefined;
   const plain = (value, digits = 4) => (isNumber(value) ? String(Number(value.toPrecision(digits))) : "–");
@@ -84,7 +98,7 @@
     element.cursor = draw(root, "g");
     if (mark.y === undefined) draw(element.cursor, "line", { class: "cursor", x1: mark.x, x2: mark.x, y1: element.chart.box.top, y2: element.chart.box.bottom });
     else draw(element.cursor, "circle", { class: "ring", cx: mark.x, cy: mark.y, r: mark.r ?? 7 });
-    for (const [place, px, py] of mark.dots ?? []) draw(element.cursor, "circle", { class: `dot ${colour(place)}`, cx: px, cy: py, r: 4.5 });
+    for (const [place, px, py] of mark.dots ?? []) drawMark(element.cursor, place, px, py, 4.5);
     tip.replaceChildren(node("b", {}, mark.title), ...mark.rows.map(([label, value]) => node("div", {}, node("span", {}, label), node("span", {}, value))));
     tip.hidden = false;
     const area = root.getBoundingClientRect(), own = tip.getBoundingClientRect();
@@ -200,7 +214,10 @@
       }
       if (runs === "each") for (const run of line.chosen) draw(group, "path", { class: "run", d: path(run.map((value, i) => at(value ?? null, i))) });
       else draw(group, "path", { class: `mean${dash(line.place)}`, d: path(line.points.map(([mean], i) => at(mean, i))) });
-      if (line.points.length === 1) draw(group, "circle", { class: "dot", cx: at(line.points[0][0], 0)[0], cy: at(line.points[0][0], 0)[1], r: 4 });
+      // A few marks on each line, at other rounds than its neighbours', tell lines apart without colours.
+      const count = line.points.length, gap = Math.max(1, Math.round(count / 6));
+      const marked = lines.length < 2 && count > 1 ? [] : line.points.map(([mean], i) => [mean, i]).filter(([mean, i]) => mean !== null && i % gap === line.place % gap);
+      if (runs !== "each") for (const [mean, i] of marked) drawMark(group, line.place, ...at(mean, i), 4);
     }
     element.chart = chart;
     const longest = lines.reduce((a, b) => (a && a.xs.length >= b.xs.length ? a : b), null);
@@ -255,7 +272,7 @@
       const [bottom, top] = [Math.min(base ? 0 : Infinity, ...there.map(([, value]) => value)), Math.max(base ? 0 : -Infinity, ...there.map(([, value]) => value))];
       draw(root, "line", { class: "stem", x1: X(i), x2: X(i), y1: Y(bottom), y2: Y(top) });
       const aside = Math.min(2 * radius, (0.8 * (X(1) - X(0))) / there.length);
-      there.forEach(([place, value], k) => draw(root, "circle", { class: `dot ${colour(place)}`, "data-series": place, cx: X(i) + (k - (there.length - 1) / 2) * aside, cy: Y(value), r: radius }));
+      there.forEach(([place, value], k) => drawMark(root, place, X(i) + (k - (there.length - 1) / 2) * aside, Y(value), radius, { "data-series": place }));
       const rows = there.sort((a, b) => b[1] - a[1]).map(([place, value]) => [series[place].label, format(value)]);
       marks.push({ i, j: 0, x: X(i), title: `Client ${client}${oneSplit ? `, ${samples[client]} test samples` : ""}`, rows });
     });

@@ -1,0 +1,196 @@
+"""`fedala.run`: from options to results."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedala.api.display import announce, choose_progress, is_interactive
+from fedala.api.result import Result
+from fedala.data import Dataset, Federation, make_dataset
+from fedala.errors import UserError
+from fedala.lanes.losses import LossFunction
+from fedala.records import HistoryRow
+from fedala.report import page
+from fedala.report.progress import RunProgress
+from fedala.runs.config import Config
+from fedala.runs.execute import execute
+from fedala.runs.folder import RunFolder
+from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
+from fedala.runs.own_code import configure, import_given
+from fedala.runs.plan import Plan, plan
+from fedala.runs.resumable_options import change_config, check_code_is_named
+from fedala.runs.resume import resume_advice
+
+
+def run(
+    config: Config | None = None,
+    *,
+    dataset: Any = None,
+    model: str | Callable[[], nn.Module] | None = None,
+    loss: str | LossFunction | None = None,
+    out: Path | str | None = None,
+    force: bool = False,
+    resume: Path | str | None = None,
+    on_row: Callable[[str, HistoryRow], None] | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Result:
+    """Run one or several methods: `run(method="fedala", dataset="digits", rounds=50)`.
+
+    Options are those of `fedala run`. Instead of a dataset's name, give data of your own: arrays or
+    tensors `(x, y)`, a torch `Dataset`, a pandas `DataFrame`, a list or dict with one of these for
+    each client, `{"train": …, "test": …}` (see `fedala.data.make_dataset`), a `Dataset`, or a
+    `Federation`, which says which client has which samples. With `(x, y)`, `clients` may be a list
+    that says whose sample each one is; a number is the number of clients, as always. With a
+    `DataFrame`, `label_column` and `clients_by` name its columns. Instead of a model's name, give a
+    function that builds an `nn.Module`; instead of a loss's name, a function (output, y) that
+    returns the mean loss of a batch. `imports` names files or modules with methods of your own,
+    and executes them.
+
+    With `out`, everything is kept in that folder, with its page, report.html. `resume` names the
+    folder of a run that was interrupted, or shall have more rounds, further seeds (`seeds=5`) or
+    further methods (`method="+ditto"`); give data, model and loss of your own again.
+
+    `progress` shows the rounds as they come, on stderr or below the cell of a notebook; by default,
+    if stderr is a terminal, or in IPython and Jupyter. `on_row` gets every evaluation.
+    Ctrl-C, or a notebook's stop button, ends the run after its round: a notebook gets the result so
+    far, a program a KeyboardInterrupt. Once more interrupts at once.
+    """
+    data = _convert_data(str(dataset) if isinstance(dataset, Path) else dataset, options)
+    checked = _plan(config, data, model, loss, resume, options)
+    chosen = out or resume
+    folder = Path(chosen) if chosen else None
+    display = choose_progress(checked, progress)
+    with display or nullcontext():
+        observer = _make_observer(display, on_row)
+        source = Path(resume) if resume else None
+        given = {"dataset": data, "model": model, "loss": loss}
+        own = [name for name, value in given.items() if not isinstance(value, str | None)]
+        result = _carry_out(checked, folder, force=force, resume=source, observer=observer, own=own)
+        if folder and result.is_complete:
+            page.write_after_run(folder, observer.on_message, observer.on_message)
+    return result
+
+
+def _convert_data(data: Any, options: dict[str, Any]) -> str | Dataset | Federation | None:
+    """Make a dataset of data of a program; take what describes the data out of the options."""
+    clients = options.get("clients")
+    owners = None
+    if clients is not None and not isinstance(clients, Integral | str | float):
+        owners = options.pop("clients")
+    if data is None or isinstance(data, str | Dataset | Federation):
+        if owners is not None:
+            raise UserError(
+                "clients with a name for each sample goes with a pair (x, y) of your own; here, it "
+                "must be the number of clients."
+            )
+        return data
+    columns: dict[str, Any] = {name: options.get(name) for name in ("label_column", "clients_by")}
+    return make_dataset(data, clients=owners, **columns)
+
+
+def _plan(
+    config: Config | None,
+    dataset: str | Dataset | Federation | None,
+    model: str | Callable[[], nn.Module] | None,
+    loss: str | LossFunction | None,
+    resume: Path | str | None,
+    options: dict[str, Any],
+) -> Plan:
+    """Check what was given to `run`, and plan it."""
+    for name, value in (("model", model), ("loss", loss)):
+        if isinstance(value, str):
+            options[name] = value
+    if config is not None and (options or resume or isinstance(dataset, str)):
+        raise UserError(
+            "Give run either a Config or options, not both: what it should do would not be clear."
+        )
+    if isinstance(dataset, Federation):
+        _check_no_partition(options)
+        dataset.check()
+    if isinstance(dataset, str):
+        options["dataset"] = dataset
+    elif dataset is not None and not resume:
+        options["dataset"] = (dataset.dataset if isinstance(dataset, Federation) else dataset).name
+    if resume:
+        before = RunFolder.open(Path(resume)).config()
+        names = options if model is None else {**options, "model": model}
+        check_code_is_named(before, names, Path(resume))
+        import_given(options)
+        config = change_config(before, options)
+    return plan(
+        config or configure(options),
+        None if isinstance(dataset, str) else dataset,
+        None if isinstance(model, str) else model,
+        None if isinstance(loss, str) else loss,
+    )
+
+
+def _make_observer(
+    display: RunProgress | None, on_row: Callable[[str, HistoryRow], None] | None
+) -> RunObserver:
+    """Return an observer that shows what happens, and passes the rows on."""
+    if display is None:
+        return RunObserver(on_row) if on_row else RunObserver()
+
+    def show_row(method: str, row: HistoryRow) -> None:
+        display.row(method, row)
+        if on_row:
+            on_row(method, row)
+
+    return RunObserver(show_row, display.fault, display.say, on_begin=display.begin)
+
+
+def _carry_out(
+    checked: Plan,
+    folder: Path | None,
+    *,
+    force: bool,
+    resume: Path | None,
+    observer: RunObserver,
+    own: Sequence[str],
+) -> Result:
+    """Carry out the plan. If it is interrupted in a notebook, return the results so far.
+
+    `own`: the arguments that a run must be given again to be resumed.
+    """
+    try:
+        with _catch_interrupt() as signals:
+            observer = replace(observer, should_stop=lambda: bool(signals))
+            found = execute(checked, folder, force=force, resume=resume, observer=observer)
+        if signals and not is_interactive():
+            raise KeyboardInterrupt  # in its last round
+        return Result(**vars(found))
+    except Stopped as stopped:
+        advice = "without a folder (out=…), it cannot be resumed"
+        if folder:
+            advice = resume_advice(checked.config, folder, own=own)
+        message = f"{stopped}; {advice}."
+        if not is_interactive() or stopped.result is None:
+            raise KeyboardInterrupt(message) from None
+        observer.on_message(message)
+        return Result(**vars(stopped.result), message=message)
+
+
+@contextmanager
+def _catch_interrupt() -> Iterator[list[int]]:
+    """Collect Ctrl-C, if it would raise a KeyboardInterrupt here: another handler stays."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with catch_stop_signals([signal.SIGINT], announce) as signals:
+            yield signals
+    else:
+        yield []
+
+
+def _check_no_partition(options: dict[str, Any]) -> None:
+    for name in ("partition", "partition_seed", "clients", "validation"):
+        if name in options:
+            raise UserError(f"A Federation is divided already: do not give {name} with it.")
