@@ -148,7 +148,7 @@ def test_the_links_of_a_logger_do_not_keep_a_run_from_being_resumed_or_replaced(
         assert (folder.path / "wandb" / "offline-run" / "data").read_text() == "x"
 
 
-@pytest.mark.parametrize("name", ["config.toml", "summary.json", "split.csv"])
+@pytest.mark.parametrize("name", ["config.toml", "summary.json", "split.csv", "preprocessing.json"])
 def test_force_deletes_nothing_that_no_run_wrote(name, folder, tmp_path):
     (folder.path / name).write_text("[tool]\nmine = true\n")
     refused(folder.path, "is not what the run wrote, so --force does not replace it", force=True)

@@ -548,7 +548,7 @@ def test_a_damaged_model_without_a_checkpoint_is_told(tmp_path):
     assert content(path) == before
 
 
-@pytest.mark.parametrize("name", ["split.csv", "summary.json", "resumed.csv"])
+@pytest.mark.parametrize("name", ["split.csv", "summary.json", "resumed.csv", "preprocessing.json"])
 @pytest.mark.parametrize("how", ["shorter", "empty", "gone"])
 def test_what_can_be_written_again_is(name, how, tmp_path):
     path = tmp_path / "run"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedala.data.dataset import Dataset, RawData
 from fedala.errors import UserError, import_optional
@@ -126,13 +127,17 @@ def resize_images(dataset: Dataset, side: int) -> Dataset:
             f"resize is for images of bytes, and {dataset.name} holds "
             f"{str(x.dtype).removeprefix('torch.')} samples of shape {tuple(x.shape[1:])}."
         )
+    check_memory(x.shape[0] * x.shape[1] * side**2, f"{dataset.name} in {side}×{side} pixels")
+    return replace(dataset, x=fit_images(x.numpy(), (x.shape[1], side, side)))
+
+
+def fit_images(images: "Sequence[Any] | np.ndarray[Any, Any]", shape: Sequence[int]) -> Tensor:
+    """Return images of bytes, each C×H×W, as uint8 of `shape`, resized if they differ in size."""
     pillow = import_optional("PIL.Image", "pillow", "images", "Resizing images")
-    shape = (*x.shape[:2], side, side)
-    check_memory(math.prod(shape), f"{dataset.name} in {side}×{side} pixels")
-    resized = np.empty(shape, dtype=np.uint8)
-    for image, row in zip(x.numpy(), resized, strict=True):
+    resized = np.empty((len(images), *shape), dtype=np.uint8)
+    for image, row in zip(images, resized, strict=True):
         _fit(pillow, image, row)
-    return replace(dataset, x=torch.from_numpy(resized))
+    return torch.from_numpy(resized)
 
 
 def _pixels(image: Any, grey: bool) -> Any:

@@ -46,9 +46,9 @@ def build_vocabulary(texts: list[list[str]]) -> dict[str, int]:
 
 
 def encode_texts(
-    texts: list[str], tokens: Sequence[str] | None = None
+    texts: Sequence[str], tokens: Sequence[str] | None = None, length: int = LENGTH
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Return texts as int32 N×200, cut or padded with 0, and the tokens of ids 1, 2, ….
+    """Return texts as int32 N×`length`, cut or padded with 0, and the tokens of ids 1, 2, ….
 
     With `tokens`, these are the vocabulary, and other words are unknown: 0.
     """
@@ -58,9 +58,9 @@ def encode_texts(
         if tokens is None
         else {token: number for number, token in enumerate(tokens, start=1)}
     )
-    ids = np.zeros((len(split), LENGTH), dtype=np.int32)
+    ids = np.zeros((len(split), length), dtype=np.int32)
     for row, words in zip(ids, split, strict=True):
-        words = words[:LENGTH]
+        words = words[:length]
         row[: len(words)] = [index.get(word, 0) for word in words]
     return torch.from_numpy(ids), tuple(index)
 

@@ -51,11 +51,15 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """Read a JSON file of at most `max_bytes`.
+    """Read a JSON file of at most `max_bytes`; see `parse_json`."""
+    return parse_json(read_file(path, max_bytes), str(path))
+
+
+def parse_json(data: bytes, path: str) -> Any:
+    """Return the content of a JSON file; `path` is for messages.
 
     Duplicate keys, whole numbers of more than 64 bits and text that is not Unicode are refused.
     """
-    data = read_file(path, max_bytes)
     try:
         content = json.loads(data.decode(), object_pairs_hook=_unique_keys, parse_int=_parse_int)
         if b"\\u" in data:  # an escape can stand for half a character

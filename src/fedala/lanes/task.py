@@ -24,7 +24,7 @@ from fedala.lanes.backend import backend_for
 from fedala.lanes.foreign_model import Trial
 from fedala.lanes.layers import Cut, Layered, call, layers_of
 from fedala.lanes.losses import Loss, LossFunction, as_loss
-from fedala.lanes.normalization import Normalization
+from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
 from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
 from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
@@ -79,7 +79,7 @@ class Task:
         A batch of size 0 is all of a client's samples. With `local_steps`, a round has so many
         steps instead of `epochs`. With `keeps_optimizer`, momentum and the like stay with a client
         from round to round. With `scale`, the model gets images of bytes as (x/255 − 0.5)/0.5. A
-        `normalization` has other figures, and applies to float images too. `augmentation` is for
+        `normalization` has other figures, and applies to floats too. `augmentation` is for
         training alone. `feature_memory` bounds the bytes of features under the upper layers that
         are kept at a time. Features that do not fit are computed at each use.
         """
@@ -91,7 +91,8 @@ class Task:
         self.dtype = torch.float64 if precision == "float64" else torch.float32
         self.normalization, self.augmentation = normalization, augmentation
         figures = normalization or Normalization()
-        self._mean, self._std = figures.figures(self.device, self.dtype)
+        dimensions = x.ndim - 1 if isinstance(x, Tensor) else 3
+        self._mean, self._std = figures.figures(self.device, self.dtype, dimensions)
         self.x = tree_map(lambda t: self._place(t.to(self.device)), x)
         if augmentation:
             black = x.new_zeros(x.shape[1], 1, 1, device=self.device)
@@ -230,12 +231,12 @@ class Task:
     def _place(self, x: Tensor) -> Tensor:
         """Convert samples before they are used; bytes only if there is room for floats."""
         if self.normalization and x.is_floating_point():
-            return x.to(self.dtype).sub(self._mean).div_(self._std)
+            return normalize_floats(x, self.dtype, self._mean, self._std)
         return self._convert(x) if self.backend.has_room_for_floats(x.numel()) else x
 
     def _convert(self, x: Tensor) -> Tensor:
         if x.dtype == torch.uint8 and self.scale:
-            return x.to(self.dtype).div_(255).sub_(self._mean).div_(self._std)
+            return normalize_bytes(x, self.dtype, self._mean, self._std)
         return x.to(self.dtype) if x.is_floating_point() else x
 
     # --- the model in every lane ---------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedala.data.preprocessing import Preprocessing
 from fedala.lanes.augmentation import parse_augmentation
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.task import Task, model_state
@@ -51,6 +52,20 @@ def build_task(plan: Plan) -> tuple[Task, Callable[[int], Params]]:
         }
 
     return task, start
+
+
+def build_preprocessing(plan: Plan) -> Preprocessing | None:
+    """Return what turns raw samples into the input of the models that are saved, if any are.
+
+    A server whose nodes read data of their own does not know what these are.
+    """
+    config = plan.config
+    is_unknown = config.model == "own" and not plan.has_local_clients
+    if is_unknown or not (config.save_models or config.save_best):
+        return None
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
+    dataset = plan.federation.dataset
+    return Preprocessing.of(dataset, plan.normalization, dtype, resize=config.resize)
 
 
 def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:

@@ -12,7 +12,7 @@ from fedala.errors import RunError
 from fedala.metrics import ACCURACY
 from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.runs.batches import Batch, split_seeds
-from fedala.runs.build import build_simulation
+from fedala.runs.build import build_preprocessing, build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.digests import Digests
 from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
@@ -72,6 +72,8 @@ def execute(
         try:
             if folder:
                 folder.tables.write_split(plan.federation)
+                if preprocessing := build_preprocessing(plan):
+                    folder.write_preprocessing(preprocessing)
             for number, group in enumerate(plan.groups):
                 results = {m.label: MethodResult(m.label, m.title) for m in group.members}
                 result.methods |= results

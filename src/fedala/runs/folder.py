@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedala.data.preprocessing import PREPROCESSING, Preprocessing
 from fedala.errors import RunError, UserError
 from fedala.io import files
 from fedala.records import HistoryRow
@@ -236,6 +237,14 @@ class RunFolder:
         """
         return self.models.load(method, seed, client, best=best)
 
+    def preprocessing(self) -> Preprocessing | None:
+        """Return what the models of the run are fed; None if an older version wrote the folder."""
+        if not self.has(PREPROCESSING):
+            return None
+        data = self.read_verified(PREPROCESSING)
+        with files.refuse_damage(self.path / PREPROCESSING):
+            return Preprocessing.from_json(data.decode())
+
     def list_unverified(self) -> list[str]:
         """Say, in sentences, what could not be verified of the files that have been read."""
         if self.record is None:
@@ -255,6 +264,10 @@ class RunFolder:
         """Write summary.json. JSON has no NaN and no infinity: they become null."""
         text = json.dumps(_finite(summary), indent=2, ensure_ascii=False, allow_nan=False)
         self._record.replace("summary.json", text + "\n")
+
+    def write_preprocessing(self, preprocessing: Preprocessing) -> None:
+        """Write what the saved models are fed."""
+        self._record.replace(PREPROCESSING, preprocessing.to_json())
 
     def checkpoint_folder(self, number: int, added_seed: int | None = None) -> Path:
         """Return the folder of the checkpoints of one of the run's methods.

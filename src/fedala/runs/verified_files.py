@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from fedala.data.preprocessing import PREPROCESSING
 from fedala.io import files
 from fedala.io.untrusted import read_file, require_file
 from fedala.runs.config import Config
@@ -12,7 +13,7 @@ from fedala.runs.digests import NAME, Digests, MethodRecord
 T = TypeVar("T")
 
 #: Files that a run writes as a whole. `digests.json` has their digests.
-WHOLE_FILES = ("config.toml", "split.csv", "resumed.csv", "summary.json")
+WHOLE_FILES = ("config.toml", "split.csv", "resumed.csv", "summary.json", PREPROCESSING)
 
 LARGEST = 2**28  # bytes of a file that is read as a whole
 
