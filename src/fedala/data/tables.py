@@ -3,12 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedala.data.dataset import RawData, encode_labels
 from fedala.data.images import MAX_IMAGE_BYTES, decode_images
@@ -66,8 +67,49 @@ def read_parquet(folder: Path, parts: Sequence[str] = _PARTS) -> RawData | None:
     return _merge([_read_table(file) for file in files], str(folder), stored=stored)
 
 
-def _read_table(path: Path) -> Any:
-    """Read the needed columns piece by piece: few bytes of parquet can hold very many values."""
+def read_parquet_columns(
+    path: Path,
+    choose: Callable[[Sequence[str]], list[str]],
+    resize: int | None = None,
+    *,
+    has_input: bool = False,
+) -> "tuple[torch.Tensor | list[str] | None, dict[str, list[Any]]]":
+    """Read columns of a parquet file: `choose` gets the names of all, and returns those it wants.
+
+    With `has_input`, also the image or text column, which is returned first. Labels that have names
+    in the file are returned by name.
+    """
+    import_optional("pyarrow", "pyarrow", "hub", f"Reading {path}")
+
+    def choose_all(names: Sequence[str]) -> list[str]:
+        column = _first(_INPUTS, names)
+        if has_input and column is None:
+            raise UserError(f"{path} has no image or text column ({', '.join(_INPUTS)}).")
+        return [*([column] if has_input and column else []), *choose(names)]
+
+    table = _read_table(path, choose_all)
+    stored = path.stat().st_size
+    columns = {name: _values([table], name, str(path), stored) for name in table.column_names}
+    for name, values in columns.items():
+        if names := _class_names(table, name):
+            is_label = [isinstance(value, int) and 0 <= value < len(names) for value in values]
+            columns[name] = [names[v] if ok else v for v, ok in zip(values, is_label, strict=True)]
+    if not has_input:
+        return None, columns
+    inputs = columns.pop(table.column_names[0])
+    if inputs and all(isinstance(value, str) for value in inputs):
+        return inputs, columns
+    images = [_image(value, f"{path}, image {i}", ()) for i, value in enumerate(inputs)]
+    if not images:
+        raise UserError(f"{path} is empty: there is no sample in it.")
+    return decode_images(images, resize), columns
+
+
+def _read_table(path: Path, choose: Callable[[Sequence[str]], list[str]] | None = None) -> Any:
+    """Read the needed columns piece by piece: few bytes of parquet can hold very many values.
+
+    These are an input and a label, or those that `choose` returns.
+    """
     from pyarrow import Table
     from pyarrow.parquet import ParquetFile
 
@@ -77,6 +119,8 @@ def _read_table(path: Path) -> Any:
             schema = file.schema_arrow
             check_memory(file.metadata.num_rows * _OBJECT, str(path))
             columns = [_first(names, schema.names) for names in (_INPUTS, _LABELS)]
+            if choose:
+                columns = list(choose(schema.names))
             batches = []
             if all(columns):
                 for batch in file.iter_batches(_ROWS, columns=columns, use_threads=False):

@@ -67,7 +67,7 @@ def encode_texts(
 
 def read_labelled_csv(path: Path) -> RawData:
     """Read a csv file whose first line names the columns `label` (or `class`) and `text`."""
-    rows = _rows(path)
+    rows = read_rows(path)
     _, header = next(rows, (1, []))
     columns = [name.strip().lower() for name in header]
     label = next((columns.index(name) for name in ("label", "class") if name in columns), None)
@@ -96,7 +96,7 @@ def read_ag_news_csv(paths: list[Path]) -> RawData:
     """Read the published files of AG News: class 1..4, title, description, without a header."""
     labels, texts = [], []
     for path in paths:
-        for line, row in _rows(path):
+        for line, row in read_rows(path):
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
                 raise UserError(
                     f"{path}, line {line}: "
@@ -107,7 +107,7 @@ def read_ag_news_csv(paths: list[Path]) -> RawData:
     return RawData(str(paths[0].parent), texts, np.array(labels, dtype=np.int64))
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and the fields of every row that is not blank."""
     try:
         with (

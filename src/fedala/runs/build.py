@@ -68,6 +68,22 @@ def build_preprocessing(plan: Plan) -> Preprocessing | None:
     return Preprocessing.of(dataset, plan.normalization, dtype, resize=config.resize)
 
 
+def list_client_names(plan: Plan) -> tuple[str, ...]:
+    """Return the names of the clients by number, if each holds the samples of one that has a name.
+
+    That is the natural partition, also in a `Federation` or a file of the user.
+    """
+    federation, data = plan.federation, plan.federation.dataset
+    if data.clients is None or len(federation.train) != len(data.client_names):
+        return ()
+    owners = data.clients.numpy()
+    parts = zip(federation.train, federation.validation, federation.test, strict=True)
+    for client, rows in enumerate(parts):
+        if not all((owners[part] == client).all() for part in rows):
+            return ()
+    return data.client_names
+
+
 def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
     """Build one method's simulation, ready for its first round."""
     config = plan.config

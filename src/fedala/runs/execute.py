@@ -12,7 +12,7 @@ from fedala.errors import RunError
 from fedala.metrics import ACCURACY
 from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.runs.batches import Batch, split_seeds
-from fedala.runs.build import build_preprocessing, build_simulation
+from fedala.runs.build import build_preprocessing, build_simulation, list_client_names
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.digests import Digests
 from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
@@ -74,6 +74,8 @@ def execute(
                 folder.tables.write_split(plan.federation)
                 if preprocessing := build_preprocessing(plan):
                     folder.write_preprocessing(preprocessing)
+                if names := list_client_names(plan):
+                    folder.write_client_names(names)
             for number, group in enumerate(plan.groups):
                 results = {m.label: MethodResult(m.label, m.title) for m in group.members}
                 result.methods |= results
