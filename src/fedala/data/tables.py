@@ -89,7 +89,12 @@ def read_parquet_columns(
 
     table = _read_table(path, choose_all)
     stored = path.stat().st_size
-    columns = {name: _values([table], name, str(path), stored) for name in table.column_names}
+    try:
+        columns = {name: _values([table], name, str(path), stored) for name in table.column_names}
+    except UserError:
+        raise
+    except Exception as error:  # two columns of one name, text that is not UTF-8, wrong dates, …
+        raise UserError(f"{path}: its columns cannot be read ({first_line(error)}).") from None
     for name, values in columns.items():
         if names := _class_names(table, name):
             is_label = [isinstance(value, int) and 0 <= value < len(names) for value in values]

@@ -1,5 +1,6 @@
 """A trained federation: the personal models of all clients and the global one, ready for use."""
 
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fedala.options import suggest
 from fedala.runs.config import Config
 from fedala.trained.answers import Answers
 from fedala.trained.export import export_model
-from fedala.trained.modules import ModelBuilder
+from fedala.trained.modules import ModelBuilder, list_saved_names
 from fedala.trained.samples import NamedInputs, prepare_inputs, prepare_samples
 from fedala.trained.saved_run import SavedRun
 from fedala.trained.scores import Client, Examiner, Scores, compute_outputs, find_loss
@@ -77,7 +78,7 @@ class TrainedFederation:
     @property
     def metric(self) -> Metric:
         """What `evaluate` measures: the metric of the run."""
-        return self._run.find_metric()
+        return self._run.metric
 
     def __repr__(self) -> str:
         when = "best" if self._run.best else "last"
@@ -110,10 +111,11 @@ class TrainedFederation:
         """Whether the run saved a whole global model."""
         if None not in self._run.clients:
             return False
-        return self._needed_names() <= self._run.read(None).keys()
+        return list_saved_names(self._skeleton) <= self._run.read(None).keys()
 
-    def _needed_names(self) -> set[str]:
-        return set(self._builder.build_skeleton().state_dict())
+    @cached_property
+    def _skeleton(self) -> nn.Module:
+        return self._builder.build_skeleton()
 
     def find_client(self, client: int | str) -> int:
         """Return the number of a client that is given by its name or number."""
@@ -146,11 +148,13 @@ class TrainedFederation:
                 f"only {len(run.clients - {None})} clients have one."
             )
         weights = run.read(client)
-        if client is None and (missing := self._needed_names() - weights.keys()):
+        missing = list_saved_names(self._skeleton) - weights.keys()
+        if client is None and run.has_personal_models and missing:
             raise UserError(
                 f"{self.method} has no whole global model, because its clients keep "
                 f"{min(missing)} to themselves: name a client."
             )
+        self._builder.check(self._skeleton, weights)
         return weights
 
     # --- predict --------------------------------------------------------------------------------
@@ -203,8 +207,7 @@ class TrainedFederation:
         if isinstance(data, Federation):
             data = data.dataset
         samples = prepare_samples(data, self.preprocessing, label_column)
-        skeleton = self._builder.build_skeleton()
-        examiner = Examiner(skeleton, samples, self.config.precision, loss)
+        examiner = Examiner(self._skeleton, samples, self.config.precision, loss)
         found = []
         for number in self._list_tested(client, has_shares=bool(shares)):
             name = None if number is None else self.clients[number]

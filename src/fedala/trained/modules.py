@@ -70,18 +70,15 @@ class ModelBuilder:
         if not self.is_own:
             model = model.to_empty(device="cpu")
         model = model.to("cpu", self.dtype)
-        held = dict([*model.named_parameters(), *model.named_buffers()])
-        self._check(model, held, saved)
+        held = _list_tensors(model)
         with torch.no_grad():
             for name, value in saved.items():
                 held[name].copy_(value)
         return model.eval()
 
-    def _check(
-        self, model: nn.Module, held: Mapping[str, Tensor], saved: Mapping[str, Tensor]
-    ) -> None:
+    def check(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         """Refuse weights that are not those of this model. Transient buffers are not saved."""
-        needed = held.keys() & model.state_dict().keys()
+        held, needed = _list_tensors(model), list_saved_names(model)
         what = "the model that was given" if self.is_own else "the model"
         for name in sorted(saved.keys() ^ needed):
             verb = "has no" if name in saved else "also has"
@@ -96,3 +93,12 @@ class ModelBuilder:
                     f"the shape {tuple(held[name].shape)}, and the saved one "
                     f"{tuple(value.shape)}."
                 )
+
+
+def _list_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def list_saved_names(model: nn.Module) -> set[str]:
+    """Return the names of the tensors that a run saves."""
+    return set(_list_tensors(model).keys() & model.state_dict().keys())

@@ -3,7 +3,8 @@
 Whatever the data calls a class, a feature or a word, it gets the number that it had in the run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,15 @@ class NamedInputs(NamedTuple):
     """Of each sample, if it is a file."""
 
 
+@contextmanager
+def _refuse_too_much() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise UserError("The data does not fit into the memory of this machine.") from None
+
+
+@_refuse_too_much()
 def prepare_inputs(data: Any, preprocessing: Preprocessing) -> NamedInputs:
     """Return the model's input for data with or without labels: a path, arrays, texts, a table."""
     names: tuple[str, ...] = ()
@@ -56,6 +66,7 @@ def prepare_inputs(data: Any, preprocessing: Preprocessing) -> NamedInputs:
     return NamedInputs(x, names)
 
 
+@_refuse_too_much()
 def prepare_samples(
     data: Any, preprocessing: Preprocessing, label_column: str | None = None
 ) -> Samples:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError
+from fedala.io.files import DamagedFile
 from fedala.metrics import Metric
 from fedala.options import suggest
 from fedala.runs.config import Config
@@ -29,6 +30,8 @@ class SavedRun:
     best: bool
     clients: Clients
     """Whose models there are; None: the global one."""
+    metric: Metric
+    """What the scores of the run measure."""
 
     @property
     def has_personal_models(self) -> bool:
@@ -46,10 +49,6 @@ class SavedRun:
         """Return the names of the clients; none if the data did not name them."""
         return self.folder.client_names()
 
-    def find_metric(self) -> Metric:
-        """Return what the scores of the run measure."""
-        return self.folder.history()[self.method][0].metric
-
 
 def find_run(path: Path, method: str | None, seed: int | None, *, best: bool) -> SavedRun:
     """Find a run by its method, which may be left out if there is one, and its seed, or the first.
@@ -59,9 +58,9 @@ def find_run(path: Path, method: str | None, seed: int | None, *, best: bool) ->
     folder = RunFolder.open(path)
     config = folder.config()
     saved = folder.models.list_saved(best=best)
-    if not saved:
-        raise UserError(_explain_missing(folder, config, best))
     labels = [label for label in list_labels(config) if label in {name for name, _ in saved}]
+    if not labels:
+        raise UserError(_explain_missing(folder, config, best))
     chosen = _choose_method(path, method, labels, list_labels(config), best)
     seeds = sorted(number for name, number in saved if name == chosen)
     if seed is not None and seed not in seeds:
@@ -70,8 +69,11 @@ def find_run(path: Path, method: str | None, seed: int | None, *, best: bool) ->
             f"{_enumerate('seed', map(str, seeds))}."
         )
     number = seeds[0] if seed is None else seed
-    clients = saved[chosen, number]
-    return SavedRun(folder, config, tuple(labels), chosen, number, best, clients)
+    rows = folder.history().get(chosen)
+    if not rows:
+        raise DamagedFile(f"{path / 'history.csv'} is damaged: it has no row of {chosen}.")
+    clients, metric = saved[chosen, number], rows[0].metric
+    return SavedRun(folder, config, tuple(labels), chosen, number, best, clients, metric)
 
 
 def _choose_method(

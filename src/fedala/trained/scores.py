@@ -135,7 +135,9 @@ class Examiner:
         """Return what saved weights score, on some of the samples or on all."""
         state = {name: value.unsqueeze(0) for name, value in model.items()}
         for name in self.task.transient:
-            state[name] = self.task.model.get_buffer(name).detach().unsqueeze(0)
+            buffer = self.task.model.get_buffer(name).detach()
+            dtype = self.task.dtype if buffer.is_floating_point() else buffer.dtype
+            state[name] = buffer.to(dtype).unsqueeze(0)
         own = self.task.parts["train"][0] if rows is None else rows
         found = score_lanes(self.task, state, [own], None, Sharing())
         score, loss, count = (float(figure.double()) for figure in found)
