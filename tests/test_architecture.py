@@ -29,6 +29,7 @@ ROOMS = (
     "methods",
     "simulation",
     "runs",
+    "trained",
     "report",
     "bench",
     "flower",

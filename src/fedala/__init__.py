@@ -12,8 +12,19 @@ if TYPE_CHECKING:
     from fedala.api.run import run
     from fedala.errors import UserError
     from fedala.runs.config import Config
+    from fedala.trained.federation import TrainedFederation
+    from fedala.trained.load import load
 
-__all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
+__all__ = [
+    "ALA",
+    "Config",
+    "Result",
+    "TrainedFederation",
+    "UserError",
+    "__version__",
+    "load",
+    "run",
+]
 
 #: The module of each name. It is imported when the name is first used, so that the command line can
 #: start before torch is loaded.
@@ -21,7 +32,9 @@ _MODULES = {
     "ALA": "ala",
     "Config": "runs.config",
     "Result": "api.result",
+    "TrainedFederation": "trained.federation",
     "UserError": "errors",
+    "load": "trained.load",
     "run": "api.run",
 }
 

@@ -554,6 +554,46 @@ def _reported() -> Files:
     }
 
 
+def _trained(name: str, data: bytes) -> Files:
+    """A finished run on `data`, as far as a prediction reads it, without digests."""
+    options = {"dataset": name, "clients": 2, "partition": "iid", "rounds": 1, "method": "ditto"}
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        Path(name).write_bytes(data)
+        execute(plan(Config.from_values(options)), Path("run"))
+        model = "run/models/ditto/seed-0/client-00000.safetensors"
+        read = ("run/config.toml", "run/history.csv", "run/preprocessing.json", model)
+        return {
+            **{path: Path(path).read_bytes() for path in read},
+            "run/clients.json": b'["a", "b"]',
+        }
+
+
+def _asked_images() -> Files:
+    data = zipped({"x.npy": npy(GREY[:, :16, :16]), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED)
+    new = zipped({"x.npy": npy(GREY[:, :16, :16])}, zipfile.ZIP_DEFLATED)
+    return {**_trained("my.npz", data), "new.npz": new}
+
+
+def _asked_texts() -> Files:
+    rows = "".join(f'"{text}"\n' for text in TEXTS)
+    trained = _trained("my.csv", _labelled_csv()["my.csv"])
+    return {**trained, "new.csv": f"text\n{rows}".encode()}
+
+
+def _asked_parquet() -> Files:
+    files = _once(_asked_texts)
+    whole = parquet({"text": TEXTS, "label": [f"class {y}" for y in Y]}, [])
+    return {**{name: files[name] for name in files if name != "new.csv"}, "new.parquet": whole}
+
+
+def _values(files: Files, rng: random.Random) -> Files:
+    """Change a value of what the models are fed."""
+    content = json.loads(files["run/preprocessing.json"])
+    name = rng.choice(sorted(content))
+    content[name] = rng.choice((None, True, -1, 0, 2**40, 0.5, "", "images", [], [0], [2**30], {}))
+    return {**files, "run/preprocessing.json": json.dumps(content).encode()}
+
+
 def _results() -> Files:
     """A results folder: a cell of a table, and the line about it."""
     [column] = [
@@ -660,6 +700,24 @@ def targets() -> dict[str, Target]:
         ),
         Target("resume", ("run", "--resume", "run"), _resumed, _consistent),
         Target("report", ("report", "run"), _reported, _fields),
+        Target(
+            "predict",
+            ("predict", "run", "--client", "a", "--data", "new.npz", "--out", "p.csv"),
+            _asked_images,
+            _values,
+        ),
+        Target(
+            "predict-csv",
+            ("predict", "run", "--client", "0", "--data", "new.csv"),
+            _asked_texts,
+            _values,
+        ),
+        Target(
+            "evaluate-parquet",
+            ("evaluate", "run", "--client", "a", "--data", "new.parquet"),
+            _asked_parquet,
+            _only("new.parquet"),
+        ),
         Target("paper-report", ("paper", "report", "results"), _results, _fields),
         Target(
             "arguments",

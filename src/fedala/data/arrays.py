@@ -77,6 +77,32 @@ def read_npz(path: Path, clients_by: str | None = None) -> RawData:
     return raw
 
 
+def read_npz_inputs(path: Path) -> torch.Tensor:
+    """Read the array x (or images, or data) of a file that may have no labels."""
+    try:
+        with open_file(path) as file, zipfile.ZipFile(file) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            keys = [x for x, _ in _SPELLINGS if x in names]
+            if keys:
+                member = _read_header(archive, keys[0], path)
+                layout = choose_layout(member.shape, member.dtype, path)
+                stored = min(member.info.compress_size, path.stat().st_size)
+                advice = "if that is right, save it with np.savez, which does not compress"
+                check_expansion(member.size, stored, str(path), advice)
+                shape = (member.shape[0], *layout.shape)
+                check_memory(_needed_memory(shape, layout, [member]), str(path))
+                x = np.empty(shape, layout.dtype)
+                _unpack(archive, member, x, layout.arrange)
+                return torch.from_numpy(x)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # a damaged archive can raise almost any kind of error
+        raise UserError(f"{path} is not a readable .npz file ({first_line(error)}).") from None
+    samples = read_npz(path).x  # those of its train and test parts
+    assert isinstance(samples, torch.Tensor)
+    return samples
+
+
 def _find_pairs(names: list[str], path: Path) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
     """Return the parts, as patterns of names, and the names of the samples and labels of each."""
     for x, y in _SPELLINGS:

@@ -25,7 +25,7 @@ def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
     One is the label. A column `text` holds texts; without it, all other columns are features.
     Columns may also say whose sample it is, and whether it is for training or testing.
     """
-    rows = _rows(path)
+    rows = read_rows(path)
     _, header = next(rows, (1, []))
     names = [name.strip() for name in header]
     roles = assign_roles(names, wanted, str(path))
@@ -127,7 +127,7 @@ def read_ag_news_csv(paths: list[Path]) -> RawData:
     """Read the published files of AG News: class 1..4, title, description, without a header."""
     labels, texts = [], []
     for path in paths:
-        for line, row in _rows(path):
+        for line, row in read_rows(path):
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
                 raise UserError(
                     f"{path}, line {line}: "
@@ -138,7 +138,7 @@ def read_ag_news_csv(paths: list[Path]) -> RawData:
     return RawData(str(paths[0].parent), texts, np.array(labels, dtype=np.int64))
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and the fields of every row that is not blank."""
     try:
         with (

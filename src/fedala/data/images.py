@@ -77,6 +77,15 @@ def read_image_folder(
     return raw
 
 
+def read_plain_images(folder: Path, resize: int | None = None) -> tuple[list[Path], torch.Tensor]:
+    """Read all images in a folder and its sub-folders, whatever these are called."""
+    _folders(folder)  # refuses one that contains itself
+    files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in _SUFFIXES]
+    if not files:
+        raise UserError(f"{folder} holds no images (png, jpg, …).")
+    return files, decode_images([_source(file) for file in files], resize)
+
+
 def _source(file: Path) -> Source:
     return str(file), lambda: BytesIO(read_file(file, MAX_IMAGE_BYTES))
 

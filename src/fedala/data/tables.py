@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fedala.data.columns import (
     Wanted,
     assign_roles,
     describe_clients,
+    find,
     parse_parts,
 )
 from fedala.data.dataset import RawData, encode_labels
@@ -32,6 +33,10 @@ _PARTS = ("train", "validation", "valid", "val", "test")
 _ROWS = 64  # read at a time
 _TABLE_ROWS = 2**14  # of numbers, read at a time
 _OBJECT = 100  # bytes that a Python value takes at least
+
+
+Choose = Callable[[Sequence[str]], tuple[list[str], int]]
+"""From the names of a table's columns to those that are read, and how many rows at a time."""
 
 
 def read_hub(
@@ -106,7 +111,7 @@ def _read_files(
 ) -> RawData:
     import_optional("pyarrow", "pyarrow", "hub", f"Reading {files[0]}")
     stored = sum(file.stat().st_size for file in files)
-    tables = [_read_table(file, wanted) for file in files]
+    tables = [_read_table(file, _choose_by_role(wanted, str(file))) for file in files]
     return _merge(tables, where, wanted, parts, stored=stored, resize=resize)
 
 
@@ -114,8 +119,61 @@ def _assign_roles(names: Sequence[str], wanted: Wanted, where: str) -> Roles:
     return assign_roles(names, wanted, where, _INPUTS, _LABELS)
 
 
-def _read_table(path: Path, wanted: Wanted) -> Any:
-    """Read the needed columns piece by piece: few bytes of parquet can hold very many values."""
+def _choose_by_role(wanted: Wanted, where: str) -> Choose:
+    """Return a function that chooses the columns of a dataset; none without a label."""
+
+    def choose(names: Sequence[str]) -> tuple[list[str], int]:
+        roles = _assign_roles(names, wanted, where)
+        return roles.used() if roles.label else [], _ROWS if roles.input else _TABLE_ROWS
+
+    return choose
+
+
+def read_parquet_columns(
+    path: Path,
+    choose: Callable[[Sequence[str]], list[str]],
+    resize: int | None = None,
+    *,
+    has_input: bool = False,
+) -> "tuple[torch.Tensor | list[str] | None, dict[str, list[Any]]]":
+    """Read columns of a parquet file: `choose` gets the names of all, and returns those it wants.
+
+    With `has_input`, also the image or text column, which is returned first. Labels that have names
+    in the file are returned by name.
+    """
+    import_optional("pyarrow", "pyarrow", "hub", f"Reading {path}")
+
+    def choose_all(names: Sequence[str]) -> tuple[list[str], int]:
+        column = find(_INPUTS, names)
+        if has_input and column is None:
+            raise UserError(f"{path} has no image or text column ({', '.join(_INPUTS)}).")
+        return [*([column] if has_input and column else []), *choose(names)], _ROWS
+
+    table = _read_table(path, choose_all)
+    stored = path.stat().st_size
+    try:
+        columns = {name: _values([table], name, str(path), stored) for name in table.column_names}
+    except UserError:
+        raise
+    except Exception as error:  # two columns of one name, text that is not UTF-8, wrong dates, …
+        raise UserError(f"{path}: its columns cannot be read ({first_line(error)}).") from None
+    for name, values in columns.items():
+        if names := _class_names(table, name):
+            is_label = [isinstance(value, int) and 0 <= value < len(names) for value in values]
+            columns[name] = [names[v] if ok else v for v, ok in zip(values, is_label, strict=True)]
+    if not has_input:
+        return None, columns
+    inputs = columns.pop(table.column_names[0])
+    if inputs and all(isinstance(value, str) for value in inputs):
+        return inputs, columns
+    images = [_image(value, f"{path}, image {i}", ()) for i, value in enumerate(inputs)]
+    if not images:
+        raise UserError(f"{path} is empty: there is no sample in it.")
+    return decode_images(images, resize), columns
+
+
+def _read_table(path: Path, choose: Choose) -> Any:
+    """Read the chosen columns piece by piece: few bytes of parquet can hold very many values."""
     from pyarrow import Table
     from pyarrow.parquet import ParquetFile
 
@@ -124,11 +182,10 @@ def _read_table(path: Path, wanted: Wanted) -> Any:
             check_memory(os.fstat(data.fileno()).st_size, str(path))
             schema = file.schema_arrow
             check_memory(file.metadata.num_rows * _OBJECT, str(path))
-            roles = _assign_roles(schema.names, wanted, str(path))
-            rows = _ROWS if roles.input else _TABLE_ROWS
+            columns, rows = choose(schema.names)
             batches = []
-            if roles.label:
-                for batch in file.iter_batches(rows, columns=roles.used(), use_threads=False):
+            if columns:
+                for batch in file.iter_batches(rows, columns=columns, use_threads=False):
                     check_memory(batch.nbytes, str(path))
                     batches.append(batch)
             table = Table.from_batches(batches) if batches else schema.empty_table()

@@ -1,6 +1,6 @@
 """Tables for the terminal: results, clients, methods, datasets."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from fedala.methods import Entry
 from fedala.metrics import find_metric
 from fedala.report.headline import SCORES, format_figure
 from fedala.runs.sweep_results import Sweep
+from fedala.trained.scores import Scores
 
 #: The least columns of a text that may wrap.
 WRAPPED = 24
@@ -133,6 +134,24 @@ def clients(federation: Federation) -> Table:
         about = [] if kind == "numbers" else [str(np.count_nonzero(counts)), escape(most)]
         name = [escape(names_of_clients[client])] if names_of_clients else []
         table.add_row(str(client), *name, f"{size:,}", *sizes, *about)
+    return table
+
+
+def model_scores(scores: Scores) -> Table:
+    """Show what each model scores on new data."""
+    table = _table("model", scores.metric.heading, "loss", "samples", right=True)
+    for one in scores:
+        name = "global" if one.client is None else f"client {one.client}"
+        figures = (scores.metric.format(one.score), f"{one.loss:.4g}", f"{one.samples:,}")
+        table.add_row(escape(name), *figures)
+    return table
+
+
+def predictions(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Show what a model predicts, a line for each sample."""
+    table = _table(*map(escape, columns), right=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 

@@ -77,6 +77,8 @@ def execute(
                 folder.tables.write_split(plan.federation)
                 if preprocessing := build_preprocessing(plan):
                     folder.write_preprocessing(preprocessing)
+                if names := plan.federation.client_names:
+                    folder.write_client_names(names)
             for number, group in enumerate(plan.groups):
                 results = {m.label: MethodResult(m.label, m.title) for m in group.members}
                 result.methods |= results

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from fedala.data.preprocessing import PREPROCESSING, Preprocessing
-from fedala.errors import RunError, UserError
+from fedala.errors import RunError, UserError, printable
 from fedala.io import files
+from fedala.io.untrusted import parse_json
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
@@ -22,7 +23,7 @@ from fedala.runs.digests import BatchRecord, Digests, MethodRecord
 from fedala.runs.models import SavedModels, seed_of_model
 from fedala.runs.run_files import LOGGER_FOLDER, check_no_links, list_run_files
 from fedala.runs.tables import Tables
-from fedala.runs.verified_files import RunRecord
+from fedala.runs.verified_files import CLIENTS, RunRecord
 
 
 class RunFolder:
@@ -245,6 +246,16 @@ class RunFolder:
         with files.refuse_damage(self.path / PREPROCESSING):
             return Preprocessing.from_json(data.decode())
 
+    def client_names(self) -> tuple[str, ...]:
+        """Return the names of the clients; none if the data do not name them."""
+        if not self.has(CLIENTS):
+            return ()
+        path = self.path / CLIENTS
+        names = parse_json(self.read_verified(CLIENTS), str(path))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise files.DamagedFile(f"{path} is damaged: it is not a list of names.")
+        return tuple(printable(name, 100) for name in names)
+
     def list_unverified(self) -> list[str]:
         """Say, in sentences, what could not be verified of the files that have been read."""
         if self.record is None:
@@ -268,6 +279,10 @@ class RunFolder:
     def write_preprocessing(self, preprocessing: Preprocessing) -> None:
         """Write what the saved models are fed."""
         self._record.replace(PREPROCESSING, preprocessing.to_json())
+
+    def write_client_names(self, names: Sequence[str]) -> None:
+        """Write the names of the clients, in the order of their numbers."""
+        self._record.replace(CLIENTS, json.dumps(list(names), ensure_ascii=False) + "\n")
 
     def checkpoint_folder(self, number: int, added_seed: int | None = None) -> Path:
         """Return the folder of the checkpoints of one of the run's methods.

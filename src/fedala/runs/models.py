@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Container
@@ -20,6 +21,13 @@ from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.verified_files import RunRecord
 
 BEST_FOLDER = "best"
+_MODEL_FILE = re.compile(
+    r"models/(?P<best>best/)?(?P<method>[^/]+)/seed-(?P<seed>\d+)"
+    r"/(?:global|client-(?P<client>\d+))\.safetensors",
+    re.ASCII,
+)
+Clients = set[int | None]
+"""Whose models are saved; None: the global one."""
 
 
 def pack_model(model: Params) -> bytes:
@@ -86,6 +94,23 @@ class SavedModels:
             tensors: dict[str, Tensor] = load(data)
         return tensors
 
+    def list_saved(self, *, best: bool = False) -> dict[tuple[str, int], Clients]:
+        """Return whose models are saved, by method and seed: those that the record names.
+
+        A folder without a record has those that are on the disk.
+        """
+        digests = self._record.digests
+        if digests is None:
+            names = [self._name(path) for path in (self.path / "models").rglob("*.safetensors")]
+        else:
+            names = [name for method in digests.methods.values() for name in method.models]
+        found: dict[tuple[str, int], Clients] = {}
+        for match in filter(None, map(_MODEL_FILE.fullmatch, names)):
+            if bool(match["best"]) == best:
+                client = None if match["client"] is None else int(match["client"])
+                found.setdefault((match["method"], int(match["seed"])), set()).add(client)
+        return found
+
     def find_damaged(self, method: str, seeds: Container[int]) -> Path | None:
         """Return a saved model of the method that is gone or not what the run wrote, if any."""
         record = self._record.find_method(method)
@@ -118,6 +143,5 @@ class SavedModels:
 
 def seed_of_model(name: str) -> int:
     """Return the seed of a saved model by its path in the run folder; −1 if it is not one."""
-    folders = name.removeprefix("models/best/").removeprefix("models/").split("/")
-    seed = folders[1].removeprefix("seed-") if len(folders) == 3 else ""
-    return int(seed) if seed.isdecimal() else -1
+    match = _MODEL_FILE.fullmatch(name)
+    return int(match["seed"]) if match else -1

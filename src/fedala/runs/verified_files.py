@@ -12,8 +12,11 @@ from fedala.runs.digests import NAME, Digests, MethodRecord
 
 T = TypeVar("T")
 
+#: The file with the names of the clients, if the data name them.
+CLIENTS = "clients.json"
+
 #: Files that a run writes as a whole. `digests.json` has their digests.
-WHOLE_FILES = ("config.toml", "split.csv", "resumed.csv", "summary.json", PREPROCESSING)
+WHOLE_FILES = ("config.toml", "split.csv", "resumed.csv", "summary.json", PREPROCESSING, CLIENTS)
 
 LARGEST = 2**28  # bytes of a file that is read as a whole
 

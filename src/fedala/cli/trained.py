@@ -1,0 +1,199 @@
+"""`fedala predict`, `fedala evaluate`, `fedala export`: what comes after a run."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedala.cli.output import keep_lines, print_line
+from fedala.errors import UserError
+from fedala.io.files import write_file
+from fedala.models import MODELS
+from fedala.report import tables
+from fedala.trained.export import check_output
+from fedala.trained.federation import TrainedFederation
+from fedala.trained.load import load
+from fedala.trained.prediction_table import PredictionTable
+from fedala.trained.samples import prepare_inputs
+from fedala.trained.saved_run import find_run
+
+app = typer.Typer()
+
+_SHOWN = 10  # predictions on the screen
+
+Run = Annotated[Path, typer.Argument(help="a run folder with saved models", metavar="RUN")]
+Client = Annotated[
+    str | None, typer.Option(help="the client whose model it is: number or name", metavar="CLIENT")
+]
+Global = Annotated[
+    bool, typer.Option("--global", metavar="", help="the global model instead of a client's")
+]
+Method = Annotated[
+    str | None, typer.Option(help="the method, if the run has several", metavar="NAME")
+]
+Seed = Annotated[int | None, typer.Option(help="the seed; without it, the first", metavar="N")]
+Best = Annotated[
+    bool,
+    typer.Option(
+        "--best", metavar="", help="the models of the best evaluation instead of the last"
+    ),
+]
+RunData = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        help="the data of the run, only if an older version made the folder",
+        metavar="NAME",
+    ),
+]
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala predict runs/mine --client 7 --data new.npz
+  fedala predict runs/mine --client 7 --data photos/ --out predictions.csv
+  fedala predict runs/mine --global --data new.csv --method fedala --best""")
+)
+def predict(
+    run: Run,
+    *,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="samples, with or without labels: a .npz, .csv or .parquet file, or a folder of "
+            "images or .txt files",
+            metavar="PATH",
+        ),
+    ],
+    client: Client = None,
+    is_global: Global = False,
+    method: Method = None,
+    seed: Seed = None,
+    best: Best = False,
+    dataset: RunData = None,
+    probabilities: Annotated[
+        bool,
+        typer.Option("--probabilities", metavar="", help="also write those of all classes"),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="write all predictions to this .csv file", metavar="FILE")
+    ] = None,
+) -> None:
+    """Predict the labels of new samples with a client's personal model."""
+    if out:
+        _check_csv(out)
+    trained = _load(run, method, seed, best, dataset)
+    who = _choose_client(trained, client, is_global)
+    inputs = prepare_inputs(data, trained.preprocessing)
+    names = inputs.names or tuple(map(str, range(len(inputs.x))))
+    table = PredictionTable(trained.answer(inputs, who), names, probabilities)
+    if out:
+        write_file(out, table.csv().encode())
+    tables.console().print(tables.predictions(table.columns, table.first_rows(_SHOWN)))
+    if len(names) > _SHOWN:
+        print(f"… and {len(names) - _SHOWN:,} more samples.")
+    if counts := table.count():
+        print_line(", ".join(f"{name}: {count:,}" for name, count in counts.items()))
+    if out:
+        print_line(f"Written: {out}")
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala evaluate runs/mine --data new.npz              # all personal models and the global one
+  fedala evaluate runs/mine --data new.npz --client 7""")
+)
+def evaluate(
+    run: Run,
+    *,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="samples with labels: a .npz, .csv or .parquet file, or an image folder",
+            metavar="PATH",
+        ),
+    ],
+    client: Client = None,
+    label_column: Annotated[
+        str | None,
+        typer.Option(
+            help="the column of the labels; without it, label, class, target or y", metavar="NAME"
+        ),
+    ] = None,
+    method: Method = None,
+    seed: Seed = None,
+    best: Best = False,
+    dataset: RunData = None,
+) -> None:
+    """Test the models of a run on new data, with the metric of the run."""
+    trained = _load(run, method, seed, best, dataset)
+    scores = trained.evaluate(data, client, label_column=label_column)
+    tables.console().print(tables.model_scores(scores))
+    if len(scores.personal) > 1:
+        figures = [one.score for one in scores.personal]
+        worst, top = min(figures), max(figures)
+        show = scores.metric.format
+        print(
+            f"Personal models: mean {scores.metric.title} "
+            f"{show(sum(figures) / len(figures))}{scores.metric.unit}, "
+            f"from {show(worst)} to {show(top)}."
+        )
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala export runs/mine --client 7 --out model.safetensors    # weights
+  fedala export runs/mine --client 7 --out model.pt2            # for torch.export.load
+  fedala export runs/mine --global --out model.onnx             # for any ONNX runtime""")
+)
+def export(
+    run: Run,
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(help="a .safetensors, .pt2 or .onnx file", metavar="FILE"),
+    ],
+    client: Client = None,
+    is_global: Global = False,
+    method: Method = None,
+    seed: Seed = None,
+    best: Best = False,
+    dataset: RunData = None,
+) -> None:
+    """Write a model for use without this package. Programs take raw samples."""
+    check_output(out)
+    trained = _load(run, method, seed, best, dataset)
+    path = trained.export(out, _choose_client(trained, client, is_global))
+    print_line(f"Written: {path}")
+
+
+def _load(
+    run: Path, method: str | None, seed: int | None, best: bool, dataset: str | None
+) -> TrainedFederation:
+    config = find_run(run, method, seed, best=best).config
+    for name, value in (("model", config.model), ("loss", config.loss)):
+        if value == "own" or (name == "model" and value not in MODELS):
+            raise UserError(
+                f"{run} was made in Python with its own {name}: "
+                f"load it there with fedala.load(…, {name}=…)."
+            )
+    return load(run, method, seed, best, dataset=dataset)
+
+
+def _choose_client(trained: TrainedFederation, client: str | None, is_global: bool) -> str | None:
+    if client is not None and is_global:
+        raise UserError("Give either --client or --global, not both.")
+    if client is None and not is_global and trained.has_personal_models:
+        count = len(trained.clients)
+        raise UserError(
+            f"Each of the {count} clients has its own model: name one with --client, "
+            "or take the global one with --global."
+        )
+    return client
+
+
+def _check_csv(out: Path) -> None:
+    is_writable = out.parent.is_dir() and os.access(out.parent, os.W_OK)
+    if out.suffix.lower() != ".csv" or out.is_dir() or not is_writable:
+        raise UserError(f"{out} must be a .csv file in a folder that exists and can be written to.")

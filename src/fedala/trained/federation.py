@@ -1,0 +1,253 @@
+"""A trained federation: the personal models of all clients and the global one, ready for use."""
+
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from fedala.data import Federation
+from fedala.data.preprocessing import Preprocessing
+from fedala.errors import UserError
+from fedala.lanes.losses import LossFunction
+from fedala.metrics import Metric
+from fedala.options import suggest
+from fedala.runs.config import Config
+from fedala.trained.answers import Answers
+from fedala.trained.export import export_model
+from fedala.trained.modules import ModelBuilder, list_saved_names
+from fedala.trained.samples import NamedInputs, prepare_inputs, prepare_samples
+from fedala.trained.saved_run import SavedRun
+from fedala.trained.scores import Client, Examiner, Scores, compute_outputs, find_loss
+
+#: Models that `predict` keeps ready.
+MOST_READY = 16
+
+
+class TrainedFederation:
+    """The models of one run: a method with a seed, as its last or best evaluation tested them.
+
+    `fedala.load` makes it. Nothing is trained here, and nothing in the run folder is changed.
+    """
+
+    def __init__(
+        self,
+        run: SavedRun,
+        preprocessing: Preprocessing,
+        builder: ModelBuilder,
+        client_names: tuple[str, ...] = (),
+        loss: LossFunction | None = None,
+    ) -> None:
+        self.preprocessing = preprocessing
+        self._run, self._builder, self._loss = run, builder, loss
+        self._client_names = client_names
+        self._ready: dict[int | None, nn.Module] = {}
+
+    # --- what it is -----------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Config:
+        """The options of the run."""
+        return self._run.config
+
+    @property
+    def method(self) -> str:
+        return self._run.method
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """All methods of the run folder whose models were saved."""
+        return self._run.methods
+
+    @property
+    def seed(self) -> int:
+        return self._run.seed
+
+    @property
+    def clients(self) -> tuple[Client, ...]:
+        """The clients by name, or by number if the data did not name them."""
+        return self._client_names or tuple(range(int(self.config.clients or 0)))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes; none if the data did not name them."""
+        return self.preprocessing.class_names
+
+    @property
+    def metric(self) -> Metric:
+        """What `evaluate` measures: the metric of the run."""
+        return self._run.metric
+
+    def __repr__(self) -> str:
+        when = "best" if self._run.best else "last"
+        kind = "personal models" if self.has_personal_models else "one global model"
+        return (
+            f"TrainedFederation({str(self._run.folder.path)!r}: {self.method}, seed {self.seed}, "
+            f"{when} evaluation, {self.config.model}, {len(self.clients)} clients, {kind})"
+        )
+
+    # --- models ---------------------------------------------------------------------------------
+
+    def personal(self, client: int | str) -> nn.Module:
+        """Build a client's personal model; of a method that has none, the global model.
+
+        It is a new module at each call, in evaluation mode. Feed it with `preprocessing.prepare`.
+        """
+        return self._builder.build(self._read(self.find_client(client)))
+
+    def global_model(self) -> nn.Module:
+        """Build the global model. Some methods have none."""
+        return self._builder.build(self._read(None))
+
+    @property
+    def has_personal_models(self) -> bool:
+        """Whether the clients have models of their own."""
+        return self._run.has_personal_models
+
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the run saved a whole global model."""
+        if None not in self._run.clients:
+            return False
+        return list_saved_names(self._skeleton) <= self._run.read(None).keys()
+
+    @cached_property
+    def _skeleton(self) -> nn.Module:
+        return self._builder.build_skeleton()
+
+    def find_client(self, client: int | str) -> int:
+        """Return the number of a client that is given by its name or number."""
+        count = int(self.config.clients or 0)
+        if isinstance(client, str):
+            if client in self._client_names:
+                return self._client_names.index(client)
+            if not client.isdecimal():
+                raise UserError(
+                    f"There is no client {client!r}{suggest(client, self._client_names)}; "
+                    f"the clients have the numbers 0 to {count - 1}."
+                )
+        if isinstance(client, bool) or not isinstance(client, str | Integral):
+            raise UserError(f"A client is a number or a name, not {type(client).__name__}.")
+        number = int(client)
+        if not 0 <= number < count:
+            raise UserError(f"There is no client {number}: there are 0 to {count - 1}.")
+        return number
+
+    def _read(self, client: int | None) -> dict[str, Tensor]:
+        """Return the saved weights of a client, or of the global model."""
+        run = self._run
+        if client is not None and not run.has_personal_models:
+            client = None
+        if client not in run.clients:
+            if client is None:
+                raise UserError(f"{self.method} has no global model: name a client.")
+            raise UserError(
+                f"{run.folder.path} has no model of client {client}: "
+                f"only {len(run.clients - {None})} clients have one."
+            )
+        weights = run.read(client)
+        missing = list_saved_names(self._skeleton) - weights.keys()
+        if client is None and run.has_personal_models and missing:
+            raise UserError(
+                f"{self.method} has no whole global model, because its clients keep "
+                f"{min(missing)} to themselves: name a client."
+            )
+        self._builder.check(self._skeleton, weights)
+        return weights
+
+    # --- predict --------------------------------------------------------------------------------
+
+    def predict(
+        self, data: Any, client: int | str | None = None, *, probabilities: bool = False
+    ) -> "np.ndarray[Any, Any]":
+        """Return what a client's model says of raw samples; without a client, the global model.
+
+        `data` is what `preprocessing.prepare` takes, a `Dataset`, or the path of a file or folder.
+        The answer is the name of each sample's class, or its number if classes have no names; with
+        `probabilities`, [sample, class]. Runs with several labels or with numbers as targets give
+        zeros and ones, or numbers.
+        """
+        inputs = prepare_inputs(data, self.preprocessing)
+        answers = self.answer(inputs, client)
+        return answers.probabilities() if probabilities else answers.predictions()
+
+    def answer(self, inputs: NamedInputs, client: int | str | None = None) -> Answers:
+        """Return what a client's model says of prepared samples, in all forms."""
+        model = self._get_ready(None if client is None else self.find_client(client))
+        outputs = compute_outputs(model, inputs.x, self.config.precision)
+        return Answers.of(outputs, self.preprocessing, self.metric)
+
+    def _get_ready(self, client: int | None) -> nn.Module:
+        """Return a model that has been built before, if it has: a server predicts again and again.
+
+        Models come and go by their use, so that many clients do not fill the memory.
+        """
+        model = self._ready.pop(client, None) or self._builder.build(self._read(client))
+        self._ready[client] = model
+        while len(self._ready) > MOST_READY:
+            del self._ready[next(iter(self._ready))]
+        return model
+
+    # --- evaluate -------------------------------------------------------------------------------
+
+    def evaluate(
+        self, data: Any, client: int | str | None = None, *, label_column: str | None = None
+    ) -> Scores:
+        """Return what models score on new data, with the metric and the loss of the run.
+
+        `data` is a path, a pair (inputs, targets), a `Dataset` or a `DataLoader`. Without a
+        client, all personal models and the global one are tested on all samples. With a
+        `Federation`, each client's model is tested on that client's own test samples. Of a table,
+        `label_column` is the column of the labels, if it does not have a usual name.
+        """
+        loss = find_loss(self.config, self.metric, self._loss)
+        shares = self._list_shares(data)
+        if isinstance(data, Federation):
+            data = data.dataset
+        samples = prepare_samples(data, self.preprocessing, label_column)
+        examiner = Examiner(self._skeleton, samples, self.config.precision, loss)
+        found = []
+        for number in self._list_tested(client, has_shares=bool(shares)):
+            name = None if number is None else self.clients[number]
+            found.append(examiner.score(name, self._read(number), shares.get(number)))
+        return Scores(self.metric, tuple(found))
+
+    def _list_tested(self, client: int | str | None, *, has_shares: bool) -> list[int | None]:
+        """Return whose models are tested; None: the global one."""
+        if client is not None:
+            return [self.find_client(client)]
+        # On the same samples, clients without models of their own would all score the same.
+        has_own = self.has_personal_models or has_shares
+        tested: list[int | None] = [*range(len(self.clients))] if has_own else []
+        return [*tested, None] if self.has_global_model else tested
+
+    def _list_shares(self, data: Any) -> dict[int | None, "np.ndarray[Any, Any]"]:
+        """Return the test samples of each client, and of all, if the data is divided."""
+        if not isinstance(data, Federation):
+            return {}
+        if len(data.test) != len(self.clients):
+            raise UserError(
+                f"The federation has {len(data.test)} clients, and the run {len(self.clients)}."
+            )
+        return {**dict(enumerate(data.test)), None: np.concatenate(data.test)}
+
+    # --- export ---------------------------------------------------------------------------------
+
+    def export(self, path: Path | str, client: int | str | None = None) -> Path:
+        """Write a client's model, or the global one, for use without this package.
+
+        The ending decides: `.safetensors` (weights), `.pt2` (a program for `torch.export.load`) or
+        `.onnx`. The programs take raw samples: bytes of images or unscaled features, or token ids.
+        """
+        number = None if client is None else self.find_client(client)
+        about = {
+            "run": str(self._run.folder.path.name),
+            "method": self.method,
+            "seed": self.seed,
+            "client": None if client is None else self.clients[number or 0],
+            "model": self.config.model,
+        }
+        model = self._builder.build(self._read(number))
+        return export_model(Path(path), model, self.preprocessing, about)

@@ -1,0 +1,73 @@
+"""`fedala.load`: from a run folder to its trained models."""
+
+from pathlib import Path
+
+import torch
+
+from fedala.data import Dataset, Federation
+from fedala.data import load as load_dataset
+from fedala.data.federation import NATURAL
+from fedala.data.preprocessing import PREPROCESSING, Preprocessing
+from fedala.errors import UserError
+from fedala.lanes.losses import LossFunction
+from fedala.lanes.normalization import parse_normalization
+from fedala.runs.config import Config
+from fedala.runs.model_trial import MakeModel
+from fedala.trained.federation import TrainedFederation
+from fedala.trained.modules import ModelBuilder
+from fedala.trained.saved_run import find_run
+
+Data = str | Path | Dataset | Federation
+
+
+def load(
+    folder: Path | str,
+    method: str | None = None,
+    seed: int | None = None,
+    best: bool = False,
+    *,
+    dataset: Data | None = None,
+    model: MakeModel | None = None,
+    loss: LossFunction | None = None,
+) -> TrainedFederation:
+    """Load the trained models of a run folder: `load("runs/mine").predict(images, client=7)`.
+
+    If the folder has several methods, name one; without a `seed`, it is the first. With `best`, the
+    models are those of the run's best evaluation, and not of its last. Give `model` and `loss`
+    again if they were Python functions of your own, and `dataset` if an older version of this
+    program made the folder.
+    """
+    run = find_run(Path(folder), method, seed, best=best)
+    config = run.config
+    if loss is not None and config.loss != "own":
+        raise UserError(f"{folder} was made with a loss that has a name: leave out loss.")
+    preprocessing, names = run.read_preprocessing(), run.read_client_names()
+    if preprocessing is None:
+        data = _load_dataset(config, dataset, folder)
+        preprocessing = _describe(config, data)
+        names = data.client_names if config.partition == NATURAL else ()
+    elif dataset is not None:
+        raise UserError(f"{folder} says itself what its models are fed: leave out dataset.")
+    builder = ModelBuilder.of(config, preprocessing, model, str(folder))
+    return TrainedFederation(run, preprocessing, builder, names, loss)
+
+
+def _load_dataset(config: Config, dataset: Data | None, folder: Path | str) -> Dataset:
+    """Return the data that an older run was made with."""
+    if dataset is None:
+        raise UserError(
+            f"{folder} has no {PREPROCESSING}, which says what its models are fed; older versions "
+            "did not write it. Give the data of the run, as dataset=…."
+        )
+    if isinstance(dataset, Federation):
+        return dataset.dataset
+    if isinstance(dataset, Dataset):
+        return dataset
+    data_dir = Path(config.data_dir) if config.data_dir else None
+    return load_dataset(str(dataset), data_dir, config.resize)
+
+
+def _describe(config: Config, data: Dataset) -> Preprocessing:
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
+    normalization = parse_normalization(config.normalize)
+    return Preprocessing.of(data, normalization, dtype, resize=config.resize)

@@ -1,0 +1,230 @@
+"""New data for a trained model: inputs as the model takes them, targets as the run had them.
+
+Whatever the data calls a class, a feature or a word, it gets the number that it had in the run.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from fedala.data import Dataset, load
+from fedala.data.arrays import read_npz
+from fedala.data.collect import collect_samples
+from fedala.data.images import read_image_folder
+from fedala.data.inputs import Columns, is_file, is_table, read_inputs
+from fedala.data.preprocessing import Preprocessing
+from fedala.errors import UserError, printable
+
+Array = np.ndarray[Any, Any]
+
+
+class Samples(NamedTuple):
+    """Samples that a model can be run on."""
+
+    x: Tensor
+    """The model's input."""
+    y: Tensor
+    """The targets."""
+
+
+class NamedInputs(NamedTuple):
+    """Inputs without targets."""
+
+    x: Tensor
+    names: tuple[str, ...] = ()
+    """Of each sample, if it is a file."""
+
+
+@contextmanager
+def _refuse_too_much() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise UserError("The data does not fit into the memory of this machine.") from None
+
+
+@_refuse_too_much()
+def prepare_inputs(data: Any, preprocessing: Preprocessing) -> NamedInputs:
+    """Return the model's input for data with or without labels: a path, arrays, texts, a table."""
+    names: tuple[str, ...] = ()
+    if isinstance(data, Dataset):
+        x = _prepare_dataset(data, preprocessing)
+    elif is_file(data, allows_text=preprocessing.kind == "texts"):
+        columns = Columns(preprocessing.feature_names)
+        found = read_inputs(Path(data), columns, preprocessing.resize)
+        x, names = preprocessing.prepare(found.x), found.names
+    else:
+        x = preprocessing.prepare(data)
+    _refuse_empty(x)
+    return NamedInputs(x, names)
+
+
+@_refuse_too_much()
+def prepare_samples(
+    data: Any, preprocessing: Preprocessing, label_column: str | None = None
+) -> Samples:
+    """Return the model's input, and the targets, for data with labels.
+
+    That is a path, a pair (inputs, targets), a `Dataset` of this package or of torch, or a
+    `DataLoader`.
+    """
+    names: Sequence[str] = ()
+    if isinstance(data, str | Path):
+        x, y, names = _read_samples(data, preprocessing, label_column)
+    elif isinstance(data, Dataset):
+        x, y, names = _prepare_dataset(data, preprocessing), data.y.numpy(), data.class_names
+    elif isinstance(data, TorchDataset | DataLoader):
+        inputs, targets = collect_samples(data, np.arange)
+        x, y = preprocessing.prepare(inputs), _to_array(targets)
+    elif isinstance(data, tuple | list) and len(data) == 2:
+        x, y = preprocessing.prepare(data[0]), _to_array(data[1])
+    else:
+        raise UserError(
+            "The data must be a path, a pair (inputs, targets), a Dataset or a DataLoader, "
+            f"not {type(data).__name__}."
+        )
+    _refuse_empty(x)
+    if y.ndim == 0 or len(y) != len(x):
+        count = len(y) if y.ndim else 1
+        raise UserError(f"There are {len(x)} samples and {count} targets: each needs one.")
+    return Samples(x, convert_targets(y, names, preprocessing))
+
+
+def _read_samples(
+    data: str | Path, preprocessing: Preprocessing, label_column: str | None
+) -> tuple[Tensor, Array, Sequence[str]]:
+    """Read samples and targets from a file, a folder, or a dataset that has a name."""
+    path, resize = Path(data).expanduser(), preprocessing.resize
+    if is_table(path):
+        columns = Columns(preprocessing.feature_names, True, label_column)
+        found = read_inputs(path, columns, resize)
+        assert found.labels is not None
+        return preprocessing.prepare(found.x), found.labels, ()
+    if label_column is not None:
+        raise UserError(f"label_column is for tables, .csv and .parquet, and {path} is not one.")
+    if path.is_dir() or path.is_file():
+        raw = read_image_folder(path, resize) if path.is_dir() else read_npz(path)
+        assert isinstance(raw.x, Tensor)
+        return preprocessing.prepare(raw.x), raw.y, raw.class_names
+    named = load(str(data), resize=resize)
+    return _prepare_dataset(named, preprocessing), named.y.numpy(), named.class_names
+
+
+def _refuse_empty(x: Tensor) -> None:
+    if len(x) == 0:
+        raise UserError("The data is empty: there is no sample in it.")
+
+
+def _to_array(values: Any) -> Array:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+    return np.asarray(values)
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def _prepare_dataset(data: Dataset, preprocessing: Preprocessing) -> Tensor:
+    if preprocessing.kind == "texts" and data.tokens:
+        return preprocessing.prepare(_renumber(data.x, data.tokens, preprocessing.tokens))
+    return preprocessing.prepare(_order_features(data.x, data.feature_names, preprocessing))
+
+
+def _renumber(ids: Tensor, tokens: Sequence[str], known: Sequence[str]) -> Array:
+    """Return texts in the numbers that their words had in the run; 0 for unknown words."""
+    if tuple(tokens) == tuple(known):
+        return ids.numpy()
+    number = {token: position for position, token in enumerate(known, start=1)}
+    table = np.array([0, *(number.get(token, 0) for token in tokens)])
+    renumbered: Array = table[ids.numpy()]
+    return renumbered
+
+
+def _order_features(x: Tensor, names: Sequence[str], preprocessing: Preprocessing) -> Tensor:
+    """Return the columns of a table in the order that they had in the run."""
+    wanted = preprocessing.feature_names
+    if not wanted or not names or tuple(names) == wanted or x.ndim != 2:
+        return x
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise UserError(
+            f"The data has no column {printable(missing[0], 100)!r}; "
+            f"the features of this model are {', '.join(wanted)}."
+        )
+    return x[:, [list(names).index(name) for name in wanted]]
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+def convert_targets(y: Array, names: Sequence[str], preprocessing: Preprocessing) -> Tensor:
+    """Return targets as the run had them: int64 labels, or floats in the model's precision.
+
+    `names` are those of the data's own classes; without them, `y` holds the run's labels, or the
+    names of its classes.
+    """
+    if preprocessing.targets == "classes":
+        return _convert_labels(y, names, preprocessing)
+    dtype: torch.dtype = getattr(torch, preprocessing.precision)
+    if y.dtype.kind == "U":
+        y = _parse_numbers(y)
+    count, width = preprocessing.classes, y.shape[1] if y.ndim == 2 else 1
+    if y.dtype.kind not in "biuf" or y.ndim > 2 or width != count:
+        raise UserError(
+            f"The targets must be {count} numbers for each sample, not {y.dtype} of shape "
+            f"{tuple(y.shape)}."
+        )
+    targets = torch.from_numpy(y.astype(np.float32)).to(dtype)
+    if not bool(torch.isfinite(targets).all()):
+        raise UserError("The targets must be finite numbers, and some are not.")
+    return targets
+
+
+def _parse_numbers(texts: Array) -> Array:
+    try:
+        return texts.astype(np.float64)
+    except ValueError as error:
+        raise UserError(f"The targets must be numbers ({error}).") from None
+
+
+def _convert_labels(y: Array, names: Sequence[str], preprocessing: Preprocessing) -> Tensor:
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim == 1 and y.dtype.kind in "UO":
+        found, y = np.unique(y.astype(str), return_inverse=True)
+        names = found.tolist()
+    if y.ndim != 1 or y.dtype.kind not in "biu":
+        raise UserError(
+            f"The targets must be one class for each sample, not {y.dtype} of shape "
+            f"{tuple(y.shape)}."
+        )
+    if len(names):
+        return torch.from_numpy(_number_classes(names, preprocessing)[y])
+    if y.min() < 0 or y.max() >= preprocessing.classes:
+        raise UserError(
+            f"The data holds the labels {y.min()} to {y.max()}; those of this run are 0 to "
+            f"{preprocessing.classes - 1}."
+        )
+    return torch.from_numpy(y.astype(np.int64))
+
+
+def _number_classes(names: Sequence[str], preprocessing: Preprocessing) -> Array:
+    """Return the run's number of each class that the data names."""
+    known = preprocessing.class_names or tuple(map(str, range(preprocessing.classes)))
+    number = {name: position for position, name in enumerate(known)}
+    found = []
+    for name in (printable(str(name), 100) for name in names):
+        if name not in number:
+            name = name.removesuffix(".0")  # a label that is a number
+        if name not in number:
+            few = ", ".join(known[:10]) + (" …" if len(known) > 10 else "")
+            raise UserError(f"The data has the class {name!r}; those of this run are {few}.")
+        found.append(number[name])
+    return np.array(found, dtype=np.int64)

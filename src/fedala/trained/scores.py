@@ -1,0 +1,165 @@
+"""What the models of a run score on new data, measured as the run measured it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedala.errors import UserError
+from fedala.lanes.evaluation import MIXED_BATCH, score_lanes
+from fedala.lanes.features import Sharing
+from fedala.lanes.losses import (
+    CrossEntropy,
+    Loss,
+    LossFunction,
+    MultiLabel,
+    OwnLoss,
+    Regression,
+)
+from fedala.lanes.task import Task
+from fedala.metrics import ACCURACY, LABEL_ACCURACY, MAE, Metric
+from fedala.runs.config import Config
+from fedala.trained.samples import Samples
+
+Client = int | str | None
+"""A client's name or number; None: the global model."""
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """What one model scores on one set of samples: means over the samples."""
+
+    client: Client
+    score: float
+    loss: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What models score on new data. If it is a single one, its figures are also these."""
+
+    metric: Metric
+    models: tuple[ModelScore, ...]
+
+    def __getitem__(self, client: Client) -> ModelScore:
+        """Return what a client's model scores; with None, the global one."""
+        for one in self.models:
+            if one.client == client:
+                return one
+        raise KeyError(client)
+
+    def __iter__(self) -> Iterator[ModelScore]:
+        return iter(self.models)
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    @property
+    def personal(self) -> tuple[ModelScore, ...]:
+        return tuple(one for one in self.models if one.client is not None)
+
+    @property
+    def _only(self) -> ModelScore:
+        if len(self.models) != 1:
+            raise AttributeError("These are the scores of several models: use scores[client].")
+        return self.models[0]
+
+    @property
+    def score(self) -> float:
+        return self._only.score
+
+    @property
+    def accuracy(self) -> float:
+        if self.metric != ACCURACY:
+            raise AttributeError(f"The score of this run is its {self.metric.title}: use score.")
+        return self.score
+
+    @property
+    def loss(self) -> float:
+        return self._only.loss
+
+    @property
+    def samples(self) -> int:
+        return self._only.samples
+
+    def __repr__(self) -> str:
+        shown = [f"{_title(one.client)} {self._format(one)}" for one in self.models[:3]]
+        rest = f", … ({len(self.models)} models)" if len(self.models) > 3 else ""
+        return f"Scores({self.metric.title}: {', '.join(shown)}{rest})"
+
+    def _format(self, one: ModelScore) -> str:
+        return f"{self.metric.format(one.score)}{self.metric.unit}"
+
+
+def _title(client: Client) -> str:
+    return "global model" if client is None else f"client {client}"
+
+
+def find_loss(config: Config, metric: Metric, own: LossFunction | None) -> Loss:
+    """Return the loss that the run's evaluations measured."""
+    if own is not None:
+        return OwnLoss(own, metric)
+    if config.loss == "own":
+        raise UserError(
+            "This run has a loss of its own, a Python function: give it to load again, as loss=…."
+        )
+    if metric == ACCURACY:
+        return CrossEntropy()
+    if metric == LABEL_ACCURACY:
+        return MultiLabel()
+    return Regression("mae" if metric == MAE else config.loss or "mse")
+
+
+class Examiner:
+    """Runs models on one set of samples, as the run's own evaluation does."""
+
+    def __init__(self, skeleton: nn.Module, samples: Samples, precision: str, loss: Loss) -> None:
+        everything = np.arange(len(samples.x))
+        # The samples are prepared, so the task must not scale them once more.
+        self.task = Task(
+            skeleton,
+            samples.x,
+            samples.y,
+            [everything],
+            loss=loss,
+            precision=precision,
+            scale=False,
+        )
+
+    def score(
+        self, client: Client, model: Mapping[str, Tensor], rows: np.ndarray | None = None
+    ) -> ModelScore:
+        """Return what saved weights score, on some of the samples or on all."""
+        state = {name: value.unsqueeze(0) for name, value in model.items()}
+        for name in self.task.transient:
+            buffer = self.task.model.get_buffer(name).detach()
+            dtype = self.task.dtype if buffer.is_floating_point() else buffer.dtype
+            state[name] = buffer.to(dtype).unsqueeze(0)
+        own = self.task.parts["train"][0] if rows is None else rows
+        found = score_lanes(self.task, state, [own], None, Sharing())
+        score, loss, count = (float(figure.double()) for figure in found)
+        if not count:
+            return ModelScore(client, np.nan, np.nan, 0)
+        return ModelScore(client, score / count, loss / count, int(count))
+
+
+@torch.no_grad()
+def compute_outputs(model: nn.Module, x: Tensor, precision: str) -> Tensor:
+    """Return what a model in evaluation mode says of prepared samples, batch by batch."""
+    y = torch.zeros(len(x), dtype=torch.int64)
+    task = Task(model, x, y, [np.arange(len(x))], precision=precision, scale=False)
+    size = MIXED_BATCH if task.mixes_samples else task.chunk
+    outputs: list[Tensor] = []
+    with task.use_mode(training=False), task.autocast():
+        for rows in torch.split(torch.arange(len(x)), size):
+            output = model(task.inputs(rows))
+            if not isinstance(output, Tensor):
+                raise UserError(
+                    f"The model returns a {type(output).__name__}, and predict needs a tensor: "
+                    "take the model itself, with personal(client)."
+                )
+            outputs.append(output)
+    return torch.cat(outputs).to(task.dtype)
