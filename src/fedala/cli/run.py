@@ -146,9 +146,11 @@ def _folder_name(config: Config) -> str:
 def _description(checked: Plan) -> str:
     config, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
+    held_out = checked.federation.held_out
+    unseen = f", {held_out} of them held out" if held_out else ""
     return (
         f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
-        f"{config.partition} over {config.clients} clients; {config.model}, "
+        f"{config.partition} over {config.clients} clients{unseen}; {config.model}, "
         f"rounds: {config.rounds}, runs of each method: {config.seeds}, on {checked.device.type}"
     )
 

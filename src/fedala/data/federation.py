@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,18 @@ class Federation:
     train: tuple[Indices, ...]
     test: tuple[Indices, ...]
     validation: tuple[Indices, ...]
+    held_out: int = field(default=0, kw_only=True)
+    """How many clients take no part in training: the last ones."""
+    original: tuple[int, ...] = field(default=(), kw_only=True)
+    """By client: its number before some were held out; empty if it is the same."""
+
+    @property
+    def known(self) -> "Federation":
+        """The federation without the clients that are held out."""
+        if not self.held_out:
+            return self
+        parts = {part: getattr(self, part)[: -self.held_out] for part in PARTS}
+        return Federation(self.dataset, **parts)
 
     def counts(self, *parts: str) -> Indices:
         """Count the samples of each class that a client holds, in all `PARTS` or in some of them.
@@ -102,7 +114,8 @@ def federate(
     has_validation = any(len(own["validation"]) for own in splits)
     if not has_validation:  # validation samples of a file or of the data stay as they are
         splits = [_hold_out(own, validation) for own in splits]
-    return Federation(dataset, **{part: tuple(own[part] for own in splits) for part in PARTS})
+    parts: dict[str, Any] = {part: tuple(own[part] for own in splits) for part in PARTS}
+    return Federation(dataset, **parts)
 
 
 def default_partition(dataset: Dataset) -> str:

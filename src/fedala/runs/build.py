@@ -11,6 +11,7 @@ from fedala.lanes.randomness import torch_seed
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import Params
 from fedala.methods import Method
+from fedala.runs.holdout import parse_epochs
 from fedala.runs.plan import Plan
 from fedala.simulation import Simulation
 
@@ -74,6 +75,9 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         evaluate=config.evaluated_models,
         metrics_every=config.metrics_every,
         on_divergence=config.on_divergence,
+        held_out=plan.federation.held_out,
+        holdout_epochs=parse_epochs(config.holdout_epochs),
+        holdout_every=config.holdout_every,
         **options,
     )
 

@@ -14,10 +14,12 @@ from fedala.data import (
     Federation,
     default_partition,
     federate,
+    hold_out_clients,
     known_datasets,
     load,
     resize_images,
 )
+from fedala.data.federation import NATURAL
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
 from fedala.lanes.augmentation import parse_augmentation
@@ -30,6 +32,7 @@ from fedala.methods import Method, ServerRound
 from fedala.methods.server_optimizer import default_lr
 from fedala.models import build_model
 from fedala.runs.config import Config
+from fedala.runs.holdout import check_options, rehearse_newcomers
 from fedala.runs.losses import make_loss
 from fedala.runs.members import (
     Group,
@@ -127,7 +130,9 @@ def plan(
     """Check a config, load its data, and resolve every value. Nothing is written."""
     check_settings(config)
     _ = config.evaluated_models  # raises if there is no such model
-    check_effects(config, make_members(config))  # refuse what is wrong before data is loaded
+    members = make_members(config)
+    check_effects(config, members)  # refuse what is wrong before data is loaded
+    check_options(config, [member.method for member in members])
     device = _choose_device(config.device)
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
@@ -138,6 +143,11 @@ def plan(
         config = replace(config, partition="own", validation=0.0)
     else:
         federation = _federate(config, dataset)
+    if config.holdout_clients is not None:
+        is_natural = (config.partition or default_partition(federation.dataset)) == NATURAL
+        federation = hold_out_clients(
+            federation, config.holdout_clients, config.partition_seed, is_natural=is_natural
+        )
     if config.resize is not None:  # without effect on data that was loaded with it
         images = resize_images(federation.dataset, config.resize)
         federation = replace(federation, dataset=images)
@@ -242,6 +252,8 @@ def _rehearse(
             keeps_optimizer=config.keep_optimizer,
         )
         method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
+        if federation.held_out:
+            rehearse_newcomers(method, task, start)
         state_bytes[member.label] = count_bytes(init_client_state(method, task, start))
     return state_bytes
 
