@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from fedala.ala import ALA
     from fedala.errors import UserError
     from fedala.runs.config import Config
+    from fedala.runs.onboard import onboard
     from fedala.runs.results import Result
     from fedala.runs.run import run
 
-__all__ = ["ALA", "Config", "Result", "UserError", "__version__", "run"]
+__all__ = ["ALA", "Config", "Result", "UserError", "__version__", "onboard", "run"]
 
 #: The module of each name. It is imported when the name is first used, so that the command line can
 #: start before torch is loaded.
@@ -22,6 +23,7 @@ _MODULES = {
     "Config": "runs.config",
     "Result": "runs.results",
     "UserError": "errors",
+    "onboard": "runs.onboard",
     "run": "runs.run",
 }
 

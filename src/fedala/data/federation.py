@@ -110,7 +110,7 @@ def federate(
     else:
         shares = _divide(dataset, partition, clients, seed)
         given = dataset.split.numpy() if dataset.split is not None and split == "given" else None
-        splits = [_split(share, seed, client, given) for client, share in enumerate(shares)]
+        splits = [split_share(share, seed, client, given) for client, share in enumerate(shares)]
     has_validation = any(len(own["validation"]) for own in splits)
     if not has_validation:  # validation samples of a file or of the data stay as they are
         splits = [_hold_out(own, validation) for own in splits]
@@ -155,7 +155,7 @@ def _list_natural_shares(dataset: Dataset, clients: int | None) -> list[Indices]
     return np.split(order, np.cumsum(sizes)[:-1])
 
 
-def _split(
+def split_share(
     share: Indices, seed: int, client: int, given: Indices | None = None
 ) -> dict[str, Indices]:
     """Split a share as `given`, or 75/25; the order of the draw is the client's order from now on.
@@ -270,7 +270,7 @@ def _read_clients(path: Path, dataset: Dataset) -> list[Any]:
 
 def _read_client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[str, Indices]:
     if isinstance(row, list):
-        return _split(_read_indices(row, where, samples), seed, client)
+        return split_share(_read_indices(row, where, samples), seed, client)
     if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(PARTS):
         raise UserError(
             f"{where} must be a list of samples, or have train, test and optionally validation."

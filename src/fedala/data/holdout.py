@@ -17,9 +17,10 @@ def hold_out_clients(
 ) -> Federation:
     """Hold out a share (`0.2`) or a number (`5`) of the clients, or the last ones (`last:5`).
 
-    A draw by `seed` chooses those of a share or a number. They get the last numbers; the others keep their order. So the others are numbered, and draw
-    their random numbers, as if there were nobody else. With `is_natural`, the clients are those
-    that the data name, and the data follow the new numbers.
+    A draw by `seed` chooses those of a share or a number. They get the last numbers, and the others
+    keep their order. So the others are numbered, and draw their random numbers, as if there were
+    nobody else. With `is_natural`, the clients are those that the data name, and the data follow
+    the new numbers.
     """
     population = len(federation.train)
     chosen = _choose(which, population, seed)
@@ -34,6 +35,18 @@ def hold_out_clients(
 def check_holdout(which: str) -> None:
     """Refuse a text that does not say which clients to hold out."""
     _parse(which)
+
+
+def count_held_out(which: str, population: int) -> int:
+    """Return how many clients are held out; refuse all of them."""
+    _, amount = _parse(which)
+    count = max(1, int(np.floor(amount * population + 0.5))) if amount < 1 else int(amount)
+    if count >= population:
+        raise UserError(
+            f"holdout_clients holds out {count} of {population} clients, and at least one must "
+            "take part in training."
+        )
+    return count
 
 
 def _parse(which: str) -> tuple[bool, float]:
@@ -52,14 +65,8 @@ def _parse(which: str) -> tuple[bool, float]:
 
 
 def _choose(which: str, population: int, seed: int) -> set[int]:
-    is_last, amount = _parse(which)
-    count = max(1, int(np.floor(amount * population + 0.5))) if amount < 1 else int(amount)
-    if count >= population:
-        raise UserError(
-            f"holdout_clients holds out {count} of {population} clients, and at least one must "
-            "take part in training."
-        )
-    if is_last:
+    count = count_held_out(which, population)
+    if _parse(which)[0]:
         return set(range(population - count, population))
     chosen = draw(seed, "held-out clients").choice(population, count, replace=False)
     return set(chosen.tolist())

@@ -14,7 +14,13 @@ from fedala.data.dataset import Dataset, RawData, encode_labels
 from fedala.data.images import read_image_folder, resize_images
 from fedala.data.tables import read_hub, read_parquet
 from fedala.data.text import encode_texts, read_ag_news_csv, read_labelled_csv
-from fedala.errors import UserError, first_line, import_optional, printable
+from fedala.errors import (
+    UserError,
+    first_line,
+    import_optional,
+    printable,
+    spreadsheet_safe,
+)
 from fedala.options import suggest
 
 
@@ -34,6 +40,47 @@ def load(name: str, data_dir: Path | None = None, resize: int | None = None) -> 
         raise UserError(f"{name} does not fit into the memory of this machine.") from None
     except OSError as error:
         raise UserError(f"{name} cannot be read ({error}).") from None
+
+
+def load_more(name: str, class_names: Sequence[str], resize: int | None = None) -> Dataset:
+    """Load further samples of a dataset whose classes are known; they may be of some of them."""
+    try:
+        raw = _read_own(name, resize)
+        if not isinstance(raw.x, torch.Tensor):
+            raise UserError(
+                f"{name} holds texts, and their words need the numbers that the other texts of the "
+                "run gave them: give a Federation of all texts in Python."
+            )
+        if raw.y.ndim == 1 and raw.y.dtype.kind != "f":
+            y = match_classes(raw.y, raw.class_names, class_names, name)
+            raw = raw._replace(y=y, class_names=tuple(class_names))
+        dataset = _build_dataset(name, raw)
+        return dataset if resize is None else resize_images(dataset, resize)
+    except MemoryError:
+        raise UserError(f"{name} does not fit into the memory of this machine.") from None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error}).") from None
+
+
+def match_classes(
+    y: "np.ndarray[Any, Any]", names: Sequence[str], known: Sequence[str], where: str
+) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return labels as numbers of `known` classes, by the names of their own if they have any."""
+    used = np.unique(y).tolist()
+    number = {spreadsheet_safe(label): k for k, label in enumerate(known)}
+    numbers = {label: label for label in used}
+    if names:
+        numbers = {label: number.get(spreadsheet_safe(names[label]), -1) for label in used}
+    for label, k in numbers.items():
+        if not 0 <= k < len(known):
+            title = printable(names[label], 100) if names else label
+            raise UserError(
+                f"{where} holds the class {title}, which the run does not have; its classes are "
+                f"{printable(', '.join(known[:20]), 500)}{', …' if len(known) > 20 else ''}."
+            )
+    table = np.zeros(max(used, default=0) + 1, dtype=np.int64)
+    table[list(numbers)] = list(numbers.values())
+    return np.asarray(table[y], dtype=np.int64)
 
 
 def _read_known(known: KnownDataset, data_dir: Path | None) -> RawData:
