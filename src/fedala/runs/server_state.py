@@ -63,20 +63,18 @@ class FinishedRun:
         That is in the last checkpoint. Without one, the saved global model does for a method whose
         server has nothing else.
         """
-        method = self.member.method
-        watch, batch = self._watch(), self._find_batch()
-        is_early = watch.is_over(self.config.patience) and (watch.last is not None)
+        method, watch = self.member.method, self._watch()
+        everybody = ServerRound(self.seed, 0, 1, range(self.population), self._list_sizes())
+        template = method.init_server(task, method.shared_part(task, initial), everybody)
         found = None
-        if not is_early:  # the checkpoint of a run that has stopped is of a later round
-            found = self._load_checkpoint(batch)
+        last = watch.last.round if watch.last else 0
+        has_stopped = watch.is_over(self.config.patience) and last < int(self.config.rounds or 0)
+        if not has_stopped:  # the checkpoint of a run that has stopped is of a later round
+            found = self._load_checkpoint(self._find_batch())
         if found is None:
-            found = self._load_global_model(method, watch)
+            found = last, self._load_global_model(task, template)
         round, server = found
-        sizes = self._list_sizes()
-        shared = method.shared_part(task, initial)
-        everybody = range(self.population)
-        template = method.init_server(task, shared, ServerRound(self.seed, 0, 1, everybody, sizes))
-        if not matches({name: server[name] for name in server}, template):
+        if not matches(server, template):
             raise UserError(
                 f"The new data do not fit the model of {self.folder.path}: its samples or its "
                 "classes are others."
@@ -130,28 +128,29 @@ class FinishedRun:
             servers: Mapping[str, State] = state["servers"]
             return newest.round, servers[str(run)]
 
-    def _load_global_model(self, method: Method, watch: RunWatch) -> tuple[int, State]:
-        base = method
+    def _load_global_model(self, task: Task, template: State) -> State:
+        """Return a server with the saved global model; all else of it is never sent."""
+        method = base = self.member.method
         while isinstance(base, Wrapper):
             base = base.base
-        own_steps = (type(base).init_server, type(base).send)
-        if own_steps != (Method.init_server, Method.send):
+        if (type(base).init_server, type(base).send) != (Method.init_server, Method.send):
             raise UserError(
                 f"The server of {method.title} has more than a global model, and {self.folder.path}"
-                " kept no checkpoint of its last evaluation: run it with keep_checkpoint, and "
+                " has no checkpoint of its last evaluation: run it with keep_checkpoint, and "
                 "without patience."
             )
-        try:
-            model = self.folder.model(self.member.label, self.seed)
-        except files.DamagedFile:
-            if (self.folder.path / "models").exists():
-                raise
+        names = template["global"].keys() - task.transient
+        if not names:
+            return template
+        if not (self.folder.path / "models").exists():
             raise UserError(
                 f"{self.folder.path} has neither a checkpoint nor a global model of "
                 f"{method.title}: run it with keep_checkpoint or save_models."
-            ) from None
-        last = watch.last.round if watch.last else 0
-        return last, {"global": {name: value[None] for name, value in model.items()}}
+            )
+        model = self.folder.model(self.member.label, self.seed)
+        saved = {name: model[name][None] for name in names if name in model}
+        transient = {n: value for n, value in template["global"].items() if n not in names}
+        return {**template, "global": {**transient, **saved}}
 
 
 def find_run(path: RunFolder, method: str | None, seed: int | None) -> FinishedRun:
