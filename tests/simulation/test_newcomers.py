@@ -64,6 +64,14 @@ def test_lanes_are_one_newcomer_after_another(method):
     np.testing.assert_allclose(one, many, atol=1e-10)
 
 
+def test_threads_are_one_newcomer_after_another():
+    found = [
+        arrivals(evaluate("fedala", ragged_task(SIZES), lanes=1, threads=n, **HELD_OUT)[1])
+        for n in (1, 2)
+    ]
+    np.testing.assert_array_equal(*found)
+
+
 class LateJoin(Simulation):
     """Everybody takes part but the last client, which comes in the last round."""
 

@@ -194,6 +194,11 @@ def _show(result: Result) -> None:
         f"({formula} / Σ samples)."
     )
     print("The best round is picked on test data, as in the paper.")
+    if config.holdout_clients is not None:
+        print(
+            "Unseen clients took no part in training: these are their scores at the last "
+            "evaluation, after so many local epochs of their own."
+        )
     for sweep in find_sweeps(config.sweep, result.methods):
         for sentence in tables.describe_sweep(sweep):
             print(sentence)

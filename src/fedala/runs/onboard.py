@@ -31,7 +31,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import check_method, parse_epochs
 from fedala.runs.models import pack_model
 from fedala.runs.plan import plan
-from fedala.runs.server_state import FinishedRun, find_run
+from fedala.runs.server_state import MOST_CLIENTS, FinishedRun, find_run
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.model_scores import EvaluationSchedule
 from fedala.simulation.newcomers import Arrival, Newcomers
@@ -92,6 +92,12 @@ def onboard(
     """
     finished = find_run(RunFolder.open(Path(run)), method, seed)
     check_method(finished.member.method)
+    for name, given in (("model", model), ("loss", loss)):
+        if getattr(finished.config, name) == "own" and given is None:
+            raise UserError(
+                f"{run} was made in Python with its own {name}: onboard clients there, with "
+                f"onboard(…, {name}=…)."
+            )
     counts = _choose_epochs(finished.config, epochs)
     first = _choose_number(finished, number)
     federation = _make_federation(finished, data, first)
@@ -136,10 +142,10 @@ def _choose_number(finished: FinishedRun, number: int | None) -> int:
     """Return the number of the first newcomer, by default the next that is free."""
     if number is None:
         return int(finished.config.clients or 0)
-    if not finished.population <= number < 2**31:
+    if not finished.population <= number <= MOST_CLIENTS:
         raise UserError(
             f"number must be at least {finished.population}: the numbers before are those of the "
-            f"clients that took part in the run. It is {number}."
+            f"clients that took part in the run. It may be at most {MOST_CLIENTS}, and is {number}."
         )
     return number
 
@@ -193,11 +199,6 @@ def _build_task(
 ) -> tuple[Task, Callable[[int], Params]]:
     """Return the task of the newcomers alone, and a function that makes the initial model."""
     config, usual = finished.member.config, Config()
-    if config.model == "own" and model is None:
-        raise UserError(
-            f"{finished.folder.path} was made in Python with its own model: onboard clients there, "
-            "with onboard(…, model=…)."
-        )
     if config.class_weights == "balanced":
         config = replace(config, class_weights=_balance(finished, federation.dataset))
     prefixes = setting_prefixes(config.method)
@@ -220,8 +221,8 @@ def _balance(finished: FinishedRun, dataset: Dataset) -> str:
             "class_weights = balanced of several labels counts the samples of the run's clients, "
             "which its folder does not have: run it with a number for each label."
         )
-    counts = finished.count_training_samples("class")
-    own = np.array([counts.get((label,), 0) for label in range(dataset.classes)])
+    counts = finished.count_by_class()
+    own = np.array([counts.get(label, 0) for label in range(dataset.classes)])
     weights = np.where(own > 0, own.sum() / len(own) / np.maximum(own, 1), 1.0)
     return ",".join(map(repr, weights.tolist()))
 
@@ -242,8 +243,11 @@ def _choose_files(out: Path | str | None, numbers: Sequence[int]) -> dict[int, P
     for target in targets.values():
         if target.exists():
             raise UserError(f"{target} exists already: choose another place for the model.")
-        if path.suffix == ".safetensors" and not path.absolute().parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
+    parent = path.absolute().parent if path.suffix == ".safetensors" else path
+    if path.suffix == ".safetensors" and not parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
+    if parent.exists() and not parent.is_dir():
+        raise UserError(f"{path} is a file: name a .safetensors file, or a folder.")
     return targets
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import NamedTuple
 
 from fedala.data.holdout import count_held_out
 from fedala.errors import UserError
@@ -22,6 +23,17 @@ from fedala.runs.members import Group, Member, group_members, make_members
 from fedala.runs.resume import find_checkpoints
 from fedala.simulation.client_states import NOTHING
 from fedala.simulation.participation import draw_participants
+
+MOST_CLASSES, MOST_CLIENTS = 2**20, 10**7
+
+
+class SplitRow(NamedTuple):
+    """How many training samples of a class a client has."""
+
+    client: int
+    label: int
+    name: str
+    train: int
 
 
 @dataclass(frozen=True)
@@ -45,17 +57,29 @@ class FinishedRun:
     @property
     def class_names(self) -> tuple[str, ...]:
         """The classes of the run, as far as any client has samples of them."""
-        names = {row["class"]: str(row["name"]) for row in self.folder.rows("split.csv")}
+        names = {row.label: row.name for row in self._split}
         return tuple(names.get(k, str(k)) for k in range(max(names, default=-1) + 1))
 
-    def count_training_samples(self, *by: str) -> dict[Any, int]:
-        """Count the training samples of the clients that took part, by client or by class."""
-        counts: dict[Any, int] = {}
-        for row in self.folder.rows("split.csv"):
-            if not row.get("held_out"):
-                key = tuple(row[name] for name in by)
-                counts[key] = counts.get(key, 0) + row["train"]
+    def count_by_class(self) -> dict[int, int]:
+        """Count the training samples of each class, of all clients that took part."""
+        counts: dict[int, int] = {}
+        for row in self._split:
+            if row.client < self.population:
+                counts[row.label] = counts.get(row.label, 0) + row.train
         return counts
+
+    @cached_property
+    def _split(self) -> list[SplitRow]:
+        """The rows of split.csv."""
+        path = self.folder.path / "split.csv"
+        with files.refuse_damage(path):
+            rows = [
+                SplitRow(int(row["client"]), int(row["class"]), str(row["name"]), int(row["train"]))
+                for row in self.folder.rows("split.csv")
+            ]
+            if not all(0 <= row.label < MOST_CLASSES for row in rows):
+                raise ValueError("a class is not a number of a class")
+            return rows
 
     def load_server(self, task: Task, initial: Params) -> tuple[int, State]:
         """Return how many rounds the server has been trained for, and its state.
@@ -89,9 +113,12 @@ class FinishedRun:
         return ServerRound(self.seed, round, int(config.rounds or 1), joined, self._list_sizes())
 
     def _list_sizes(self) -> Sequence[int]:
-        """Return the training samples of every client; of several labels, those of all labels."""
-        counts = self.count_training_samples("client")
-        return [counts.get((client,), 0) for client in range(self.population)]
+        """Return the training samples of every client; with several labels, those of all labels."""
+        sizes = [0] * self.population
+        for row in self._split:
+            if 0 <= row.client < self.population:
+                sizes[row.client] += row.train
+        return sizes
 
     def _watch(self) -> RunWatch:
         rows = self.folder.history().get(self.member.label, [])
@@ -156,6 +183,8 @@ class FinishedRun:
 def find_run(path: RunFolder, method: str | None, seed: int | None) -> FinishedRun:
     """Find a method of a run folder by its name or label, the only one by default, and a seed."""
     config = path.config()
+    if not 0 < int(config.clients or 0) <= MOST_CLIENTS:
+        raise UserError(f"{path.path} does not say how many clients it has, or too many.")
     members = make_members(config)
     labels = [member.label for member in members]
     if method is None and len(members) > 1:
