@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,7 +184,7 @@ def images(tmp_path):
         holdout_clients=1,
         holdout_epochs="0,2",
         class_weights="balanced",
-        out=tmp_path / "run",
+        out=tmp_path / "runs" / "mine",
         device="cpu",
     )
     return tmp_path
@@ -191,13 +193,13 @@ def images(tmp_path):
 def test_the_command_prints_before_and_after_and_saves_the_model(images, monkeypatch):
     monkeypatch.chdir(images)
     answer = CliRunner().invoke(
-        app, ["onboard", "run", "--data", "new.npz", "--out", "m.safetensors"]
+        app, ["onboard", "runs/mine", "--data", "new.npz", "--out", "m.safetensors"]
     )
     assert answer.exit_code == 0, answer.output
     assert "received" in answer.output
     assert "after 2 epochs" in answer.output
     assert "after 1 rounds" in answer.output
-    found = fedala.onboard("run", "new.npz", device="cpu")
+    found = fedala.onboard("runs/mine", "new.npz", device="cpu")
     [client] = found.clients
     assert (client.number, client.train_samples, client.test_samples) == (3, 9, 3)
     saved = load_file("m.safetensors")
@@ -212,13 +214,21 @@ def test_the_command_prints_before_and_after_and_saves_the_model(images, monkeyp
         clients=torch.arange(8) // 4,
         client_names=("a", "b"),
     )
-    both = fedala.onboard("run", named, out="models", epochs=1, device="cpu")
+    both = fedala.onboard("runs/mine", named, out="models", epochs=1, device="cpu")
     assert [client.name for client in both.clients] == ["a", "b"]
     assert (images / "models" / "client-00004.safetensors").is_file()
 
 
+def test_the_python_of_the_page_runs(images, monkeypatch, capsys):
+    page = Path(__file__).parents[2] / "docs" / "new-clients.md"
+    [snippet, _] = re.findall("```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(images)
+    exec(snippet, {})
+    assert capsys.readouterr().out.startswith("3 ")
+
+
 def test_what_cannot_be_onboarded_is_refused_in_a_sentence(images, tmp_path):
-    run, new = images / "run", images / "new.npz"
+    run, new = images / "runs" / "mine", images / "new.npz"
     refusals = {
         "no method 'ditto'": {"method": "ditto"},
         "no seed 7": {"seed": 7},
