@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fedala.api.run import run
     from fedala.errors import UserError
     from fedala.runs.config import Config
+    from fedala.runs.onboard import onboard
     from fedala.trained.federation import TrainedFederation
     from fedala.trained.load import load
 
@@ -23,6 +24,7 @@ __all__ = [
     "UserError",
     "__version__",
     "load",
+    "onboard",
     "run",
 ]
 
@@ -35,6 +37,7 @@ _MODULES = {
     "TrainedFederation": "trained.federation",
     "UserError": "errors",
     "load": "trained.load",
+    "onboard": "runs.onboard",
     "run": "api.run",
 }
 

@@ -107,6 +107,16 @@ class ModelFigures(NamedTuple):
     """By column, without those that are not known."""
 
 
+class NewcomerScores(NamedTuple):
+    """What clients that take no part in training score after some local epochs of their own."""
+
+    epochs: int
+    scores: np.ndarray
+    """[newcomer, (summed score, summed loss, samples)] on the test samples."""
+    diverged: int = 0
+    """How many of them ended with numbers that are not finite."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What a simulation reports of one run after one round."""
@@ -119,6 +129,8 @@ class Evaluation:
     """The kinds of models that were tested; empty if no details are due."""
     run: int = 0
     """The position of the run among those of the simulation."""
+    newcomers: Sequence[NewcomerScores] = ()
+    """Those of held-out clients, if they were tested."""
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,7 @@ OTHERS = {
     "decay": "0.5", "decay_every": "2", "local_steps": "3", "sweep": "lr=0.1,0.2", "trials": "3",
     "server_optimizer": "adam", "server_lr": "0.1", "server_momentum": "0.5",
     "server_beta2": "0.5", "server_tau": "0.1", "patience": "3",
+    "holdout_clients": "0.4", "holdout_epochs": "0,2", "holdout_every": "2",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {
@@ -229,6 +230,20 @@ REFUSALS = [
     *(Refusal(f"run --resume f1 {_flag(name, value)}", name) for name, value in WRONG.items()),
     Refusal("RUN --out new --evaluate trained,best", "evaluate: there is no model 'best'"),
     Refusal("flower new app --evaluate global", "the initialised personal model only"),
+    Refusal("flower new app --holdout-clients 0.2", "without detailed metrics or held-out clients"),
+    Refusal("RUN --out new --holdout-clients 3", "at least one must take part"),
+    Refusal("RUN --out new --holdout-clients half", "holdout_clients must be a share"),
+    Refusal("RUN --out new --holdout-epochs 0,2", "no effect without holdout_clients"),
+    # onboard
+    Refusal("onboard nowhere --data d.npz", "nowhere"),
+    Refusal("onboard f1 --data nowhere.npz", "nowhere.npz"),
+    Refusal("onboard f1 --data d.npz --method ditto", "it has fedala"),
+    Refusal("onboard f1 --data d.npz --number 2", "number must be at least 3"),
+    Refusal("onboard f1 --data d.npz --out d.npz", "d.npz"),
+    Refusal("onboard f1 --data d.npz --out no/m.safetensors", "there is no folder no"),
+    Refusal("onboard own --data d.npz", "its own model"),
+    Refusal("onboard f3 --data d.npz --out f3/digests.json", "digests.json"),
+    Refusal("onboard f1 --data d.npz", "split.csv", put("f1/split.csv", "a,b\n1,2\n")),
     Refusal("run --resume f1 --seeds 2 --rounds 9", "then with the other"),
     Refusal("run --resume f1 --seeds 2", "", other_data),
     Refusal("run --resume f1 --seeds 2 --out f2", "exists"),

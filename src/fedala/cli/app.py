@@ -16,7 +16,19 @@ except ModuleNotFoundError:
     )
     raise SystemExit(2) from None
 
-from fedala.cli import bench, convert, flower, lists, new, paper, partition, report, run, trained
+from fedala.cli import (
+    bench,
+    convert,
+    flower,
+    lists,
+    new,
+    onboard,
+    paper,
+    partition,
+    report,
+    run,
+    trained,
+)
 from fedala.cli.output import keep_lines, say
 from fedala.errors import PluginWarning, RunError, UserError
 from fedala.runs.provenance import versions
@@ -66,7 +78,7 @@ app = typer.Typer(
   fedala methods                            # what --method and --set take
   fedala new method FedMine                 # a method of your own to start from"""),
 )
-for commands in (run, trained, partition, report, lists, bench):
+for commands in (run, trained, onboard, partition, report, lists, bench):
     app.add_typer(commands.app)
 app.add_typer(convert.app, name="convert")
 app.add_typer(new.app, name="new")

@@ -152,9 +152,11 @@ def _description(checked: Plan, chosen: Config) -> str:
     """Describe a run in one line; `chosen` has the options that the user gave."""
     config, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
+    held_out = checked.federation.held_out
+    unseen = f", {held_out} of them held out" if held_out else ""
     return (
         f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
-        f"{config.partition} over {config.clients} clients; {config.model}"
+        f"{config.partition} over {config.clients} clients{unseen}; {config.model}"
         f"{_describe_input(checked)}, {_describe_rate(config, chosen)}, rounds: {config.rounds}, "
         f"runs of each method: {config.seeds}, on {checked.device.type}"
         f"{_describe_standardization(config, chosen)}"
@@ -225,6 +227,11 @@ def _show(result: RunResult) -> None:
     )
     print("The best round is picked on test data, as in the paper.")
     print(MEANING)
+    if config.holdout_clients is not None:
+        print(
+            "Unseen clients took no part in training: these are their scores at the last "
+            "evaluation, after so many local epochs of their own."
+        )
     for sweep in find_sweeps(config.sweep, result.methods):
         for sentence in tables.describe_sweep(sweep):
             print(sentence)

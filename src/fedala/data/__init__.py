@@ -7,6 +7,7 @@ from fedala.data.catalogue import KnownDataset, known_datasets
 from fedala.data.dataset import Dataset
 from fedala.data.federation import Federation, default_partition, federate, write_partition
 from fedala.data.from_python import make_dataset
+from fedala.data.holdout import hold_out_clients
 from fedala.data.images import resize_images
 from fedala.data.load import load
 from fedala.data.partition import (
@@ -28,6 +29,7 @@ __all__ = [
     "dirichlet",
     "extended_dirichlet",
     "federate",
+    "hold_out_clients",
     "iid",
     "known_datasets",
     "load",

@@ -169,7 +169,7 @@ class Dataset:
                 f"{name} holds the labels {low} to {high}; "
                 f"the labels of {self.classes} classes are 0 to {self.classes - 1}."
             )
-        if low == high:
+        if self.classes < 2:  # of several classes, a newcomer may hold a single one
             raise UserError(
                 f"{name} holds a single class; learning needs samples of at least two classes."
             )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ class Federation:
     """By client, if the data or the partition file name them."""
     notes: tuple[str, ...] = ()
     """Sentences: what was found in the data, and how they were divided."""
+    held_out: int = field(default=0, kw_only=True)
+    """How many clients take no part in training: the last ones."""
+    original: tuple[int, ...] = field(default=(), kw_only=True)
+    """By client: its number before some were held out; empty if it is the same."""
 
     def __post_init__(self) -> None:
         for part in PARTS:
@@ -86,6 +90,15 @@ class Federation:
 
     def __repr__(self) -> str:
         return f"<Federation {self.dataset.describe()}, {len(self.train):,} clients>"
+
+    @property
+    def known(self) -> "Federation":
+        """The federation without the clients that are held out."""
+        if not self.held_out:
+            return self
+        names = ("client_names", *PARTS)
+        kept: dict[str, Any] = {name: getattr(self, name)[: -self.held_out] for name in names}
+        return Federation(self.dataset, **kept, notes=self.notes)
 
     def counts(self, *parts: str) -> Indices:
         """Count the samples of each class that a client holds, in all `PARTS` or in some of them.
@@ -190,19 +203,19 @@ def federate(
         names = tuple(dataset.client_names[number] for number in natural.numbers)
         notes += natural.notes
         owners = zip(natural.numbers, natural.shares, strict=True)
-        splits = [_split(share, seed, number, given) for number, share in owners]
+        splits = [split_share(share, seed, number, given) for number, share in owners]
     else:
         shares = _divide(dataset, partition, clients, seed)
         if dataset.clients is not None:
             notes.append(f"{partition} divides the samples in another way, not by their clients.")
-        splits = [_split(share, seed, client, given) for client, share in enumerate(shares)]
+        splits = [split_share(share, seed, client, given) for client, share in enumerate(shares)]
     if given is not None and not partition.endswith(".json"):
         notes.append(_describe_given(splits))
         _check_training(splits, partition)
     has_validation = any(len(own["validation"]) for own in splits)
     if not has_validation:  # validation samples of a file or of the data stay as they are
         splits = [_hold_out(own, validation) for own in splits]
-    parts = {part: tuple(own[part] for own in splits) for part in PARTS}
+    parts: dict[str, Any] = {part: tuple(own[part] for own in splits) for part in PARTS}
     if given is not None or partition == NATURAL:
         notes += describe_untested(parts["test"], names)
     return Federation(dataset, **parts, client_names=names, notes=tuple(notes))
@@ -241,7 +254,7 @@ def _divide(dataset: Dataset, partition: str, clients: int | None, seed: int) ->
     return divide(labels, clients=20 if clients is None else clients, seed=seed)
 
 
-def _split(
+def split_share(
     share: Indices, seed: int, client: int, given: Indices | None = None
 ) -> dict[str, Indices]:
     """Split a share as `given`, or 75/25; the order of the draw is the client's order from now on.
@@ -368,7 +381,7 @@ def _read_clients(path: Path, dataset: Dataset) -> tuple[list[Any], tuple[str, .
 
 def _read_client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[str, Indices]:
     if isinstance(row, list):
-        return _split(_read_indices(row, where, samples), seed, client)
+        return split_share(_read_indices(row, where, samples), seed, client)
     if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(PARTS):
         raise UserError(
             f"{where} must be a list of samples, or have train, test and optionally validation."

@@ -1,6 +1,6 @@
 """Load a `Dataset` by a name or a path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,20 @@ from torch.nn.functional import interpolate
 from fedala.data import natural_sets, published
 from fedala.data.arrays import read_npz
 from fedala.data.catalogue import KnownDataset, known_datasets
-from fedala.data.columns import Wanted
+from fedala.data.columns import USUAL, Wanted
 from fedala.data.csv_files import read_ag_news_csv, read_csv
 from fedala.data.dataset import PARTS, Dataset, RawData, encode_labels
 from fedala.data.images import read_image_folder, resize_images
 from fedala.data.leaf import find_leaf_files, read_leaf
+from fedala.data.matching import match_classes, order_features
 from fedala.data.tables import read_hub, read_own_parquet, read_parquet
 from fedala.data.text import encode_texts
-from fedala.errors import UserError, first_line, import_optional, printable
+from fedala.errors import (
+    UserError,
+    first_line,
+    import_optional,
+    printable,
+)
 from fedala.options import suggest
 
 
@@ -48,6 +54,35 @@ def load(
     try:
         raw = _read_own(name, wanted, resize) if known is None else _read_known(known, data_dir)
         dataset = build_dataset(name, raw, known)
+        return dataset if resize is None else resize_images(dataset, resize)
+    except MemoryError:
+        raise UserError(f"{name} does not fit into the memory of this machine.") from None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error}).") from None
+
+
+def load_more(
+    name: str,
+    class_names: Sequence[str],
+    resize: int | None = None,
+    wanted: Wanted = USUAL,
+    *,
+    tokens: Sequence[str] = (),
+    feature_names: Sequence[str] = (),
+) -> Dataset:
+    """Load further samples of a dataset whose classes, words and columns are known."""
+    try:
+        raw = _read_own(name, wanted, resize)
+        if not isinstance(raw.x, torch.Tensor):
+            if not tokens:
+                raise UserError(f"{name} holds texts, and those of the run are not.")
+        elif feature_names:
+            ordered = order_features(raw.x, raw.feature_names, feature_names)
+            raw = raw._replace(x=ordered, feature_names=tuple(feature_names))
+        if raw.y.ndim == 1 and raw.y.dtype.kind != "f":
+            y = match_classes(raw.y, raw.class_names, class_names, name)
+            raw = raw._replace(y=y, class_names=tuple(class_names))
+        dataset = build_dataset(name, raw, tokens=tuple(tokens))
         return dataset if resize is None else resize_images(dataset, resize)
     except MemoryError:
         raise UserError(f"{name} does not fit into the memory of this machine.") from None
@@ -184,13 +219,20 @@ _READERS: dict[str, Callable[[Path], RawData | None]] = {
 }
 
 
-def build_dataset(name: str, raw: RawData, known: KnownDataset | None = None) -> Dataset:
-    """Build a dataset; if it is a known one, check its classes and the shape of its samples."""
-    tokens: tuple[str, ...] = ()
+def build_dataset(
+    name: str,
+    raw: RawData,
+    known: KnownDataset | None = None,
+    tokens: tuple[str, ...] | None = None,
+) -> Dataset:
+    """Build a dataset; if it is a known one, check its classes and the shape of its samples.
+
+    With `tokens`, these are the vocabulary of its texts.
+    """
     if isinstance(raw.x, torch.Tensor):
-        x, vocabulary = raw.x, None
+        x, vocabulary, tokens = raw.x, None, ()
     else:
-        x, tokens = encode_texts(raw.x)
+        x, tokens = encode_texts(raw.x, tokens)
         vocabulary = len(tokens) + 1
     names, note = raw.class_names, ""
     if known is None:

@@ -30,7 +30,9 @@ SIMULATION_OPTIONS = (
     "seeds", "lanes", "client_memory", "checkpoint_every", "keep_checkpoint", "sweep", "trials",
 )  # fmt: skip
 #: Options of the evaluation that a federation does not offer.
-EVALUATION_OPTIONS = ("evaluate", "metrics_every")
+EVALUATION_OPTIONS = (
+    "evaluate", "metrics_every", "holdout_clients", "holdout_epochs", "holdout_every",
+)  # fmt: skip
 NO_STANDARD = (
     "On Flower, nobody has the samples of all clients to standardise them by: give the figures, "
     "as normalize = mean/std with a number for each feature, or none. The figures of a simulation "
@@ -88,7 +90,7 @@ def check_evaluation(options: Mapping[str, Any]) -> None:
         if str(options.get(name, defaults[name])) != defaults[name]:
             raise UserError(
                 f"On Flower, clients evaluate the initialised personal model only, without "
-                f"detailed metrics: leave out {name}."
+                f"detailed metrics or held-out clients: leave out {name}."
             )
 
 

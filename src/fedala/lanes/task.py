@@ -142,6 +142,12 @@ class Task:
         other.__dict__.pop("embeddings", None)  # they are tied to the skeleton
         return other
 
+    def with_epochs(self, epochs: int) -> "Task":
+        """Return the same task with so many local epochs in a round."""
+        other = copy.copy(self)
+        other.epochs, other.local_steps = epochs, None
+        return other
+
     @cached_property
     def transient(self) -> frozenset[str]:
         """Names of buffers that `state_dict` leaves out. They are neither sent nor saved."""

@@ -144,8 +144,13 @@ class Step:
 
 
 def mark_own(cohort: Cohort, p: Tensor) -> Tensor:
-    """[lane, client]: 1 for the lane's own client, else 0."""
-    return torch.eye(p.shape[1], device=p.device, dtype=p.dtype)[list(cohort.clients)]
+    """[lane, client]: 1 for the lane's own client, else 0.
+
+    A newcomer is none of the clients: its core has no part in its model, so it learns p_i alone.
+    """
+    marks = torch.eye(p.shape[1], device=p.device, dtype=p.dtype)
+    known = [min(client, p.shape[1]) for client in cohort.clients]
+    return torch.cat([marks, torch.zeros_like(marks[:1])])[known]
 
 
 def compose(task: Task, core: Params, p: Tensor, cores: Params, own: Tensor) -> Params:

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from fractions import Fraction
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -78,6 +79,9 @@ class Method:
     refuses_ala: ClassVar[str] = ""
     #: Why an optimiser at the server makes no sense, to end such a sentence; empty if it does.
     refuses_server_optimizer: ClassVar[str] = ""
+    #: Why no client can join that was not there during training, to end the sentence
+    #: "x takes no newcomers: …"; empty if one can.
+    refuses_newcomers: ClassVar[str] = ""
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this method cannot work with, by a `UserError`."""
@@ -122,6 +126,14 @@ class Method:
     def send(self, server: State, server_round: ServerRound) -> Message:
         """Return the message to the participants: one lane for all of them, or one for each."""
         return Message(server["global"])
+
+    def send_to_newcomers(self, server: State, server_round: ServerRound) -> Message:
+        """Return the message to clients that have never taken part: one lane for all of them.
+
+        `server_round` is that of the participants. A method with a message for each client says
+        here what a client gets that the server does not know.
+        """
+        return self.send(server, server_round)
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         """Return the server's state after the round. `server` stays as it is."""
@@ -171,6 +183,13 @@ class Method:
     ) -> Params:
         """Return the personal model right after training, for runs that test it, too."""
         return self.model_when_absent(upload, state)
+
+    def scale_epochs(self, factor: Fraction) -> Self:
+        """Return the method for a training that is `factor` times as long as in a round.
+
+        The task has the local epochs; a method overrides this if it counts epochs of its own.
+        """
+        return self
 
     # --- ALA -----------------------------------------------------------------------------------
 

@@ -2,7 +2,10 @@
 ICML 2021."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Self
 
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.methods.base import Method
@@ -37,6 +40,9 @@ class Ditto(Method):
             training="personal",
         )
         return Message(cohort.fit(received.model)), {"local": personal}
+
+    def scale_epochs(self, factor: Fraction) -> Self:
+        return replace(self, epochs=ceil(factor * self.epochs))
 
     def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
         return {"personal": task.trainable, "local": task.trainable}

@@ -43,6 +43,16 @@ class FedAMP(Method):
         everybody = {**server["learned"], **server["rest"]}
         return Message(take(everybody, list(server_round.clients)))
 
+    def send_to_newcomers(self, server: State, server_round: ServerRound) -> Message:
+        """Return the mean of the clients' mixes: without an upload, nobody is near or far."""
+        everybody = {**server["learned"], **server["rest"]}
+        return Message(
+            {
+                name: value.mean(0, keepdim=True) if value.is_floating_point() else value[:1]
+                for name, value in everybody.items()
+            }
+        )
+
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         models = uploads.stack().model
         distances = squared_distances({name: models[name] for name in server["learned"]})

@@ -2,7 +2,10 @@
 Personalized Federated Learning. ICML 2021."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Self
 
 from torch import nn
 
@@ -53,6 +56,9 @@ class FedRep(Method):
         )
         trained = cohort.fit(trained, names=initialized.keys() - set(head))
         return Message(self.shared_part(cohort.task, trained)), {"local": trained}
+
+    def scale_epochs(self, factor: Fraction) -> Self:
+        return replace(self, epochs=ceil(factor * self.epochs))
 
     def trainings(self, task: Task) -> Mapping[str, Collection[str]]:
         head = [name for name in task.trainable if name in task.layers[0]]

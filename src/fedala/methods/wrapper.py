@@ -1,6 +1,9 @@
 """A method around another method: it does everything as its base does, except what it overrides."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Self
 
 from torch import nn
 
@@ -42,6 +45,10 @@ class Wrapper(Method):
         return self.base.schedule_depends_on_rounds
 
     @property
+    def refuses_newcomers(self) -> str:  # type: ignore[override]
+        return self.base.refuses_newcomers
+
+    @property
     def metrics(self) -> frozenset[str]:  # type: ignore[override]
         return self.base.metrics
 
@@ -65,6 +72,9 @@ class Wrapper(Method):
 
     def send(self, server: State, server_round: ServerRound) -> Message:
         return self.base.send(server, server_round)
+
+    def send_to_newcomers(self, server: State, server_round: ServerRound) -> Message:
+        return self.base.send_to_newcomers(server, server_round)
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         return self.base.aggregate(server, uploads, server_round)
@@ -95,6 +105,11 @@ class Wrapper(Method):
         self, cohort: Cohort, received: Message, upload: Message, state: State
     ) -> Params:
         return self.base.trained_model(cohort, received, upload, state)
+
+    def scale_epochs(self, factor: Fraction) -> Self:
+        base = self.base.scale_epochs(factor)
+        change: dict[str, Any] = {"base": base}
+        return self if base is self.base else replace(self, **change)
 
     def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
         return self.base.ala_parameters(model, layers)

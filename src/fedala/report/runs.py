@@ -19,6 +19,7 @@ from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_sweep
 from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
+from fedala.runs.holdout import NEWCOMER_CLIENTS, NEWCOMERS
 from fedala.runs.results import MethodResult
 from fedala.runs.resumable_options import CHANGEABLE
 from fedala.runs.sweep import label_of, split_label
@@ -30,6 +31,8 @@ _REQUIRED_COLUMNS = {
         *("sent", "uploaded", "seconds"),
     ),
     "clients.csv": ("method", "seed", "round", "client", "samples", "score"),
+    NEWCOMERS: ("method", "seed", "round", "epochs", "clients", "score"),
+    NEWCOMER_CLIENTS: ("method", "seed", "round", "epochs", "client", "score"),
     "metrics.csv": ("method", "seed", "round", "model"),
     "split.csv": ("client", "class", "name", "train", "validation", "test"),
     "resumed.csv": ("time", "changed"),
@@ -40,7 +43,7 @@ _REQUIRED_COLUMNS = {
 }
 _WHOLE_NUMBERS = {
     *("seed", "round", "client", "samples", "class", "train", "validation", "test"),
-    *("sent", "uploaded", "diverged", "clients", "bytes_sent", "bytes_uploaded"),
+    *("sent", "uploaded", "diverged", "epochs", "clients", "bytes_sent", "bytes_uploaded"),
 }
 
 #: Options in which two runs may differ while their scores can still be compared.
@@ -241,8 +244,10 @@ def read_run(path: Path) -> Run:
             results[name] = MethodResult(name, str(titles.get(name) or _default_title(name)))
         results[name].history.append(HistoryRow.from_columns(row))
     clients, metrics = _read_table(folder, "clients.csv"), _read_table(folder, "metrics.csv")
+    newcomers = [_read_table(folder, name) for name in (NEWCOMERS, NEWCOMER_CLIENTS)]
     for result in results.values():
         result.read_tables(clients, metrics)
+        result.read_newcomers(*newcomers)
     return Run(
         path=path,
         name=path.resolve().name,

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
-from fedala.metrics import find_metric
+from fedala.metrics import Metric, find_metric
 from fedala.report.headline import SCORES, format_figure
+from fedala.runs.onboard import Onboarding
 from fedala.runs.sweep_results import Sweep
 from fedala.trained.scores import Scores
 
@@ -76,6 +77,10 @@ def results(methods: Mapping[str, Any]) -> Table:
     table = _table(metric.heading)
     for key in shown:
         table.add_column(SCORES[key], justify="right", no_wrap=True)
+    epochs = list_newcomer_epochs(metric, methods.values())
+    for count in epochs:
+        unit = "epoch" if count == "1" else "epochs"
+        table.add_column(f"unseen clients,\n{count} {unit}", justify="right", no_wrap=True)
     table.add_column("seconds\nper round", justify="right")
     table.add_column("parameters\nper client\nand round", justify="right")
     diverged = any(method.get("client_rounds_that_diverged") for method in methods.values())
@@ -83,6 +88,8 @@ def results(methods: Mapping[str, Any]) -> Table:
         table.add_column("client rounds\nthat diverged", justify="right")
     for method in methods.values():
         scores = [format_figure(metric, method[metric.name].get(key)) for key in shown]
+        unseen = method.get("newcomers", {}).get(metric.name, {})
+        scores += [format_figure(metric, unseen.get(count)) for count in epochs]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"
         faults = [f"{method.get('client_rounds_that_diverged', 0):,}"] if diverged else []
         table.add_row(
@@ -93,6 +100,17 @@ def results(methods: Mapping[str, Any]) -> Table:
             *faults,
         )
     return table
+
+
+def list_newcomer_epochs(metric: Metric, methods: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the local epochs after which held-out clients were tested, as summaries name them."""
+    known = {
+        epochs
+        for method in methods
+        for epochs in method.get("newcomers", {}).get(metric.name, {})
+        if epochs.isdecimal()
+    }
+    return sorted(known, key=int)
 
 
 def describe_sweep(sweep: Sweep) -> list[str]:
@@ -110,6 +128,28 @@ def describe_sweep(sweep: Sweep) -> list[str]:
             "a better point may lie beyond."
         )
     return sentences
+
+
+def onboarding(found: Onboarding) -> Table:
+    """Show what the models of newcomers score on their test samples, before and after training."""
+    metric = found.metric
+    counts = sorted({count for client in found.clients for count in client.scores})
+    names = [f"after {count} epoch{'' if count == 1 else 's'}" for count in counts if count]
+    table = _table(
+        f"client ({metric.heading})",
+        *("train", "test", "received", "initialised", *names),
+        right=True,
+    )
+    for client in found.clients:
+        scores = [client.received, *(client.scores.get(count) for count in counts)]
+        name = str(client.number) if client.name == str(client.number) else client.name
+        table.add_row(
+            escape(name),
+            f"{client.train_samples:,}",
+            f"{client.test_samples:,}",
+            *("–" if score is None else metric.format(score) for score in scores),
+        )
+    return table
 
 
 def clients(federation: Federation) -> Table:

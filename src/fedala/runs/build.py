@@ -12,6 +12,7 @@ from fedala.lanes.randomness import torch_seed
 from fedala.lanes.task import Task, model_state
 from fedala.lanes.trees import Params
 from fedala.methods import Method
+from fedala.runs.holdout import parse_epochs
 from fedala.runs.plan import Plan
 from fedala.simulation import Simulation
 
@@ -80,7 +81,7 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         seeds=range(config.seed, config.seed + config.seeds),
         rounds=int(config.rounds or 1),
         join_ratio=config.join_ratio,
-        lanes=_count_lanes(config.lanes, plan.device),
+        lanes=count_lanes(config.lanes, plan.device),
         threads=torch.get_num_threads() if one_thread_each else 1,
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
@@ -89,6 +90,9 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         evaluate=config.evaluated_models,
         metrics_every=config.metrics_every,
         on_divergence=config.on_divergence,
+        held_out=plan.federation.held_out,
+        holdout_epochs=parse_epochs(config.holdout_epochs),
+        holdout_every=config.holdout_every,
         **options,
     )
 
@@ -102,7 +106,7 @@ def _to_bytes(gibibytes: float | None) -> int | None:
     return None if gibibytes is None else int(gibibytes * 2**30)
 
 
-def _count_lanes(lanes: str, device: torch.device) -> int | None:
+def count_lanes(lanes: str, device: torch.device) -> int | None:
     """Return how many clients are one tensor program; None: all of them.
 
     On a CPU, one client per thread is faster than lanes.

@@ -236,6 +236,17 @@ class Config:
         "rounds between detailed metrics (metrics.csv); 0: only at the last evaluation",
         least=0,
     )
+    holdout_clients: str | None = option(
+        None,
+        "clients that take no part in training and are tested as newcomers: a share such as 0.2, "
+        "a number, or the last ones, such as last:5",
+    )
+    holdout_epochs: str = option(
+        "0,1,5", "local epochs after which newcomers are tested, separated by commas"
+    )
+    holdout_every: int = option(
+        1, "rounds between tests of newcomers; the last evaluation always has one", least=1
+    )
     validation: float = option(
         0.0, "share of the training data to hold out for picking the best round", least=0, most=0.9
     )
@@ -307,6 +318,8 @@ class Config:
             from fedala.methods import list_methods
 
             plain["method"] = ",".join(list_methods())
+        if isinstance(plain.get("holdout_clients"), float):
+            plain["holdout_clients"] = repr(plain["holdout_clients"])
         if plain.get("batch_size") == "full":
             plain["batch_size"] = 0
         config = replace(

@@ -17,6 +17,12 @@ from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.digests import Digests
 from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
 from fedala.runs.folder import RunFolder
+from fedala.runs.holdout import (
+    NEWCOMER_CLIENTS,
+    NEWCOMERS,
+    list_newcomer_clients,
+    list_newcomers,
+)
 from fedala.runs.kept_models import BEST, LAST, KeptModels
 from fedala.runs.members import Group, Member
 from fedala.runs.observer import RunObserver, Stopped
@@ -206,6 +212,7 @@ class _BatchRun:
             result.history += history
             if self.folder and self.batch.number == 0:  # the tables have the rows of all batches
                 result.read_tables(self.folder.rows("clients.csv"), self.folder.rows("metrics.csv"))
+                result.read_newcomers(*map(self.folder.rows, (NEWCOMERS, NEWCOMER_CLIENTS)))
         if self.checkpoints is None:
             return
         self.checkpoints.continue_from(progress.found)
@@ -290,11 +297,23 @@ class _BatchRun:
             self.folder.tables.add_metrics(name, row, models)
         for model, figures in models:
             result.metrics.append({"seed": row.seed, "round": row.round, "model": model, **figures})
+        self._add_newcomers(result, evaluation, is_last=is_last)
         if is_last:
             result.add_clients(row.seed, evaluation.client_scores)
             if self.folder:
                 self.folder.tables.add_clients(name, row, evaluation.client_scores)
         self.observer.on_row(name, row)
+
+    def _add_newcomers(
+        self, result: MethodResult, evaluation: Evaluation, *, is_last: bool
+    ) -> None:
+        lines = list_newcomers(evaluation)
+        clients = list_newcomer_clients(evaluation) if is_last else []
+        result.newcomers += lines
+        result.newcomer_clients += clients
+        if self.folder:
+            self.folder.tables.add_newcomers(result.method, NEWCOMERS, lines)
+            self.folder.tables.add_newcomers(result.method, NEWCOMER_CLIENTS, clients)
 
     def _follow(self, simulation: Simulation, evaluation: Evaluation) -> bool:
         """Keep the models of a new best evaluation. Stop a run; tell whether this is its last."""

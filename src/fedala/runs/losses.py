@@ -86,6 +86,7 @@ def _balanced_weights(federation: Federation) -> tuple[float, ...]:
     A class with n_c of n samples has the weight n/(classes·n_c), a label that n_c of n samples have
     (n − n_c)/n_c. One that nobody has for training has the weight 1.
     """
+    federation = federation.known
     counts = federation.counts("train").sum(0)
     samples = sum(map(len, federation.train))
     if federation.dataset.kind == "classes":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedala.data import Dataset, Federation, federate, load, resize_images
+from fedala.data import Dataset, Federation, federate, hold_out_clients, load, resize_images
 from fedala.data.feature_shift import parse_feature_shift, shift_features
 from fedala.data.standardization import fit_normalization
 from fedala.errors import UserError, printable
@@ -29,6 +29,7 @@ from fedala.methods import Method, ServerRound, import_methods
 from fedala.models import build_model
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
+from fedala.runs.holdout import check_options, rehearse_newcomers
 from fedala.runs.losses import make_loss
 from fedala.runs.members import (
     Group,
@@ -142,7 +143,9 @@ def plan(
         own_function = load_model_function(str(config.model))
     check_settings(config)
     _ = config.evaluated_models  # raises if there is no such model
-    check_effects(config, make_members(config))  # refuse what is wrong before data is loaded
+    members = make_members(config)
+    check_effects(config, members)  # refuse what is wrong before data is loaded
+    check_options(config, [member.method for member in members])
     device = _choose_device(config.device)
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
@@ -154,6 +157,8 @@ def plan(
         config = replace(config, partition="own", validation=0.0)
     else:
         federation = _federate(config, dataset)
+    if config.holdout_clients is not None:
+        federation = hold_out_clients(federation, config.holdout_clients, config.partition_seed)
     if config.resize is not None:  # without effect on data that was loaded with it
         images = resize_images(federation.dataset, config.resize)
         federation = replace(federation, dataset=images)
@@ -227,7 +232,7 @@ def _make_normalization(config: Config, federation: Federation) -> Normalization
     """Return the figures that scale the samples: as given, or fitted on training samples."""
     is_last = config.model == "lstm" or config.normalize == STANDARD_LAST
     if is_standard(config.normalize):
-        return fit_normalization(federation, is_channels_last=is_last)
+        return fit_normalization(federation.known, is_channels_last=is_last)
     given = parse_normalization(config.normalize)
     if given is None:
         return None
@@ -258,6 +263,8 @@ def _rehearse(
             keeps_optimizer=config.keep_optimizer,
         )
         method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
+        if federation.held_out:
+            rehearse_newcomers(method, task, start)
         state_bytes[member.label] = count_bytes(init_client_state(method, task, start))
     return state_bytes
 

@@ -46,6 +46,10 @@ class MethodResult:
     """By seed: each client's score at the last evaluation; NaN without test samples."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """The lines of `metrics.csv`, without the method and without empty cells."""
+    newcomers: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of `newcomers.csv`, without the method."""
+    newcomer_clients: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of `newcomer_clients.csv`, without the method."""
     checkpoints: Checkpoints | None = None
     best_models: Models = field(default_factory=dict)
     """Like `models`, of each run's best evaluation."""
@@ -102,6 +106,25 @@ class MethodResult:
                 cells = {name: value for name, value in row.items() if value is not None}
                 del cells["method"]
                 self.metrics.append(cells)
+
+    def read_newcomers(
+        self, rows: Iterable[Mapping[str, Any]], clients: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Take this method's rows of `newcomers.csv` and `newcomer_clients.csv`."""
+        for found, lines in ((self.newcomers, rows), (self.newcomer_clients, clients)):
+            for line in lines:
+                if line["method"] == self.method:
+                    found.append({name: value for name, value in line.items() if name != "method"})
+
+    def newcomer_scores(self) -> dict[int, np.ndarray]:
+        """Return, by local epochs, what held-out clients score at each run's last test of them."""
+        last = {row["seed"]: row["round"] for row in self.newcomers}
+        scores: dict[int, list[float]] = {}
+        for row in self.newcomers:
+            if row["round"] == last[row["seed"]]:
+                score = row[self.metric.name]
+                scores.setdefault(row["epochs"], []).append(math.nan if score is None else score)
+        return {epochs: np.array(scores[epochs]) for epochs in sorted(scores)}
 
     def _per_run(self, figure: Callable[[list[HistoryRow]], float]) -> np.ndarray:
         histories: dict[int, list[HistoryRow]] = {}
@@ -200,6 +223,12 @@ class MethodResult:
         }
         if local and local is not self and len(shares := self.below_local(local)):
             summary["clients_below_local"] = describe_spread(shares)
+        if self.newcomers:
+            scores = self.newcomer_scores().items()
+            summary["newcomers"] = {
+                "clients": self.newcomers[-1]["clients"],
+                self.metric.name: {str(epochs): describe_spread(own) for epochs, own in scores},
+            }
         if any(round is not None for round in self.best_rounds):
             summary["best_models"] = {"picked_by": self.picked_by, "rounds": self.best_rounds}
         if any(round is not None for round in self.stops):
@@ -278,6 +307,10 @@ class RunResult:
     def best_accuracy(self) -> float:
         """The only method's accuracy in its best round: mean over the runs."""
         return self._only.best_accuracy
+
+    @property
+    def newcomers(self) -> list[dict[str, Any]]:
+        return self._only.newcomers
 
     @property
     def models(self) -> Models:

@@ -20,12 +20,16 @@ from fedala.metrics import SHARES, find_metric
 from fedala.records import Fault, HistoryRow, ModelFigures, WeightSummary
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import RowHash
+from fedala.runs.holdout import NEWCOMER_CLIENTS, NEWCOMERS
 from fedala.runs.sweep import list_labels
 from fedala.runs.verified_files import RunRecord
 from fedala.simulation.metrics import FIGURES
 
 #: Tables to which a run appends rows. Each row has its method and its round.
-TABLES = ("history.csv", "clients.csv", "metrics.csv", "weights.csv", "faults.csv")
+TABLES = (
+    "history.csv", "clients.csv", "metrics.csv", "weights.csv", "faults.csv", NEWCOMERS,
+    NEWCOMER_CLIENTS,
+)  # fmt: skip
 
 #: Columns of `metrics.csv`: of which model and evaluation a line tells, and the figures.
 METRICS_KEYS = ("method", "seed", "round", "model")
@@ -86,6 +90,11 @@ class Tables:
         if lines:
             self.append("weights.csv", lines)
 
+    def add_newcomers(self, method: str, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append what held-out clients score, together or each, if they were tested."""
+        if lines:
+            self.append(name, [{"method": method, **line} for line in lines])
+
     def add_fault(self, method: str, fault: Fault, policy: str) -> None:
         """Append a client that diverged, and what follows from it."""
         line = {"method": method, "round": fault.round, **asdict(fault), "policy": policy}
@@ -125,6 +134,13 @@ class Tables:
             | ({"client_name": spreadsheet_safe(owners[client])} if owners else {})
             for client, label in np.argwhere(federation.counts()).tolist()
         ]
+        if federation.held_out:
+            known = len(federation.train) - federation.held_out
+            original = federation.original or range(len(federation.train))
+            columns += ["original", "held_out"]
+            for line in lines:
+                client = line["client"]
+                line |= {"original": original[client], "held_out": int(client >= known)}
         self._record.replace("split.csv", csv_text(columns, lines, header=True))
 
     def add_resumption(self, changes: str) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State
 from fedala.lanes.evaluation import PredictionLog
-from fedala.lanes.messages import drop_transient
+from fedala.lanes.messages import count_numbers_per_lane, drop_transient
 from fedala.lanes.trees import count_bytes, take, tree_map
 from fedala.records import INITIALIZED, ModelFigures
 from fedala.simulation.client_round import CohortResult, RoundRequest
@@ -75,6 +77,25 @@ class FurtherModels:
 
     # --- models of the server and of absent clients --------------------------------------------
 
+    def test_server_models(
+        self, work: RoundResults, servers: Sequence[State], evaluates_all: bool
+    ) -> None:
+        """Test the global model for those to which it belongs, and look at absent clients."""
+        method = self.setup.method
+
+        def get_models() -> list[Params]:
+            return [
+                self.setup.reset_transient(run, Message(method.global_model(server))).model
+                for run, server in enumerate(servers)
+            ]
+
+        if self.setup.join_ratio < 1 and evaluates_all:
+            if method.has_personal_models:
+                self.predict_absent(work)
+            else:
+                self.score_absent(work, get_models())
+        self.test_global_models(work, get_models)
+
     def test_global_models(
         self, work: RoundResults, get_models: Callable[[], Sequence[Params]]
     ) -> None:
@@ -110,8 +131,9 @@ class FurtherModels:
         """Return the clients that do not take part; none if the run has ended."""
         return list_absent(self.setup.population, joined) if joined else []
 
-    def score_initial_models(self, table: ScoreTable) -> ScoreTable:
+    def score_initial_models(self) -> ScoreTable:
         """Test the initial model Θ⁰ of each run on the samples of all clients."""
+        table = ScoreTable(np.zeros(self.setup.score_shape))
         everybody = [list(range(self.setup.population))] * len(self.setup.seeds)
         for result in self.transport.score_models(0, self.setup.initial, everybody):
             table.add(result.lanes, result.scores)
@@ -175,6 +197,11 @@ class FurtherModels:
             self.last_round = TrainedRound.collect(work.models, sent, uploaded)
             if work.request.evaluate_trained and not work.models.has_scores("trained"):
                 self._say_missing("trained", "keeps no whole model after training")
+
+    def count_numbers(self, message: Message) -> int:
+        """Return how many numbers of a message travel to or from one client."""
+        travelling = message._replace(model=drop_transient(self.setup.task, message.model))
+        return count_numbers_per_lane(travelling)
 
     def _count_bytes(self, message: Message) -> int:
         """Return how many bytes of a message travel to or from one client."""

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.evaluation import PredictionLog
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.trees import count_lanes, join, share, take
+from fedala.methods import Method
 from fedala.records import INITIALIZED
 from fedala.simulation.client_round import (
     CohortResult,
@@ -26,6 +27,8 @@ from fedala.simulation.divergence import check_step, choose_states, state_after_
 from fedala.simulation.out_of_memory import free_memory, halve_lanes
 from fedala.simulation.participation import form_cohorts
 from fedala.simulation.transport import Setup, Transport
+
+T = TypeVar("T")
 
 
 class LocalTransport(Transport):
@@ -81,6 +84,20 @@ class LocalTransport(Transport):
 
         return self._run_cohorts(work, self._form_cohorts(joined), request.round)
 
+    def run_newcomers(
+        self,
+        work: Callable[[Method, Cohort, Sequence[Lane], State], T],
+        round: int,
+        sent: Sequence[Message],
+        clients: Sequence[Sequence[int]],
+    ) -> Iterator[T]:
+        def begin(lanes: list[Lane]) -> T:
+            cohort = self.make_cohort(lanes, round, sent, clients)
+            method = self.setup.method_for(lanes, cohort)
+            return work(method, cohort, lanes, self._init_states(lanes))
+
+        return self._run_cohorts(begin, self._form_cohorts(clients), round)
+
     def score_models(
         self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
     ) -> Iterator[CohortResult]:
@@ -113,8 +130,8 @@ class LocalTransport(Transport):
         return form_cohorts(self.setup.task, lanes, self.lanes, by_run=by_run)
 
     def _run_cohorts(
-        self, work: Callable[[list[Lane]], CohortResult], cohorts: Iterator[list[Lane]], round: int
-    ) -> Iterator[CohortResult]:
+        self, work: Callable[[list[Lane]], T], cohorts: Iterator[list[Lane]], round: int
+    ) -> Iterator[T]:
         """Yield what each cohort did, in order."""
         if self.threads == 1:
             for lanes in cohorts:

@@ -52,6 +52,10 @@ class EvaluationSchedule:
         """Tell whether this is the first evaluation of the next `every` rounds."""
         return every > 0 and evaluation % every < self.eval_every
 
+    def tests_newcomers(self, evaluation: int, every: int, is_last: bool) -> bool:
+        """Tell whether held-out clients are tested at an evaluation."""
+        return is_last or (evaluation % self.eval_every == 0 and self._is_due(evaluation, every))
+
     def has_further_kinds(self) -> bool:
         """Tell whether other models than the initialised one are tested."""
         return len(self.kinds) > 1

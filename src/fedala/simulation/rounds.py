@@ -16,17 +16,17 @@ import torch
 
 from fedala.errors import RunError
 from fedala.lanes import Message, Params, State, Task, UpdateRule, Uploads
-from fedala.lanes.messages import add_transient, count_numbers_per_lane, drop_transient
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import matches, tree_map
 from fedala.methods import Method, ServerRound
-from fedala.records import INITIALIZED, Evaluation, Fault, PersonalModel
+from fedala.records import INITIALIZED, Evaluation, Fault, NewcomerScores, PersonalModel
 from fedala.simulation.client_round import CohortResult, check_message
 from fedala.simulation.client_states import ClientStates, Lane
 from fedala.simulation.evaluated_models import EvaluatedModels, RunModels
 from fedala.simulation.further_models import FurtherModels
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.model_scores import EvaluationSchedule, has_class_labels
+from fedala.simulation.newcomers import Newcomers
 from fedala.simulation.out_of_memory import retry_with_fewer_lanes
 from fedala.simulation.participation import draw_participants
 from fedala.simulation.round_results import RoundResults
@@ -59,6 +59,9 @@ class Simulation:
         record_weights: int = 0,
         evaluate: Sequence[str] = (INITIALIZED,),
         metrics_every: int | None = None,
+        held_out: int = 0,
+        holdout_epochs: Sequence[int] = (0,),
+        holdout_every: int = 1,
         transport: Callable[[Setup], Transport] | None = None,
         **local_options: Any,
     ) -> None:
@@ -70,6 +73,7 @@ class Simulation:
         tested; by default, if there are any. Every `record_weights` rounds (0: never), evaluations
         tell how W is spread, at the first evaluation from there on. `evaluate` names the kinds of
         models to test (`records.MODEL_KINDS`); `metrics_every` is that of `EvaluationSchedule`.
+        The last `held_out` clients of the task take no part, and are tested as `Newcomers`.
         """
         method.check_model(task.model)
         if variants:
@@ -83,14 +87,17 @@ class Simulation:
         self.eval_every, self.eval_clients = eval_every, eval_clients
         self.on_divergence, self.on_fault, self.on_message = on_divergence, on_fault, on_message
         if validates is None:
-            validates = any(len(rows) for rows in task.parts["validation"])
+            known = len(task.parts["train"]) - held_out
+            validates = any(len(rows) for rows in task.parts["validation"][:known])
         parts = ["test", "validation"] if validates else ["test"]
         models = {seed: initial(seed) for seed in seeds}
         self.initial = [models[seed] for seed in self.seeds]
         own = [variants[i] for i in self.variants] if variants else ()
-        setup = Setup(method, task, self.initial, self.seeds, rounds, join_ratio, parts, own)
+        setup = Setup(
+            method, task, self.initial, self.seeds, rounds, join_ratio, parts, own, held_out
+        )
         self.methods = [setup.method_of(run) for run in range(len(self.seeds))]
-        self.population, self.parts = setup.population, parts
+        self.setup, self.population, self.parts = setup, setup.population, parts
         self.transport: Transport = (
             transport(setup)
             if transport
@@ -99,12 +106,14 @@ class Simulation:
         details = metrics_every if has_class_labels(task) else None
         schedule = EvaluationSchedule(rounds, eval_every, record_weights, evaluate, details)
         self.further_models = FurtherModels(setup, self.transport, schedule, on_message)
+        self.newcomers = Newcomers(
+            setup, self.transport, schedule, holdout_epochs, holdout_every, on_message
+        )
         self._sizes = self._list_sizes()
         everybody = list(range(self.population))
-        self._shared = [method.shared_part(task, model) for model in self.initial]
         self.servers: list[State] = [
             self.methods[run].init_server(task, shared, self._server_round(run, 0, everybody))
-            for run, shared in enumerate(self._shared)
+            for run, shared in enumerate(setup.shared)
         ]
         #: How many rounds have been trained.
         self.round = 0
@@ -189,7 +198,7 @@ class Simulation:
         """Restore what `state` returned after so many rounds."""
         scores = state.get("left")
         if not matches(state["servers"], self.state()["servers"]) or (
-            scores is not None and tuple(scores.shape) != self._score_shape
+            scores is not None and tuple(scores.shape) != self.setup.score_shape
         ):
             raise ValueError("another run's state")
         self.further_models.restore(state)
@@ -213,6 +222,7 @@ class Simulation:
         )
 
     def _do_round(self, round: int, train: bool) -> list[Evaluation]:
+        newcomers = self._test_newcomers(round, is_last=not train)
         work = self._begin_round(round, train)
         self._evaluated = None
         if work.request.evaluate and (self.keeps_evaluated or not train):
@@ -220,13 +230,14 @@ class Simulation:
         for result in self.transport.run_round(work.request, work.sent, work.joined):
             self._take_result(work, result)
         if work.request.evaluate:
-            self._score_server_models(work)
+            evaluates_all = self.eval_clients == "all"
+            self.further_models.test_server_models(work, self.servers, evaluates_all)
         servers = self._aggregate(work) if train else self.servers
         work.settle()
         diverged = dict(self._diverged)
         for lane in work.diverged:
             diverged[lane] = diverged.get(lane, 0) + 1
-        evaluations = self._report(work, diverged) if work.request.evaluate else []
+        evaluations = self._report(work, diverged, newcomers) if work.request.evaluate else []
         if train:
             self._finish_round(work, servers)
         self._diverged = {} if work.request.evaluate else diverged
@@ -239,13 +250,10 @@ class Simulation:
         if self.transport.begin_round():
             self._sizes = self._list_sizes()
         began = time.perf_counter()
-        joined = [
-            [] if run in self.stopped else self.draw_participants(seed, round)
-            for run, seed in enumerate(self.seeds)
-        ]
+        joined = self._draw_round(round)
         servers = [self._server_round(run, round, own) for run, own in enumerate(joined)]
         sent = [
-            self._reset_transient(run, self.methods[run].send(self.servers[run], server_round))
+            self.setup.reset_transient(run, self.methods[run].send(self.servers[run], server_round))
             if server_round.clients
             else Message()
             for run, server_round in enumerate(servers)
@@ -256,7 +264,7 @@ class Simulation:
             round, sent, train=train, evaluates_absent=self._evaluates_absent
         )
         absent = self._score_initial_models() if self._evaluates_absent else None
-        scores = absent.copy() if absent else ScoreTable(np.zeros(self._score_shape))
+        scores = absent.copy() if absent else ScoreTable(np.zeros(self.setup.score_shape))
         keeps_absent = absent if absent and train else None
         log = self.further_models.make_log()
         return RoundResults(request, joined, servers, sent, scores, keeps_absent, began, log)
@@ -268,14 +276,12 @@ class Simulation:
         """Return every client's number of training samples."""
         return [self.task.size(client) for client in range(self.population)]
 
-    def _reset_transient(self, run: int, message: Message) -> Message:
-        """Give a message the initial values of buffers that would not travel in a federation."""
-        return add_transient(self.task, message, self._shared[run])
-
-    def _count_numbers(self, message: Message) -> int:
-        """Return how many numbers of a message travel to or from one client."""
-        travelling = message._replace(model=drop_transient(self.task, message.model))
-        return count_numbers_per_lane(travelling)
+    def _draw_round(self, round: int) -> list[list[int]]:
+        """Return who takes part in a round, by run; nobody if the run has stopped."""
+        return [
+            [] if run in self.stopped else self.draw_participants(seed, round)
+            for run, seed in enumerate(self.seeds)
+        ]
 
     def draw_participants(self, seed: int, round: int) -> list[int]:
         """Return who takes part in a round of a run."""
@@ -322,13 +328,15 @@ class Simulation:
             work.uploads = []
             return servers
         if work.uploads:
-            work.uploaded = max(self._count_numbers(upload) for _, upload in work.uploads)
+            work.uploaded = max(
+                self.further_models.count_numbers(upload) for _, upload in work.uploads
+            )
         for run, server_round in enumerate(work.servers):
             clients = sorted(client for other, client in counted if other == run)
             sizes = [self.task.size(client) for client in clients]
             if sum(sizes):
                 weights = to_device(self.task.device, sizes).double()
-                pieces = work.list_pieces(run, partial(self._reset_transient, run))
+                pieces = work.list_pieces(run, partial(self.setup.reset_transient, run))
                 uploads = Uploads(clients, weights, pieces)
                 method = self.methods[run]
                 servers[run] = method.aggregate(servers[run], uploads, server_round)
@@ -345,10 +353,6 @@ class Simulation:
     # --- evaluation ----------------------------------------------------------------------------
 
     @property
-    def _score_shape(self) -> tuple[int, int, int, int]:
-        return len(self.seeds), self.population, len(self.parts), 3
-
-    @property
     def _evaluates_absent(self) -> bool:
         """Tell whether absent clients are tested with the personal model of an earlier round."""
         return (
@@ -358,27 +362,23 @@ class Simulation:
     def _score_initial_models(self) -> ScoreTable:
         """Return the absent clients' scores; before its first round, a client has Θ⁰."""
         if self.absent_scores is None:
-            table = ScoreTable(np.zeros(self._score_shape))
-            self.absent_scores = self.further_models.score_initial_models(table).values
+            self.absent_scores = self.further_models.score_initial_models().values
         return ScoreTable(self.absent_scores.copy())
 
-    def _score_server_models(self, work: RoundResults) -> None:
-        """Test the global model for those to which it belongs, and look at absent clients."""
-        if self.join_ratio < 1 and self.eval_clients == "all":
-            if self.method.has_personal_models:
-                self.further_models.predict_absent(work)
-            else:
-                self.further_models.score_absent(work, self._global_models())
-        self.further_models.test_global_models(work, self._global_models)
+    def _test_newcomers(self, round: int, *, is_last: bool) -> list[list[NewcomerScores]]:
+        """Test the held-out clients of every run, if that is due."""
+        if not self.newcomers.are_due(round, is_last=is_last):
+            return [[] for _ in self.seeds]
+        joined = self._draw_round(round)
+        rounds = [self._server_round(run, round, own) for run, own in enumerate(joined)]
+        return self.newcomers.test(self.servers, rounds)
 
-    def _global_models(self) -> list[Params]:
-        """Return every run's global model."""
-        return [
-            self._reset_transient(run, Message(self.method.global_model(server))).model
-            for run, server in enumerate(self.servers)
-        ]
-
-    def _report(self, work: RoundResults, diverged: Mapping[Lane, int]) -> list[Evaluation]:
+    def _report(
+        self,
+        work: RoundResults,
+        diverged: Mapping[Lane, int],
+        newcomers: Sequence[Sequence[NewcomerScores]],
+    ) -> list[Evaluation]:
         """Return what is reported of every run."""
         evaluations = []
         weights = work.weights.collect(len(self.seeds))
@@ -391,10 +391,10 @@ class Simulation:
                 models,
                 validates="validation" in self.parts,
                 seed=self.seeds[run],
-                sent=self._count_numbers(work.sent[run]),
+                sent=self.further_models.count_numbers(work.sent[run]),
                 diverged=sum(n for lane, n in diverged.items() if lane[0] == run),
                 metric=self.task.loss.metric,
             )
             scores = work.scores.values[run, :, 0]
-            evaluations.append(Evaluation(row, scores, weights[run], models, run))
+            evaluations.append(Evaluation(row, scores, weights[run], models, run, newcomers[run]))
         return evaluations

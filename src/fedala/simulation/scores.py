@@ -29,6 +29,10 @@ class ScoreTable:
         """Note the scores of some lanes, by part: [lane, 3]. `settle` writes them."""
         self._pending += [(part, lanes, score) for part, score in enumerate(scores)]
 
+    def add_part(self, part: int, lanes: Sequence[Lane], scores: Tensor) -> None:
+        """Note the scores of some lanes in one part: [lane, 3]."""
+        self._pending.append((part, lanes, scores))
+
     def share(self, run: int, clients: Any, part: int) -> tuple[float, float]:
         """Return mean score and loss over the samples of some clients; NaN without samples."""
         score, loss, samples = self.values[run, clients, part].sum(0)

@@ -1,15 +1,19 @@
 """How the clients' part of a round gets done: on this machine, or by nodes of a federation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from fedala.lanes import Cohort, Message, Params, Recipe, State, Task
+from fedala.lanes.messages import add_transient
 from fedala.methods import Method
 from fedala.simulation.client_round import CohortResult, RoundRequest, init_client_state
 from fedala.simulation.client_states import ClientStates, Lane
 from fedala.simulation.variants import Variant, merge
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,27 @@ class Setup:
     """The parts of the data that are tested."""
     variants: Sequence[Variant] = ()
     """By run: the variant of the method; empty: all runs are of the same."""
+    held_out: int = 0
+    """How many clients take no part in training: the last ones of the task."""
 
     @property
     def population(self) -> int:
-        """Return the number of clients."""
-        return len(self.task.parts["train"])
+        """Return the number of clients that take part."""
+        return len(self.task.parts["train"]) - self.held_out
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """The shape of a table of scores: [run, client, part, figure]."""
+        return len(self.seeds), self.population, len(self.parts), 3
+
+    @cached_property
+    def shared(self) -> list[Params]:
+        """The part of each run's initial model that travels."""
+        return [self.method.shared_part(self.task, model) for model in self.initial]
+
+    def reset_transient(self, run: int, message: Message) -> Message:
+        """Give a message the initial values of buffers that would not travel in a federation."""
+        return add_transient(self.task, message, self.shared[run])
 
     def init_client(self, task: Task, lane: Lane) -> State:
         """Return the state of a client before its first round."""
@@ -80,6 +100,19 @@ class Transport(ABC):
     ) -> Iterator[CohortResult]:
         """Do the same, and collect the predictions if the samples are on this machine."""
         return self.score_models(round, models, clients)
+
+    def run_newcomers(
+        self,
+        work: Callable[[Method, Cohort, Sequence[Lane], State], T],
+        round: int,
+        sent: Sequence[Message],
+        clients: Sequence[Sequence[int]],
+    ) -> Iterator[T]:
+        """Let clients do some work that have never taken part, cohort by cohort.
+
+        `work` gets the states of clients before their first round. Nothing is kept of it.
+        """
+        raise NotImplementedError("newcomers are tested on this machine only")
 
     @abstractmethod
     def keep_states(self, result: CohortResult, policy: str) -> None:

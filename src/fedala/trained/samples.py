@@ -19,6 +19,7 @@ from fedala.data.arrays import read_npz
 from fedala.data.collect import collect_samples
 from fedala.data.images import read_image_folder
 from fedala.data.inputs import Columns, is_file, is_table, read_inputs
+from fedala.data.matching import order_features
 from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, printable
 
@@ -134,7 +135,9 @@ def _to_array(values: Any) -> Array:
 def _prepare_dataset(data: Dataset, preprocessing: Preprocessing) -> Tensor:
     if preprocessing.kind == "texts" and data.tokens:
         return preprocessing.prepare(_renumber(data.x, data.tokens, preprocessing.tokens))
-    return preprocessing.prepare(_order_features(data.x, data.feature_names, preprocessing))
+    return preprocessing.prepare(
+        order_features(data.x, data.feature_names, preprocessing.feature_names)
+    )
 
 
 def _renumber(ids: Tensor, tokens: Sequence[str], known: Sequence[str]) -> Array:
@@ -145,20 +148,6 @@ def _renumber(ids: Tensor, tokens: Sequence[str], known: Sequence[str]) -> Array
     table = np.array([0, *(number.get(token, 0) for token in tokens)])
     renumbered: Array = table[ids.numpy()]
     return renumbered
-
-
-def _order_features(x: Tensor, names: Sequence[str], preprocessing: Preprocessing) -> Tensor:
-    """Return the columns of a table in the order that they had in the run."""
-    wanted = preprocessing.feature_names
-    if not wanted or not names or tuple(names) == wanted or x.ndim != 2:
-        return x
-    missing = [name for name in wanted if name not in names]
-    if missing:
-        raise UserError(
-            f"The data has no column {printable(missing[0], 100)!r}; "
-            f"the features of this model are {', '.join(wanted)}."
-        )
-    return x[:, [list(names).index(name) for name in wanted]]
 
 
 # --- targets --------------------------------------------------------------------------------------

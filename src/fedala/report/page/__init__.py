@@ -11,6 +11,7 @@ from fedala.report.page import clients, head, results, weights
 from fedala.report.page.chart_data import collect_chart_data
 from fedala.report.page.curves import view_curves
 from fedala.report.page.models import view_models
+from fedala.report.page.newcomers import view_newcomers
 from fedala.report.page.setup import view_setup
 from fedala.report.page.sweep import view_sweeps
 from fedala.report.page.views import Section
@@ -70,6 +71,7 @@ def render_page(runs: Sequence[Run]) -> str:
         Section("models", "Which accuracy?", view_models(series)),
         Section("curves", "Learning curves", view_curves(series)),
         Section("clients", "Clients", clients.view_clients(series)),
+        Section("newcomers", "Unseen clients", view_newcomers(series)),
         Section("split", "Split", clients.view_split(runs)),
         Section("weights", "Weights W", weights.view_weights(series)),
         Section("cost", "Cost", results.view_cost(series)),

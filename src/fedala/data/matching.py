@@ -1,0 +1,50 @@
+"""Samples that come later: their classes and columns get the numbers that they have in a run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, stack
+
+from fedala.errors import UserError, printable, spreadsheet_safe
+
+
+def match_classes(
+    y: "np.ndarray[Any, Any]", names: Sequence[str], known: Sequence[str], where: str
+) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return labels as numbers of `known` classes, by the names of their own if they have any."""
+    used = np.unique(y).tolist()
+    number = {spreadsheet_safe(label): k for k, label in enumerate(known)}
+    numbers = {label: label for label in used}
+    if names:
+        numbers = {label: number.get(spreadsheet_safe(names[label]), -1) for label in used}
+    for label, k in numbers.items():
+        if not 0 <= k < len(known):
+            title = printable(names[label], 100) if names else label
+            raise UserError(
+                f"{where} holds the class {title}, which the run does not have; its classes are "
+                f"{printable(', '.join(known[:20]), 500)}{', …' if len(known) > 20 else ''}."
+            )
+    table = np.zeros(max(used, default=0) + 1, dtype=np.int64)
+    table[list(numbers)] = list(numbers.values())
+    return np.asarray(table[y], dtype=np.int64)
+
+
+def order_features(x: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:
+    """Return the columns of a table in the order that they have in a run.
+
+    A column `colour=red` is 0 for data that have the column colour, and never the word red.
+    """
+    if not wanted or not names or tuple(names) == tuple(wanted) or x.ndim != 2:
+        return x
+    place = {name: i for i, name in enumerate(names)}
+    words = {name.partition("=")[0] for name in names if "=" in name}
+    columns = []
+    for name in wanted:
+        if name not in place and not ("=" in name and name.partition("=")[0] in words):
+            raise UserError(
+                f"The data has no column {printable(name, 100)!r}; "
+                f"the features of this model are {printable(', '.join(wanted), 500)}."
+            )
+        columns.append(x[:, place[name]] if name in place else x.new_zeros(len(x)))
+    return stack(columns, 1)
