@@ -192,7 +192,7 @@ OTHERS = {
     "beta2": "0.9", "clip": "1", "keep_optimizer": "", "schedule": "cosine", "warmup": "1",
     "decay": "0.5", "decay_every": "2", "local_steps": "3", "sweep": "lr=0.1,0.2", "trials": "3",
     "server_optimizer": "adam", "server_lr": "0.1", "server_momentum": "0.5",
-    "server_beta2": "0.5", "server_tau": "0.1", "patience": "3",
+    "server_beta2": "0.5", "server_tau": "0.1", "patience": "3", "feature_shift": "rotate:90",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
 WRONG = {
@@ -338,6 +338,9 @@ REFUSALS = [
     Refusal("partition --dataset d.npz --clients 3 --save nowhere/split.json", "nowhere"),
     Refusal("partition --dataset d.npz --clients 3 --save f1/split.csv", "split.csv"),
     Refusal("partition --dataset d.npz --clients 3 --save notes", "notes"),
+    Refusal("partition --dataset d.npz --feature-shift blur:1 --save p.json", "feature_shift must"),
+    Refusal("convert pfllib notes --out new.npz", "train and test"),
+    Refusal("convert pfllib notes --out d.npz", "exists already"),
     Refusal("partition --dataset d.npz --clients 3 --plot f1/split.txt", "split.txt"),
     Refusal("partition --dataset d.npz --save split.json --plot nowhere/split.png", "nowhere"),
     Refusal(
