@@ -389,6 +389,9 @@ REFUSALS = [
     Refusal("partition --dataset d.npz --clients 3 --save nowhere/split.json", "nowhere"),
     Refusal("partition --dataset d.npz --clients 3 --save f1/split.csv", "split.csv"),
     Refusal("partition --dataset d.npz --clients 3 --save notes", "notes"),
+    Refusal("partition --dataset d.npz --feature-shift blur:1 --save p.json", "feature_shift must"),
+    Refusal("convert pfllib notes --out new.npz", "train and test"),
+    Refusal("convert pfllib notes --out d.npz", "exists already"),
     Refusal("partition --dataset d.npz --clients 3 --plot f1/split.txt", "split.txt"),
     Refusal("partition --dataset d.npz --save split.json --plot nowhere/split.png", "nowhere"),
     Refusal(

@@ -60,6 +60,16 @@ def test_augmented_and_normalised_images_are_the_same(tmp_path):
     assert_same_models(load_models(tmp_path), simulated.models)
 
 
+def test_each_node_shifts_its_own_samples_as_the_simulation_does(tmp_path):
+    """A node knows its number and, from the run config, how many clients there are."""
+    options = {**RUN, "method": "fedavg", "rounds": 1, "feature_shift": "noise:0.5"}
+    _, federated = run_in_process(tmp_path, **options)
+    simulated = fedala.run(dataset=build_federation(), model=Net, lanes="1", **options)
+    assert_same_rows(federated.history, simulated.history)
+    plain = fedala.run(dataset=build_federation(), model=Net, **{**options, "feature_shift": None})
+    assert plain.history[-1].loss != simulated.history[-1].loss
+
+
 @pytest.mark.parametrize(
     ("method", "join_ratio"), [("fedala", 1.0), ("ditto", 1.0), ("fedavg-c", 1.0), ("fedavg", 0.5)]
 )
