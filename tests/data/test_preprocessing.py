@@ -171,6 +171,13 @@ def test_texts_without_a_vocabulary_must_be_ids():
         ({"normalization": {"mean": [1], "std": [1]}}, "is_channels_last"),
         ({"normalization": {"mean": [1], "std": [0], "is_channels_last": False}}, "not one"),
         ({"normalization": {"mean": [1, 2], "std": [1], "is_channels_last": False}}, "not fit"),
+        (
+            {
+                "shape": [5, 2],
+                "normalization": {"mean": [1, 2], "std": [1], "is_channels_last": False},
+            },
+            "not fit",
+        ),
         ({"normalization": {"mean": ["x"], "std": [1], "is_channels_last": False}}, "could not"),
         ({"precision": "int8"}, "float32"),
         ({"targets": None}, "classes"),

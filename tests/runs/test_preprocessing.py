@@ -34,7 +34,7 @@ def test_the_words_of_texts_are_kept(tmp_path):
     texts = [f"word{i % 7} and word{i % 11}" for i in range(60)]
     ids, tokens = encode_texts(texts)
     data = Dataset("t", ids, Y, 3, vocabulary=len(tokens) + 1, tokens=tokens)
-    fedala.run(dataset=data, out=tmp_path / "run", **OPTIONS)
+    fedala.run(dataset=data, out=tmp_path / "run", **{**OPTIONS, "method": "fedavg", "rounds": 1})
     found = RunFolder.open(tmp_path / "run").preprocessing()
     assert torch.equal(found.prepare(texts), ids)
 

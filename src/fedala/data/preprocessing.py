@@ -253,7 +253,7 @@ def _read(cls: type[Preprocessing], values: dict[str, Any]) -> Preprocessing:
         dtype,
         _read_choice(values["targets"], _TARGETS),
         classes,
-        _read_normalization(values["normalization"], {1, shape[0], shape[-1]}),
+        _read_normalization(values["normalization"], shape),
         class_names,
         _read_names(values["feature_names"]),
         vocabulary,
@@ -263,12 +263,15 @@ def _read(cls: type[Preprocessing], values: dict[str, Any]) -> Preprocessing:
     )
 
 
-def _read_normalization(values: Any, sizes: set[int]) -> Normalization | None:
+def _read_normalization(values: Any, shape: tuple[int, ...]) -> Normalization | None:
     if values is None:
         return None
-    means, stds = (_read_numbers(values[name], sizes) for name in ("mean", "std"))
     is_last = values["is_channels_last"]
-    if type(is_last) is not bool or not all(std > 0 for std in stds):
+    if type(is_last) is not bool:
+        raise ValueError("its normalisation is not one")
+    sizes = {1, shape[-1 if is_last else 0]}
+    means, stds = (_read_numbers(values[name], sizes) for name in ("mean", "std"))
+    if not all(std > 0 for std in stds):
         raise ValueError("its normalisation is not one")
     return Normalization(means, stds, is_last)
 
