@@ -17,7 +17,7 @@ from fedala.runs.observer import RunObserver
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import plan
 from fedala.runs.results import Result
-from fedala.runs.resumable_options import change_config, check_code_is_named
+from fedala.runs.resumable_options import change_config
 
 
 def run(
@@ -58,11 +58,10 @@ def run(
     elif dataset is not None and not resume:
         options["dataset"] = (dataset.dataset if isinstance(dataset, Federation) else dataset).name
     if resume:
-        before = RunFolder.open(Path(resume)).config()
-        names = options if model is None else {**options, "model": model}
-        check_code_is_named(before, names, Path(resume))
         import_given(options)
-        config = change_config(before, options)
+        before = RunFolder.open(Path(resume)).config()
+        own = {} if model is None or isinstance(model, str) else {"model": "own"}
+        config = change_config(before, {**options, **own}, Path(resume))
     checked = plan(
         config or configure(options),
         None if isinstance(dataset, str) else dataset,
