@@ -6,9 +6,6 @@ import sys
 import pytest
 import torch
 
-from fedala.io import user_code
-from fedala.methods import catalogue, registry
-
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
@@ -31,6 +28,9 @@ if not torch.cuda.is_available():
 @pytest.fixture
 def own_code(tmp_path, monkeypatch):
     """Work in an empty folder; afterwards, no code that the test imported has ever been there."""
+    from fedala.io import user_code
+    from fedala.methods import catalogue, registry
+
     folder = tmp_path / "code"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from pathlib import Path
 
 import pytest
 from corrupt.worlds import accuracies
@@ -96,9 +97,10 @@ def test_added_seeds(whole, tmp_path):
 )
 def test_methods_are_added_behind_those_that_are_there(given):
     before = Config(method="fedala, fedavg")
-    assert change_config(before, {"method": given}).methods == ("fedala", "fedavg", "ditto")
+    here = Path("x")
+    assert change_config(before, {"method": given}, here).methods == ("fedala", "fedavg", "ditto")
     for same in ("fedavg,fedala", "+fedavg", "+FedAvg+ALA"):
-        assert change_config(before, {"method": same}) == before
+        assert change_config(before, {"method": same}, here) == before
 
 
 def test_added_methods(whole, tmp_path):

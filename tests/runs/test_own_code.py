@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fedala.cli.app import app
 from fedala.data import Dataset
 from fedala.errors import UserError
 from fedala.methods import catalogue, list_methods
+from fedala.paper.running import _continue_config
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.own_code import fit_model
@@ -108,7 +110,10 @@ def test_a_run_folder_that_is_read_executes_nothing(files):
     assert call("run", "--resume", "theirs").exit_code == 2
     assert call("run", "--resume", "theirs", "--rounds", 2).exit_code == 2
     assert call("run", "--resume", "theirs", "--method", "+fedavg", "--model", "cnn").exit_code == 2
-    Config.from_values(Config.read(files / "theirs" / "config.toml"))
+    config = Config.from_values(Config.read(files / "theirs" / "config.toml"))
+    options = SimpleNamespace(rounds=2, device="cpu", data_dir=None)
+    with pytest.raises(UserError, match="executed only if you name it"):
+        _continue_config(config, options, files / "theirs")  # as fedala paper run does
     assert not Path("executed").exists()
     assert call("run", "--import", "mine.py").exit_code == 2
     assert Path("executed").exists()  # the trap works

@@ -25,7 +25,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
-from fedala.runs.resumable_options import change_config, check_code_is_named
+from fedala.runs.resumable_options import change_config
 from fedala.runs.resume import resume_advice
 
 
@@ -120,11 +120,10 @@ def _plan(
     elif dataset is not None and not resume:
         options["dataset"] = (dataset.dataset if isinstance(dataset, Federation) else dataset).name
     if resume:
-        before = RunFolder.open(Path(resume)).config()
-        names = options if model is None else {**options, "model": model}
-        check_code_is_named(before, names, Path(resume))
         import_given(options)
-        config = change_config(before, options)
+        before = RunFolder.open(Path(resume)).config()
+        own = {} if model is None or isinstance(model, str) else {"model": "own"}
+        config = change_config(before, {**options, **own}, Path(resume))
     return plan(
         config or configure(options),
         None if isinstance(dataset, str) else dataset,

@@ -23,7 +23,7 @@ from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
 from fedala.runs.results import RunResult
-from fedala.runs.resumable_options import change_config, check_code_is_named
+from fedala.runs.resumable_options import change_config
 from fedala.runs.resume import resume_advice
 from fedala.runs.seconds import MEANING
 from fedala.runs.sweep_results import find_sweeps
@@ -44,7 +44,8 @@ app = typer.Typer()
   fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
   fedala run --resume runs/mine --seeds 5 --method +ditto    # add seeds and methods to it
 
-A config file is TOML with the same names, such as batch_size = 10.
+A config file is TOML with the same names, but for imports, as in
+batch_size = 10, method = ["fedala", "ditto"] or imports = ["my/fedper.py"].
 Options of the command line override it.""")
 )
 @config_options()
@@ -124,10 +125,8 @@ def run(
 
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
-    before = RunFolder.open(resume).config()
-    check_code_is_named(before, given, resume)
     import_given(given)
-    config = change_config(before, given)
+    config = change_config(RunFolder.open(resume).config(), given, resume)
     for name in ("model", "loss", "partition"):
         if getattr(config, name) == "own":
             raise UserError(

@@ -173,7 +173,7 @@ def _run_seeds(
     if earlier and (
         earlier.keep_checkpoint or _last_round(folder, seeds) < int(earlier.rounds or 0)
     ):
-        config, resumes = _continue_config(earlier, options), True
+        config, resumes = _continue_config(earlier, options, folder), True
     else:
         config, resumes = _new_config(cell, seeds, options), False
     try:
@@ -195,10 +195,10 @@ def _new_config(cell: Cell, seeds: range, options: RunOptions) -> Config:
     )
 
 
-def _continue_config(earlier: Config, options: RunOptions) -> Config:
+def _continue_config(earlier: Config, options: RunOptions, folder: Path) -> Config:
     """Return the config of an earlier run, with at least the rounds of the options."""
     rounds = max(options.rounds, int(earlier.rounds or 0))
-    return change_config(earlier, {"rounds": rounds, **_machine_options(options)})
+    return change_config(earlier, {"rounds": rounds, **_machine_options(options)}, folder)
 
 
 def _machine_options(options: RunOptions) -> dict[str, Any]:

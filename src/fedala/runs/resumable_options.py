@@ -22,11 +22,13 @@ CHANGEABLE = (
 )  # fmt: skip
 
 
-def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
+def change_config(config: Config, changes: Mapping[str, Any], folder: Path) -> Config:
     """Return the config of a run that is resumed; refuse a change of any other option.
 
     Methods and seeds may be added: `method` names them all, or after a `+` only the further ones.
+    A config that names code is refused unless the changes name it, too. `folder` is the run's.
     """
+    _check_code_is_named(config, changes, folder)
     changes = dict(changes)
     if isinstance(changes.get("method"), str):
         changes["method"] = _merge_methods(config, changes["method"])
@@ -72,7 +74,7 @@ def resume_command(config: Config, folder: Path) -> str:
     return shlex.join(words)
 
 
-def check_code_is_named(config: Config, changes: Mapping[str, Any], folder: Path) -> None:
+def _check_code_is_named(config: Config, changes: Mapping[str, Any], folder: Path) -> None:
     """Refuse to execute code because a run folder names it: the user must name it, too."""
     is_missing = bool(config.import_names) and "imports" not in changes
     is_missing |= is_reference(config.model) and "model" not in changes

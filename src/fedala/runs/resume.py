@@ -81,7 +81,7 @@ def reopen(
     folder = RunFolder.open(source)
     before = folder.config()
     options = {f.name: getattr(plan.config, f.name) for f in fields(plan.config)}
-    after = change_config(before, options)
+    after = change_config(before, options, source)
     if after.methods != plan.config.methods:
         raise UserError(f"method must name the methods in the order of the run: {after.method}.")
     _check_schedules(plan, before, after)
