@@ -16,34 +16,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.nn.parameter import is_lazy
 
-from fedala.errors import UserError, printable
+from fedala.errors import UserError
+from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
 from fedala.lanes.foreign_model import Trial
+from fedala.lanes.layer_order import learn_order
+from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, Layered, call, layers_of
 from fedala.lanes.losses import Loss, LossFunction, as_loss
 from fedala.lanes.normalization import Normalization
 from fedala.lanes.optimizers import UpdateRule
+from fedala.lanes.outputs import keep_tensors
+from fedala.lanes.parameters import list_few, model_state
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
+from fedala.lanes.recurrent import unroll_recurrence
 from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
 from fedala.lanes.samples import Samples, TrainingLength
 from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
+
+__all__ = ["Objective", "Task", "list_few", "model_state"]
 
 Objective = Callable[..., Tensor]
 """Of one lane: (state, x, y, …) to a number."""
 
 
-def model_state(model: nn.Module) -> Params:
-    """Return a model's parameters and buffers as one lane."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if lazy := [name for name, value in state.items() if is_lazy(value)]:
-        raise UserError(
-            f"{printable(lazy[0], 100)} of the model has no shape yet, because its layer is lazy. "
-            "Run the model on one batch first."
-        )
-    return {name: value.detach().unsqueeze(0) for name, value in state.items()}
+_SHORT_INTEGERS = (torch.int8, torch.int16, torch.int32)
 
 
 class Task:
@@ -96,7 +95,7 @@ class Task:
         if augmentation:
             black = x.new_zeros(x.shape[1], 1, 1, device=self.device)
             self._black = self._convert(self._place(black))
-        self.y = tree_map(lambda t: t.to(self.device), y)
+        self.y = tree_map(lambda t: t.to(self.device), as_loss(loss, y).prepare(y))
         self.parts = {"train": train, "test": test, "validation": validation}
         self.loss = as_loss(loss, y)
         self.loss.place_on(self.device, self.dtype)
@@ -111,7 +110,6 @@ class Task:
         self.keeps_optimizer = keeps_optimizer
         self.batch_size = batch_size or max([1, *map(len, train)])
         self.epochs, self.local_steps, self.shuffle = epochs, local_steps, shuffle
-        self.layers = layers_of(model)
         if not any(True for _ in model.parameters()):
             raise UserError("The model has no parameters, so there is nothing to learn.")
         self.trainable = tuple(
@@ -140,6 +138,20 @@ class Task:
         other.model = copy.deepcopy(self.model)
         other.__dict__.pop("embeddings", None)  # they are tied to the skeleton
         return other
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The names of each layer's tensors, output first, as a run on two samples shows them."""
+        if not count_lanes(self.x):
+            return layers_of(self.model)
+        rows = torch.arange(min(2, count_lanes(self.x)), device=self.device)
+        return learn_order(self.model, self.inputs(rows))
+
+    @property
+    def ordered_model(self) -> nn.Module:
+        """The model's skeleton, which knows the order of its layers."""
+        _ = self.layers
+        return self.model
 
     @cached_property
     def transient(self) -> frozenset[str]:
@@ -236,6 +248,8 @@ class Task:
     def _convert(self, x: Tensor) -> Tensor:
         if x.dtype == torch.uint8 and self.scale:
             return x.to(self.dtype).div_(255).sub_(self._mean).div_(self._std)
+        if x.dtype in _SHORT_INTEGERS and not isinstance(self.model, Layered):
+            return x.long()  # some functions of torch take no other indices
         return x.to(self.dtype) if x.is_floating_point() else x
 
     # --- the model in every lane ---------------------------------------------------------------
@@ -283,7 +297,10 @@ class Task:
             if own and all(p in frozen for p in own):
                 module.eval()
         try:
-            with self.backend.use_arithmetic(self.model, self.precision):
+            with (
+                plain_attention(self.model),
+                self.backend.use_arithmetic(self.model, self.precision),
+            ):
                 yield
         finally:
             for module, training in before:
@@ -306,7 +323,8 @@ class Task:
                 single = (tree_map(lambda t: t.squeeze(0), tree) for tree in trees)
                 return tree_map(lambda t: t.unsqueeze(0), f(*single))
             if self.uses_vmap:
-                return vmap(f, randomness="different")(*trees)
+                with unroll_recurrence(self.model):
+                    return vmap(f, randomness="different")(*trees)
             # Lanes are views: buffers that a module changes in place change in the trees.
             parts = [f(*take(trees, lane)) for lane in range(lanes)]
             return tree_map(lambda *values: torch.stack(values), *parts)
@@ -320,10 +338,19 @@ class Task:
 
         def loss(state: Params, x: Any, y: Any) -> Tensor:
             output = cut.upper(state, x) if cut else self.run_model(state, x)
-            return self.loss(output, y)
+            return self.loss(self.loss.select(output), y)
 
         result: Tensor = self.per_lane(loss, params, x, y)
         return result
+
+    def outputs(self, params: Params, x: Any, cut: Cut | None = None) -> Any:
+        """Return each lane's outputs that the loss takes; with a `cut`, x are the features."""
+
+        def output(state: Params, x: Any) -> Any:
+            whole = cut.upper(state, x) if cut else self.run_model(state, x)
+            return keep_tensors(self.loss.select(whole))
+
+        return self.per_lane(output, params, x)
 
     def summed_scores(
         self, output: Any, y: Any, real: Tensor, ends: Sequence[int]
@@ -371,8 +398,3 @@ class Task:
             if isinstance(whole, Tensor):
                 whole.select(1, row).zero_()
         return losses.detach(), gradients
-
-
-def list_few(names: Sequence[str]) -> str:
-    """Name the first five parameters in a sentence."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -71,7 +71,7 @@ class Simulation:
         tell how W is spread, at the first evaluation from there on. `evaluate` names the kinds of
         models to test (`records.MODEL_KINDS`); `metrics_every` is that of `EvaluationSchedule`.
         """
-        method.check_model(task.model)
+        method.check_model(task.ordered_model)
         if variants:
             task.rule = UpdateRule.of([variant.recipe.optimizer for variant in variants])
         method.check_optimizer(task.rule)

@@ -1,0 +1,151 @@
+"""Any architecture: ALA does what the authors' code does, and all lanes do what one lane does."""
+
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lanes.architectures import ARCHITECTURES, CLASSES
+from oracles import learn_like_the_authors
+from torch import Tensor, nn
+
+from fedala import ALA
+from fedala.lanes.attention import plain_attention
+from fedala.lanes.layer_units import units_of
+from fedala.lanes.layers import layers_of
+from fedala.lanes.outputs import scores_of
+from fedala.lanes.task import Task, model_state
+from fedala.methods import make
+from fedala.simulation import Simulation
+
+SIZES = (7, 4, 5)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_libraries():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="(transformers|peft).*")
+        warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's slow rules
+        yield
+
+
+def build(name: str, seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = ARCHITECTURES[name][0]().double().eval()
+        for parameter in model.parameters():  # apart, and none at zero
+            if parameter.requires_grad:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def samples(name: str, count: int) -> tuple[Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = ARCHITECTURES[name][1](count)
+        y = torch.randint(CLASSES, (count,))
+    return x.double() if x.is_floating_point() else x, y
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def cross_entropy(output, y: Tensor) -> Tensor:
+    """A loss of the user's own: it gets the whole output."""
+    return F.cross_entropy(scores_of(output), y)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_ala_gives_the_same_as_the_authors_code(name):
+    x, y = samples(name, 6)
+    local, received = build(name, 1), build(name, 2)
+    if any(not p.requires_grad for p in local.parameters()):  # what never trains is the same
+        for mine, theirs in zip(local.parameters(), received.parameters(), strict=True):
+            if not mine.requires_grad:
+                theirs.data.copy_(mine.data)
+    ala = ALA(1, eta=2.0, sample=1.0, batch_size=4, max_epochs=2)
+    before = state(local)
+    governed = ala.governs(local, x[:2])
+    assert all(torch.equal(value, before[n]) for n, value in local.state_dict().items())
+    assert {unit for unit, names in units_of(local).items() if set(names) & set(governed)} == (
+        ARCHITECTURES[name][2]
+    )
+    with plain_attention(local):
+        expected, weights, losses = learn_like_the_authors(
+            local, received, x, y, governed, loss=cross_entropy, eta=2.0, epochs=2
+        )
+    report = ala.initialize(local, received, (x, y))
+    assert report.losses == pytest.approx(losses, rel=1e-9)
+    assert list(ala.weights) == list(weights)
+    for key, value in state(local).items():
+        torch.testing.assert_close(value, expected.state_dict()[key], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_lanes_give_what_one_lane_gives(name):
+    one, together = (run_two_rounds(name, lanes) for lanes in (1, None))
+    for (rows, model), (other_rows, other_model) in zip(one, together, strict=True):
+        assert rows == pytest.approx(other_rows, rel=1e-9)
+        for key, value in model.items():
+            torch.testing.assert_close(value, other_model[key], rtol=1e-7, atol=1e-9, msg=key)
+
+
+#: Architectures that run one lane after another: vmap refuses them.
+NOT_STACKED = {"gpt", "spectral norm"}
+#: Those that run FedRep, too.
+WITH_FEDREP = {"head before body", "two heads", "tied weights", "lstm", "lora"}
+
+
+def run_two_rounds(name: str, lanes: int | None) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Return accuracy and loss after each round, and the global model."""
+    total = 2 * sum(SIZES)
+    x, y = samples(name, total)
+    ends = np.cumsum([0, *SIZES, *SIZES])
+    parts = [np.arange(a, b) for a, b in pairwise(ends)]
+    results = []
+    for method in ("fedala", "fedrep")[: 1 + (name in WITH_FEDREP)]:
+        task = Task(
+            build(name, 0), x, y, parts[:3], parts[3:], batch_size=4, lr=0.1, precision="float64"
+        )
+        said: list[str] = []
+        simulation = Simulation(
+            make(method, {"fedala.max_epochs": "2"} if method == "fedala" else {}),
+            task,
+            lambda seed: {n: v.clone() for n, v in model_state(build(name, seed)).items()},
+            seeds=[0],
+            rounds=2,
+            lanes=lanes,
+            on_message=said.append,
+        )
+        rows = [r for e in simulation.run() for r in (e.row.accuracy, e.row.loss)]
+        if lanes is None:
+            assert bool(said) == (name in NOT_STACKED), said
+        results.append((rows, simulation.methods[0].global_model(simulation.servers[0])))
+    return results
+
+
+def test_blocks_count_as_one_layer_and_flat_models_layer_by_layer():
+    def modules(name: str) -> list[set[str]]:
+        model = build(name, 0)
+        ALA().governs(model, samples(name, 2)[0])
+        units = units_of(model)
+        return [
+            {unit for unit, names in units.items() if set(names) & set(layer)}
+            for layer in layers_of(model)
+        ]
+
+    assert modules("resnet") == [{"4"}, {"1"}, {"0"}]
+    assert modules("transformer") == [
+        {"fc"},
+        {"encoder.layers.1"},
+        {"encoder.layers.0"},
+        {"embedding"},
+    ]
+    assert modules("cnn") == [{"4"}, {"0"}]
+    assert modules("densenet") == [{"fc"}, {"layers.2"}, {"layers.1"}, {"layers.0"}]
+    assert modules("mixture of experts") == [{"fc"}, {"experts.0.0", "experts.1.0", "gate"}]
+    assert modules("one cell several times") == [{"fc"}, {"cell"}, {"first"}]
+    assert modules("unused parameter") == [{"head"}, {"body.2"}, {"body.0", "unused"}]
