@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from lanes.architectures import ARCHITECTURES, CLASSES
 from oracles import learn_like_the_authors
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
 from fedala import ALA
 from fedala.lanes.attention import plain_attention
 from fedala.lanes.layer_units import units_of
 from fedala.lanes.layers import layers_of
 from fedala.lanes.outputs import scores_of
+from fedala.lanes.recurrent import unroll_recurrence
 from fedala.lanes.task import Task, model_state
 from fedala.methods import make
 from fedala.simulation import Simulation
@@ -149,3 +151,68 @@ def test_blocks_count_as_one_layer_and_flat_models_layer_by_layer():
     assert modules("mixture of experts") == [{"fc"}, {"experts.0.0", "experts.1.0", "gate"}]
     assert modules("one cell several times") == [{"fc"}, {"cell"}, {"first"}]
     assert modules("unused parameter") == [{"head"}, {"body.2"}, {"body.0", "unused"}]
+
+
+class _Fragile(torch.autograd.Function):
+    """Its backward pass refuses lanes."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        if gradient.dim() > 2:
+            raise RuntimeError("no lanes here")
+        return gradient
+
+    @staticmethod
+    def vmap(info, in_dims, x: Tensor) -> tuple[Tensor, int]:
+        return _Fragile.apply(x), in_dims[0]
+
+
+class FragileInTraining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Fragile.apply(self.fc(x)) if self.training else self.fc(x)
+
+
+def test_a_model_whose_backward_pass_refuses_lanes_runs_one_lane_after_another():
+    x, y = samples("mlp", 8)
+    task = Task(FragileInTraining(), x, y, [np.arange(8)], precision="float64")
+    assert not task.uses_vmap
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_an_unrolled_recurrence_is_torchs_own(kind):
+    lanes = [kind(3, 4, num_layers=2, bidirectional=True).double() for _ in range(2)]
+    x = torch.randn(2, 5, 6, 3, dtype=torch.float64)  # lane, time, sample, number
+    stacked = {
+        name: torch.stack([dict(lane.named_parameters())[name] for lane in lanes])
+        for name, _ in lanes[0].named_parameters()
+    }
+    with unroll_recurrence(lanes[0]):
+        outputs, ends = vmap(lambda state, x: functional_call(lanes[0], state, (x,)))(stacked, x)
+    for lane, (model, own) in enumerate(zip(lanes, x, strict=True)):
+        expected, last = model(own)
+        torch.testing.assert_close(outputs[lane], expected, rtol=1e-10, atol=1e-12)
+        for found, value in zip(
+            *((end if isinstance(end, tuple) else (end,)) for end in (ends, last)), strict=True
+        ):
+            torch.testing.assert_close(found[lane], value, rtol=1e-10, atol=1e-12)
+
+
+def test_torchs_switch_for_fused_attention_comes_back():
+    model = build("transformer", 0)
+    for before in (False, True):
+        torch.backends.mha.set_fastpath_enabled(before)
+        with plain_attention(model), plain_attention(model):
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch.backends.mha.get_fastpath_enabled() == before

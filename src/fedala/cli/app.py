@@ -14,7 +14,7 @@ except ModuleNotFoundError:
     )
     raise SystemExit(2) from None
 
-from fedala.cli import bench, flower, lists, paper, partition, report, run
+from fedala.cli import bench, flower, layers, lists, paper, partition, report, run
 from fedala.cli.output import keep_lines, say
 from fedala.errors import RunError, UserError
 from fedala.runs.provenance import versions
@@ -49,7 +49,7 @@ app = typer.Typer(
   fedala partition --partition pathological:2 --plot split.png
   fedala methods                            # what --method and --set take"""),
 )
-for commands in (run, partition, report, lists, bench):
+for commands in (run, partition, layers, report, lists, bench):
     app.add_typer(commands.app)
 app.add_typer(paper.app, name="paper")
 app.add_typer(flower.app, name="flower")
