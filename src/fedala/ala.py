@@ -35,7 +35,7 @@ from fedala.lanes.losses import LossFunction
 from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, count_lanes, leaves, take
+from fedala.lanes.trees import Params, leaves
 from fedala.lanes.weight_learning import Settings, has_settled
 from fedala.options import build, option
 
@@ -183,7 +183,8 @@ class ALA:
         - a `Dataset` of such pairs.
         - a `DataLoader`. ALA takes the samples that its sampler yields, in the dataset's order.
 
-        Inputs reach the model as they are, but floating-point inputs are brought to its precision.
+        Inputs reach the model as they are, but floating-point inputs are brought to its precision,
+        and token ids to int64.
         Data of unknown length may have at most `fedala.data.collect.STREAM_LIMIT` samples.
         `loss(output, target)` is the mean loss of a batch, a tensor of one number.
 
@@ -206,12 +207,9 @@ class ALA:
         if _has_received_fault(local_model, received_model):
             self.round += 1
             return self._report_fault(RECEIVED_FAULT)
-        x, y = self._draw_samples(data)
-        if count_lanes(x):
-            learn_order(local_model, take(x, slice(0, 2)))
-        governed = upper(local_model, self.layers)
+        cohort = self._make_cohort(local_model, local, received, data, loss)
+        governed = upper(cohort.task.ordered_model, self.layers)
         state = self._state_for(received, governed)
-        cohort = self._make_cohort(local_model, local, received, x, y, loss)
         initialized, state, outcome = initialize(
             cohort,
             replace(self.settings, sample=1.0),  # the cohort's samples are the drawn ones
@@ -227,24 +225,15 @@ class ALA:
         [report] = make_reports(outcome, self.settings)
         return report
 
-    def _draw_samples(self, data: Any) -> tuple[Any, Any]:
-        """Return the inputs and targets of this round's samples."""
-        sample_draw = draw(self.settings.seed, "ala sample", round=self.round + 1)
-        return collect_samples(
-            data, lambda size: draw_positions(sample_draw, size, self.settings.sample)
-        )
-
     def _make_cohort(
-        self,
-        model: nn.Module,
-        local: Params,
-        received: Params,
-        x: Any,
-        y: Any,
-        loss: LossFunction,
+        self, model: nn.Module, local: Params, received: Params, data: Any, loss: LossFunction
     ) -> Cohort:
-        """Return a cohort of this client alone, with this round's samples."""
+        """Draw this round's samples, and return a cohort of this client alone."""
         settings, round = self.settings, self.round + 1
+        sample_draw = draw(settings.seed, "ala sample", round=round)
+        x, y = collect_samples(
+            data, lambda size: draw_positions(sample_draw, size, settings.sample)
+        )
         rows = np.arange(len(next(leaf for _, leaf in leaves(x))))
         dtype = next((v.dtype for v in local.values() if v.is_floating_point()), torch.float32)
         task = Task(

@@ -23,6 +23,10 @@ Run = Callable[..., Any]
 """Calls objective(state, x, y) in some way: run(objective, state, x, y)."""
 
 
+#: Whole numbers that a model gets as another type: some functions of torch take no other indices.
+INDEX_TYPES = dict.fromkeys((torch.int8, torch.int16, torch.int32), torch.int64)
+
+
 @dataclass(frozen=True)
 class Trial:
     """One model and its loss, ready to be tried."""

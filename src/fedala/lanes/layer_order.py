@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedala.errors import first_line
 from fedala.lanes.attention import plain_attention
-from fedala.lanes.foreign_model import make_up_state
+from fedala.lanes.foreign_model import INDEX_TYPES, make_up_state
 from fedala.lanes.layer_units import (
     Layers,
     arrange_layers,
@@ -95,7 +95,8 @@ def _find_order(model: nn.Module, x: Any) -> list[list[str]]:
 def _copy_input(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
+    kind = dtype if value.is_floating_point() else value.dtype
+    return value.detach().to(device, INDEX_TYPES.get(kind, kind), copy=True)
 
 
 @contextmanager

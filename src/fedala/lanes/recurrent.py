@@ -20,8 +20,12 @@ _Hidden = tuple[Tensor, ...]
 
 def unroll_recurrence(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which the recurrent layers of a model, if any, run under `vmap`."""
-    has_recurrence = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    return UnrolledRecurrence() if has_recurrence else nullcontext()
+    return UnrolledRecurrence() if is_recurrent(model) else nullcontext()
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Tell whether a model has recurrent layers of torch's own."""
+    return any(isinstance(module, nn.RNNBase) for module in model.modules())
 
 
 class UnrolledRecurrence(TorchFunctionMode):

@@ -21,7 +21,7 @@ from fedala.errors import UserError
 from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
-from fedala.lanes.foreign_model import Trial
+from fedala.lanes.foreign_model import INDEX_TYPES, Trial
 from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, Layered, call, layers_of
@@ -31,8 +31,13 @@ from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.outputs import keep_tensors
 from fedala.lanes.parameters import list_few, model_state
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
-from fedala.lanes.recurrent import unroll_recurrence
-from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
+from fedala.lanes.recurrent import UnrolledRecurrence, is_recurrent
+from fedala.lanes.row_gradients import (
+    Gradients,
+    RowGradients,
+    find_padding_rows,
+    large_embeddings,
+)
 from fedala.lanes.samples import Samples, TrainingLength
 from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
 
@@ -40,9 +45,6 @@ __all__ = ["Objective", "Task", "list_few", "model_state"]
 
 Objective = Callable[..., Tensor]
 """Of one lane: (state, x, y, …) to a number."""
-
-
-_SHORT_INTEGERS = (torch.int8, torch.int16, torch.int32)
 
 
 class Task:
@@ -120,11 +122,7 @@ class Task:
         self.evaluation_samples: dict[Any, tuple[list[int], Samples]] = {}
         # Torch honours `padding_idx` in lane 0 only if a gradient is taken from outside vmap, so
         # `gradients` does it.
-        self.padding = tuple(
-            (f"{name}.weight" if name else "weight", module.padding_idx)
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
-        )
+        self.padding = find_padding_rows(model)
 
     def free_caches(self) -> None:
         """Give back memory that only saves time."""
@@ -142,10 +140,8 @@ class Task:
     @cached_property
     def layers(self) -> Layers:
         """The names of each layer's tensors, output first, as a run on two samples shows them."""
-        if not count_lanes(self.x):
-            return layers_of(self.model)
         rows = torch.arange(min(2, count_lanes(self.x)), device=self.device)
-        return learn_order(self.model, self.inputs(rows))
+        return learn_order(self.model, self.inputs(rows)) if len(rows) else layers_of(self.model)
 
     @property
     def ordered_model(self) -> nn.Module:
@@ -189,6 +185,10 @@ class Task:
         return isinstance(self.model, Layered) or self._trial.allows_channels_last(
             *self._trial_samples()
         )
+
+    @cached_property
+    def _is_recurrent(self) -> bool:
+        return is_recurrent(self.model)
 
     @cached_property
     def uses_vmap(self) -> bool:
@@ -248,8 +248,8 @@ class Task:
     def _convert(self, x: Tensor) -> Tensor:
         if x.dtype == torch.uint8 and self.scale:
             return x.to(self.dtype).div_(255).sub_(self._mean).div_(self._std)
-        if x.dtype in _SHORT_INTEGERS and not isinstance(self.model, Layered):
-            return x.long()  # some functions of torch take no other indices
+        if x.dtype in INDEX_TYPES and not isinstance(self.model, Layered):
+            return x.to(INDEX_TYPES[x.dtype])
         return x.to(self.dtype) if x.is_floating_point() else x
 
     # --- the model in every lane ---------------------------------------------------------------
@@ -323,7 +323,7 @@ class Task:
                 single = (tree_map(lambda t: t.squeeze(0), tree) for tree in trees)
                 return tree_map(lambda t: t.unsqueeze(0), f(*single))
             if self.uses_vmap:
-                with unroll_recurrence(self.model):
+                with UnrolledRecurrence() if self._is_recurrent else nullcontext():
                     return vmap(f, randomness="different")(*trees)
             # Lanes are views: buffers that a module changes in place change in the trees.
             parts = [f(*take(trees, lane)) for lane in range(lanes)]
