@@ -1,5 +1,6 @@
 """A user's own model in `run`: wrong use is a sentence, and the last layer is that used last."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +8,7 @@ from small import Net
 from torch import Tensor, nn
 
 from fedala import ALA, UserError, run
-from fedala.data import Dataset
+from fedala.data import Dataset, Federation
 from fedala.runs.config import Config
 from fedala.runs.plan import plan
 
@@ -81,6 +82,16 @@ def test_the_order_of_registration_does_not_matter(method):
         assert planned.methods[0].ala_parameters(model, 1) == ("head.weight", "head.bias")
     else:
         assert planned.methods[0].ala_parameters(model, 1) == ("body.weight", "body.bias")
+
+
+def test_a_server_without_samples_finds_the_same_order_as_its_clients():
+    """On Flower, it has two samples of zeros."""
+    config = Config.from_values({**QUICK, "clients": 1, "method": "fedrep"})
+    made_up = Dataset("own", torch.zeros(2, 1, 6, 6), torch.tensor([0, 1]), 3)
+    rows = (np.arange(2),)
+    server = plan(config, Federation(made_up, rows, rows, rows), HeadFirst)
+    assert server.layers == plan(config, small_dataset(), HeadFirst).layers
+    assert server.layers[0] == ("head.weight", "head.bias")
 
 
 def test_a_model_in_double_precision_runs_in_that_of_the_run():
