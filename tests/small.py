@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.parameters import model_state
+from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
 from fedala.methods import make
 from fedala.records import HistoryRow

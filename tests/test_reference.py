@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from oracles import PaperALA
 from torch import Tensor, nn
 
+from fedala.lanes.parameters import model_state
 from fedala.lanes.randomness import draw
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.task import Task
 from fedala.methods import make
 from fedala.models import cnn
 from fedala.records import PersonalModel

@@ -5,6 +5,7 @@ of numbers that are not finite. A client of its own is a cohort of one lane.
 """
 
 import operator
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,11 @@ from torch import Tensor, nn
 
 from fedala.data.collect import collect_samples
 from fedala.errors import UserError, printable
+from fedala.lanes.blendable import check_module, check_twins, state_to_blend
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.layer_order import learn_order
+from fedala.lanes.layer_table import describe_layers
+from fedala.lanes.layer_units import is_order_known
 from fedala.lanes.layers import upper
 from fedala.lanes.local_aggregation import (
     FAULTS,
@@ -29,7 +34,7 @@ from fedala.lanes.local_aggregation import (
 from fedala.lanes.losses import LossFunction
 from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, leaves
 from fedala.lanes.weight_learning import Settings, has_settled
 from fedala.options import build, option
@@ -130,9 +135,30 @@ class ALA:
         self.round = 0
         self._state: dict[str, Any] | None = None
 
-    def governs(self, model: nn.Module) -> tuple[str, ...]:
-        """Name the parameters that ALA blends. The received model overwrites all others."""
+    def governs(self, model: nn.Module, inputs: Any = None) -> tuple[str, ...]:
+        """Name the parameters that ALA blends. The received model overwrites all others.
+
+        Which layer is last shows when the model runs: on `inputs`, one or two samples, or in
+        `initialize`. Before that, layers count in the order in which they are registered, and a
+        warning says so.
+        """
+        check_module(model)
+        if inputs is not None:
+            learn_order(model, inputs)
+        elif isinstance(self.layers, int) and not is_order_known(model):
+            warnings.warn(
+                "The model has not been run, so its layers count in the order in which they are "
+                "registered: give governs one or two samples, as inputs=….",
+                stacklevel=2,
+            )
         return upper(model, self.layers)
+
+    def describe(self, model: nn.Module, inputs: Any = None) -> str:
+        """Return a table of the model's layers, counted from the output, and what ALA governs."""
+        check_module(model)
+        if inputs is not None:
+            learn_order(model, inputs)
+        return describe_layers(model, upper(model, self.layers))
 
     @property
     def weights(self) -> Params:
@@ -157,7 +183,8 @@ class ALA:
         - a `Dataset` of such pairs.
         - a `DataLoader`. ALA takes the samples that its sampler yields, in the dataset's order.
 
-        Inputs reach the model as they are, but floating-point inputs are brought to its precision.
+        Inputs reach the model as they are, but floating-point inputs are brought to its precision,
+        and token ids to int64.
         Data of unknown length may have at most `fedala.data.collect.STREAM_LIMIT` samples.
         `loss(output, target)` is the mean loss of a batch, a tensor of one number.
 
@@ -173,16 +200,16 @@ class ALA:
         The round counts in all cases but the last. A buffer may hold infinities that both models
         share: an attention mask does.
         """
-        local, received = (_state_to_blend(model) for model in (local_model, received_model))
-        governed = self.governs(local_model)
-        _check_twins(local, received)
+        local, received = (state_to_blend(model) for model in (local_model, received_model))
+        check_twins(local, received)
         device = next(iter(local.values())).device
         received = {name: value.to(device, copy=True) for name, value in received.items()}
-        state = self._state_for(received, governed)
         if _has_received_fault(local_model, received_model):
             self.round += 1
             return self._report_fault(RECEIVED_FAULT)
         cohort = self._make_cohort(local_model, local, received, data, loss)
+        governed = upper(cohort.task.ordered_model, self.layers)
+        state = self._state_for(received, governed)
         initialized, state, outcome = initialize(
             cohort,
             replace(self.settings, sample=1.0),  # the cohort's samples are the drawn ones
@@ -235,7 +262,7 @@ class ALA:
     def _state_for(self, received: Params, governed: Sequence[str]) -> dict[str, Any]:
         """Return this client's state in the model's order, on the device of `received`."""
         state = init_state(received, governed)
-        if self._state is None:
+        if self._state is None or not self._state["trained"].any():
             return state
         mine, ones = self._state["weights"], state["weights"]
         if {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in ones.items()}:
@@ -321,36 +348,3 @@ def find_not_finite(model: nn.Module, twin: nn.Module) -> str | None:
         if not (buffer.isfinite() | (buffer == others[name].to(buffer.device))).all():
             return name
     return None
-
-
-def _state_to_blend(model: nn.Module) -> Params:
-    """Return a model's state as one lane. Refuse a model that cannot be blended."""
-    if not isinstance(model, nn.Module):
-        raise UserError(f"ALA blends two models of type nn.Module, not {type(model).__name__}.")
-    state = model_state(model)
-    if not any(True for _ in model.parameters()):
-        raise UserError("The model has no parameters: there is nothing to blend.")
-    devices = {str(value.device) for value in state.values()}
-    if "meta" in devices:
-        raise UserError(
-            "The model is on the device meta, so it has no numbers: move it with to_empty and "
-            "load a state."
-        )
-    if len(devices) > 1:
-        raise UserError(
-            f"The model is spread over {', '.join(sorted(devices))}: ALA needs it on one device."
-        )
-    return state
-
-
-def _check_twins(local: Params, received: Params) -> None:
-    """Refuse two models whose states differ in names, shapes or types."""
-    mine, others = (
-        {name: (value.shape, value.dtype) for name, value in state.items()}
-        for state in (local, received)
-    )
-    for name in {**local, **received}:
-        if mine.get(name) != others.get(name):
-            raise UserError(
-                f"The local and the received model must be alike, and differ in {name}."
-            )

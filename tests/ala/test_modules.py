@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedala import ALA
+from fedala.lanes.trees import take
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -39,7 +40,7 @@ def test_any_module_gives_the_same_as_the_authors_code(case, layers):
     weights = None
     for round, epochs in ((1, 3), (2, 1)):
         local, received = twins(make, round)
-        governed = ala.governs(local)
+        governed = ala.governs(local, take(x, slice(0, 2)))
         settings = {"loss": loss, "eta": 2.0, "epochs": epochs, "weights": weights}
         expected, weights, losses = learn_like_the_authors(
             local, received, x, y, governed, **settings
@@ -81,7 +82,7 @@ def test_a_single_sample_is_enough_for_the_same(case):
     make, x, y, loss = CASES[case]
     local, received = twins(make)
     expected, *_ = learn_like_the_authors(
-        local, received, x[:1], y[:1], ALA().governs(local), loss=loss
+        local, received, x[:1], y[:1], ALA().governs(local, x[:1]), loss=loss
     )
     ALA(max_epochs=3).initialize(local, received, (x[:1], y[:1]), loss=loss)
     assert_same(local, expected, **FINE)
@@ -162,17 +163,17 @@ def test_training_flags_stay_as_they_were():
     assert [m.training for model in (local, received) for m in model.modules()] == before
 
 
-def test_frozen_parameters_stay_frozen_and_do_not_disturb():
-    """A body that never trains is the same everywhere. The head learns as always."""
+def test_frozen_parameters_are_not_blended_and_do_not_count():
+    """The head is frozen, so the layer below it is the first that counts."""
     local, received = twins(mlp)
     for model in (local, received):
-        model[0].load_state_dict(received[0].state_dict())
         for layer in (model[0], model[4]):
             layer.requires_grad_(False)
+    assert ALA(1).governs(local) == ALA(2).governs(local) == ("2.weight", "2.bias")
     expected, weights, _ = learn_like_the_authors(
-        local, received, POINTS, labels(11), ALA(3).governs(local)
+        local, received, POINTS, labels(11), ("2.weight", "2.bias")
     )
-    ala = ALA(3, sample=1.0, batch_size=4, max_epochs=3)
+    ala = ALA(1, sample=1.0, batch_size=4, max_epochs=3)
     ala.initialize(local, received, (POINTS, labels(11)))
     assert [p.requires_grad for p in local.parameters()] == [False, False, True, True, False, False]
     assert_same(entries(local), entries(expected), **FINE)
@@ -211,7 +212,8 @@ class Views(nn.Module):
 def test_a_model_that_flattens_with_view_gives_the_same(layers):
     local, received = twins(Views)
     x, y = normal(11, 2, 4, 4), labels(11)
-    expected, weights, _ = learn_like_the_authors(local, received, x, y, ALA(layers).governs(local))
+    governed = ALA(layers).governs(local, x[:2])
+    expected, weights, _ = learn_like_the_authors(local, received, x, y, governed)
     ala = ALA(layers, sample=1.0, batch_size=4, max_epochs=3)
     ala.initialize(local, received, (x, y))
     assert_same(local, expected, **FINE)

@@ -136,6 +136,15 @@ class Complex(nn.Module):
         return (self.body(x) * self.turn).abs()
 
 
+class DictOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"scores": self.fc(x)}
+
+
 class PairOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,9 +161,10 @@ MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "partly meta": (half_on_meta, 1, "device meta"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), 1, r"0\.weight.*lazy"),
     "complex": (Complex, 2, "turn is torch.complex128"),
-    "pair": (lambda: PairOut().double(), 1, "returns a tuple"),
+    "dict": (lambda: DictOut().double(), 1, "returns a dict"),
     "function": (lambda: torch.tanh, 1, "nn.Module, not"),
-    "state dict": (lambda: mlp().state_dict(), 1, "nn.Module, not OrderedDict"),
+    "class": (lambda: nn.Linear, 1, "not the class Linear. Make an instance"),
+    "state dict": (lambda: mlp().state_dict(), 1, "not a state dict. Load it into a model"),
 }
 
 

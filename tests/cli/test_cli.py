@@ -529,6 +529,18 @@ def test_methods_lists_every_method_and_hyperparameter():
             assert explanation in line
 
 
+def test_layers_shows_what_ala_blends():
+    shown = call("layers", "--model", "cnn", "--dataset", "digits", "--layers", 2)
+    assert shown.exit_code == 0
+    rows = [line.split() for line in shown.output.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+    assert [row[4] for row in rows] == ["fc2", "fc1", "conv2", "conv1"]
+    assert [row[1] == row[3] for row in rows] == [True, True, False, False]
+    by_name = call("layers", "--layers", "conv1,fc2").output.splitlines()
+    assert [line.split()[3] for line in by_name[1:]] == ["5,130", "0", "0", "832"]
+    assert call("layers", "--layers", "nothing").exit_code == 2
+
+
 def test_datasets_lists_every_dataset():
     text = call("datasets").stdout
     for row in known_datasets():

@@ -16,8 +16,8 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import upper
 from fedala.lanes.local_aggregation import init_state, initialize
 from fedala.lanes.messages import Message
+from fedala.lanes.parameters import model_state
 from fedala.lanes.samples import iterate_steps
-from fedala.lanes.task import model_state
 from fedala.lanes.trees import join, take
 from fedala.lanes.uploads import Piece, Uploads
 from fedala.lanes.weight_learning import Settings

@@ -13,8 +13,8 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Optimizer, Schedule
+from fedala.lanes.parameters import model_state
 from fedala.lanes.samples import TrainingLength
-from fedala.lanes.task import model_state
 from fedala.lanes.trees import join, take
 from fedala.methods import list_methods, make
 from fedala.simulation import Simulation

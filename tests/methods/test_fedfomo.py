@@ -11,8 +11,9 @@ from torch import nn
 
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.messages import Message
+from fedala.lanes.parameters import model_state
 from fedala.lanes.randomness import draw
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.task import Task
 from fedala.methods import ServerRound, make
 from fedala.simulation import Simulation
 

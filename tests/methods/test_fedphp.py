@@ -15,7 +15,7 @@ from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
-from fedala.lanes.task import model_state
+from fedala.lanes.parameters import model_state
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, NearTeacher, mmd
 from fedala.models import cnn

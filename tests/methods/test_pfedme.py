@@ -13,7 +13,8 @@ from torch import nn
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.messages import Message
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.parameters import model_state
+from fedala.lanes.task import Task
 from fedala.methods import make
 from fedala.methods.pfedme import PFedMe
 

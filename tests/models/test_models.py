@@ -10,7 +10,8 @@ from fedala import UserError
 from fedala.data import Dataset
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import layers_of, upper
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.parameters import model_state
+from fedala.lanes.task import Task
 from fedala.methods import make
 from fedala.models import build_model, cnn, fasttext, resnet18
 from fedala.simulation import Simulation

@@ -11,7 +11,8 @@ from fedala import UserError
 from fedala.data import Dataset
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut, layers_of
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.parameters import model_state
+from fedala.lanes.task import Task
 from fedala.methods import make
 from fedala.models import build_model, cnn1d, lstm, mlp, token_lstm
 from fedala.models.lstm import Recurrence

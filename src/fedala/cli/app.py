@@ -20,6 +20,7 @@ from fedala.cli import (
     bench,
     convert,
     flower,
+    layers,
     lists,
     new,
     onboard,
@@ -78,7 +79,7 @@ app = typer.Typer(
   fedala methods                            # what --method and --set take
   fedala new method FedMine                 # a method of your own to start from"""),
 )
-for commands in (run, trained, onboard, partition, report, lists, bench):
+for commands in (run, trained, onboard, partition, layers, report, lists, bench):
     app.add_typer(commands.app)
 app.add_typer(convert.app, name="convert")
 app.add_typer(new.app, name="new")

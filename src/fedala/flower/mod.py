@@ -102,7 +102,8 @@ class ALAMod:
             log.warning("ALA: %s.", report.fault)
         parameters = dict(local.named_parameters())
         # By identity, because tied weights have several names.
-        governed = {parameters[name] for name in ala.governs(local)}
+        names_blended = () if report.fault == RECEIVED_FAULT else ala.governs(local)
+        governed = {parameters[name] for name in names_blended}
         blended, names = local.state_dict(keep_vars=True), _match_names(model, received)
         arrays = {}
         for key, array in received.items():

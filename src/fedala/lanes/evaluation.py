@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedala.errors import UserError, first_line
 from fedala.lanes.features import Sharing, compute_features, select_rows
+from fedala.lanes.outputs import scores_of
 from fedala.lanes.samples import Samples, to_device
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, take, tree_map
@@ -43,12 +44,13 @@ class PredictionLog:
         self._batches: dict[int, list[tuple[np.ndarray, ...]]] = {}
 
     def add(
-        self, task: Task, lanes: Sequence[int], ends: Sequence[int], output: Tensor, y: Tensor
+        self, task: Task, lanes: Sequence[int], ends: Sequence[int], output: Any, y: Tensor
     ) -> None:
         """Note a batch, [lane, sample, class], in which lane i has `ends[i]` samples.
 
         It leaves the device at once: the scores of all samples may not fit there.
         """
+        output = scores_of(output)
         probabilities = output.to(task.dtype).softmax(-1)
         figures = [t.cpu().numpy() for t in (y, output.argmax(-1), probabilities)]
         for position, (lane, end) in enumerate(zip(lanes, ends, strict=True)):
@@ -131,7 +133,7 @@ def _score_together(
         active = slice(0, sum(length > start for length in samples.lengths))
         x = select_rows(task, table, where[active, columns])
         y = task.targets(samples.matrix[active, columns])
-        output = task.per_lane(cut.upper, take(state, active), x) if cut.p else x
+        output = task.outputs(take(state, active), x, cut) if cut.p else x
         column = torch.arange(columns.start, columns.stop, device=task.device)
         real = column < samples.counts[active, None]
         ends = [min(length - start, y.shape[1]) for length in samples.lengths[active]]
@@ -178,7 +180,7 @@ def _split_batches(rows: Tensor) -> Sequence[Tensor]:
 def _run_mixed(task: Task, state: Params, rows: Tensor) -> Any:
     """Run a model whose outputs depend on their batch, or that fails on a batch of one."""
     try:
-        return task.per_lane(task.run_model, state, task.inputs(rows))
+        return task.outputs(state, task.inputs(rows))
     except Exception as error:  # whatever the user's model may raise
         if rows.shape[1] > 1:
             raise

@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedala.lanes.layers import call
+from fedala.lanes.losses import Loss
+from fedala.lanes.outputs import keep_tensors
+from fedala.lanes.recurrent import unroll_recurrence
 from fedala.lanes.trees import Params, count_lanes, leaves, take, tree_map
 
 Run = Callable[..., Any]
 """Calls objective(state, x, y) in some way: run(objective, state, x, y)."""
+
+
+#: Whole numbers that a model gets as another type: some functions of torch take no other indices.
+INDEX_TYPES = dict.fromkeys((torch.int8, torch.int16, torch.int32), torch.int64)
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Trial:
     """One model and its loss, ready to be tried."""
 
     model: nn.Module
-    loss: Callable[[Any, Any], Tensor]
+    loss: Loss
     use_mode: Callable[[bool], AbstractContextManager[None]]
     device: torch.device
     dtype: torch.dtype
@@ -46,7 +53,8 @@ class Trial:
 
         def run(objective: Run, *trees: Any) -> Any:
             stacked = vmap(objective, randomness="different")
-            return take(stacked(*tree_map(lambda t: torch.stack([t, t]), trees)), 0)
+            with unroll_recurrence(self.model):
+                return take(stacked(*tree_map(lambda t: torch.stack([t, t]), trees)), 0)
 
         return self._agrees_with_plain(run, x, y)
 
@@ -58,15 +66,17 @@ class Trial:
         """
         if count_lanes(x) < 2:
             return False
-        state, _ = self._make_up_state()
+        state = make_up_state(self.model, self.device, self.dtype)
+
+        def run(x: Any) -> Any:
+            return keep_tensors(self.loss.select(call(self.model, state, x)))
+
         devices = [self.device] if self.device.type == "cuda" else []
         try:
             with self.use_mode(False), torch.no_grad(), torch.random.fork_rng(devices=devices):
                 before = self._random_states()
-                together = call(self.model, state, x)
-                alone = [
-                    call(self.model, state, take(x, slice(i, i + 1))) for i in range(count_lanes(x))
-                ]
+                together = run(x)
+                alone = [run(take(x, slice(i, i + 1))) for i in range(count_lanes(x))]
                 if not all(map(torch.equal, before, self._random_states())):
                     return False
             found = [leaf for _, leaf in leaves(tree_map(lambda *v: torch.cat(v), *alone))]
@@ -109,10 +119,15 @@ class Trial:
 
     def _try(self, run: Run, training: bool, x: Any, y: Any) -> tuple[list[Tensor], bool]:
         """Run made-up weights; return all results, and whether random numbers were drawn."""
-        state, learning = self._make_up_state()
+        state = make_up_state(self.model, self.device, self.dtype)
+        learning = [
+            state[name].requires_grad_()
+            for name, parameter in self.model.named_parameters()
+            if parameter.is_floating_point()
+        ]
 
         def objective(state: Params, x: Any, y: Any) -> tuple[list[Tensor], Tensor]:
-            output = call(self.model, state, x)
+            output = self.loss.select(call(self.model, state, x))
             tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)]
             return tensors, self.loss(output, y)
 
@@ -125,34 +140,31 @@ class Trial:
             before = self._random_states()
             outputs, loss = run(objective, state, x, y)
             draws = not all(map(torch.equal, before, self._random_states()))
-            gradients: Sequence[Tensor] = ()
-            if not training:
-                gradients = torch.autograd.grad(loss, learning, materialize_grads=True)
-        joined = [torch.cat([g.flatten() for g in gradients])] if gradients else []
+            # They must exist in training mode, too, but are not compared there.
+            gradients = torch.autograd.grad(loss, learning, materialize_grads=True)
+        joined = [] if training else [torch.cat([g.flatten() for g in gradients])]
         return [value.detach().float() for value in (*outputs, loss, *joined)], draws
-
-    def _make_up_state(self) -> tuple[Params, list[Tensor]]:
-        """Return weights of one lane that no layer makes overflow, and those that learn."""
-        generator = torch.Generator().manual_seed(0)
-        state: Params = {}
-        learning = []
-        for name, p in self.model.named_parameters():
-            inputs = p.numel() // p.shape[0] if p.dim() and len(p) else 1
-            value = torch.randn(p.shape, generator=generator) / max(1, inputs) ** 0.5
-            state[name] = value.to(self.device, self.dtype if p.is_floating_point() else p.dtype)
-            if p.is_floating_point():
-                learning.append(state[name].requires_grad_())
-        for name, b in self.model.named_buffers():
-            value = b.detach().to(self.device, copy=True) if not b.is_meta else None
-            if value is None:
-                make_up = torch.ones_like if b.is_floating_point() else torch.zeros_like
-                value = make_up(b, device=self.device)
-            state[name] = value.to(self.dtype) if b.is_floating_point() else value
-        return state, learning
 
     def _random_states(self) -> list[Tensor]:
         on_device = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return [torch.get_rng_state(), *on_device]
+
+
+def make_up_state(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Params:
+    """Return weights of one lane that no layer makes overflow."""
+    generator = torch.Generator().manual_seed(0)
+    state: Params = {}
+    for name, p in model.named_parameters():
+        inputs = p.numel() // p.shape[0] if p.dim() and len(p) else 1
+        value = torch.randn(p.shape, generator=generator) / max(1, inputs) ** 0.5
+        state[name] = value.to(device, dtype if p.is_floating_point() else p.dtype)
+    for name, b in model.named_buffers():
+        made = b.detach().to(device, copy=True) if not b.is_meta else None
+        if made is None:
+            make_up = torch.ones_like if b.is_floating_point() else torch.zeros_like
+            made = make_up(b, device=device)
+        state[name] = made.to(dtype) if b.is_floating_point() else made
+    return state
 
 
 def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:

@@ -2,34 +2,35 @@
 
 ALA, FedRep, FedPHP and evaluation ask two things of a model: which parameters form its upper
 layers, and to compute in two halves: the features under the upper p layers, and the output from
-such features. Our own models (`Layered`) can be cut anywhere. Any other module gets its layers from
-its module tree, in order of registration. Only its last layer can be cut off, and only if a trial
+such features. Our own models (`Layered`) can be cut anywhere. What counts as a layer of any other
+module says `fedala.lanes.layer_units`. Only its last layer can be cut off, and only if a trial
 shows that this changes nothing.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedala.errors import UserError
+from fedala.lanes.layer_units import HasLayers, find_module, layers_of, trainable_names
 from fedala.lanes.trees import take
 
 State = Mapping[str, Tensor]
 
 
-class Layered(nn.Module):
+__all__ = ["Cut", "Layered", "call", "layers_of", "upper"]
+
+
+class Layered(HasLayers):
     """A model whose forward pass is a chain of stages, one per layer or block.
 
     It promises to take weights and activations in any memory layout, and to run under `vmap`: it
     uses `flatten` or `reshape`, not `view`.
     """
-
-    #: Names of the sub-modules that form each layer, output first.
-    layers: ClassVar[tuple[tuple[str, ...], ...]]
 
     def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:
         """Return the computation of each layer, input first."""
@@ -42,51 +43,11 @@ class Layered(nn.Module):
         return x
 
 
-def layers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters and buffers of each layer, output first.
-
-    A linear layer's weight and bias are one layer.
-    """
-    names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    if isinstance(model, Layered):
-        layers = [
-            tuple(
-                name
-                for name in names
-                if any(not prefix or name.startswith(prefix + ".") for prefix in group)
-            )
-            for group in model.layers
-        ]
-    else:  # every module with parameters of its own is a layer; its children are other layers
-        owners = {name: _owner(name) for name in names}
-        holders = [
-            _owner(f"{name}.") if name else ""
-            for name, module in reversed(list(model.named_modules()))
-            if any(True for _ in module.parameters(False))
-        ]
-        layers = [
-            tuple(n for n in names if owners[n] == holder) for holder in dict.fromkeys(holders)
-        ]
-    layers = [layer for layer in layers if layer]
-    rest = tuple(name for name in names if not any(name in layer for layer in layers))
-    if rest:  # buffers of modules without parameters: below every cut
-        layers[-1:] = [(*(layers[-1] if layers else ()), *rest)]
-    return tuple(layers)
-
-
-def _owner(name: str) -> str:
-    """Name the module that a parameter or buffer belongs to.
-
-    A parametrised weight (`fc.parametrizations.weight.original0`) belongs to the layer, `fc`.
-    """
-    before, found, _ = f".{name}".partition(".parametrizations.")
-    return before[1:] if found else name.rpartition(".")[0]
-
-
 def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
     """Return the parameters of the upper layers, or those that match a pattern, in model order.
 
-    A pattern is a regular expression that must match from the start of the name: `"fc"` takes
+    A number of layers takes those of their parameters that learn, a pattern all that match. A
+    pattern is a regular expression that must match from the start of the name: `"fc"` takes
     `fc.weight` and `fc.bias`.
     """
     parameters = [name for name, _ in model.named_parameters()]
@@ -98,6 +59,7 @@ def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
                 f"not {layers}."
             )
         chosen = {name for layer in every[:layers] for name in layer}
+        chosen.intersection_update(trainable_names(model))
     else:
         chosen = set()
         for pattern in layers:
@@ -140,7 +102,7 @@ class Cut:
         self.model = model
         self.p = p
         self.depth = len(layers)
-        self._last = _owner(layers[0][0]) if layers else ""
+        self._last = find_module(layers[0]) if layers else ""
         if not isinstance(model, Layered) and 0 < p < self.depth:
             possible = (
                 p == 1

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedala.errors import UserError
+from fedala.lanes.outputs import scores_of
+from fedala.lanes.trees import tree_map
 from fedala.metrics import ACCURACY, LABEL_ACCURACY, MAE, MSE, OWN_LOSS, Metric
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -30,6 +32,14 @@ class Loss(ABC):
     @abstractmethod
     def metric(self) -> Metric:
         """What the score of an evaluation is."""
+
+    def prepare(self, y: Any) -> Any:
+        """Return all targets in a type that the loss takes."""
+        return y
+
+    def select(self, output: Any) -> Any:
+        """Return the part of a model's output that the loss takes: its scores."""
+        return scores_of(output)
 
     @abstractmethod
     def __call__(self, output: Any, y: Any) -> Tensor:
@@ -81,6 +91,10 @@ class CrossEntropy(_Weighted):
     """
 
     metric = ACCURACY
+
+    def prepare(self, y: Any) -> Any:
+        is_short = isinstance(y, Tensor) and not y.is_floating_point() and y.dtype != torch.bool
+        return y.long() if is_short else y
 
     def __call__(self, output: Any, y: Any) -> Tensor:
         check_scores(output)
@@ -159,6 +173,10 @@ class OwnLoss(Loss):
     function: LossFunction
     metric: Metric = OWN_LOSS
 
+    def select(self, output: Any) -> Any:
+        """Return the whole output: the user's function knows what it needs."""
+        return output
+
     def __call__(self, output: Any, y: Any) -> Tensor:
         value: Any = self.function(output, y)
         if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
@@ -166,6 +184,8 @@ class OwnLoss(Loss):
         what = type(value).__name__
         if isinstance(value, Tensor):
             what = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+            if value.is_floating_point() and value.dim():
+                what += ": use reduction='mean'"
         raise UserError(
             "The loss must return the mean loss of the batch as a tensor of one number, "
             f"not {what}."
@@ -174,8 +194,12 @@ class OwnLoss(Loss):
     def score(
         self, output: Any, y: Any, real: Tensor, ends: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        right = _count_right(output, y, real) if self.metric == ACCURACY else None
-        sums = [self(output[i, :end], y[i, :end]) * end for i, end in enumerate(ends)]
+        right = _count_right(scores_of(output), y, real) if self.metric == ACCURACY else None
+        sums = [
+            self(*(tree_map(lambda t, i=i, end=end: t[i, :end], tree) for tree in (output, y)))
+            * end
+            for i, end in enumerate(ends)
+        ]
         loss = torch.stack(sums)
         return loss if right is None else right, loss
 

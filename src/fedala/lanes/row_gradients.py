@@ -136,3 +136,12 @@ def large_embeddings(model: nn.Module) -> dict[str, int | None]:
     return {
         name: padding for name, padding in found.items() if uses.count(id(parameters[name])) == 1
     }
+
+
+def find_padding_rows(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Return the weights of embeddings with a padding row, and its number."""
+    return tuple(
+        (f"{name}.weight" if name else "weight", module.padding_idx)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
+    )

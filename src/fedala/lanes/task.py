@@ -16,34 +16,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.nn.parameter import is_lazy
 
-from fedala.errors import UserError, printable
+from fedala.errors import UserError
+from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
-from fedala.lanes.foreign_model import Trial
+from fedala.lanes.foreign_model import INDEX_TYPES, Trial
+from fedala.lanes.layer_order import learn_order
+from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, Layered, call, layers_of
 from fedala.lanes.losses import Loss, LossFunction, as_loss
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
 from fedala.lanes.optimizers import UpdateRule
+from fedala.lanes.outputs import keep_tensors
+from fedala.lanes.parameters import list_few
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
-from fedala.lanes.row_gradients import Gradients, RowGradients, large_embeddings
+from fedala.lanes.recurrent import UnrolledRecurrence, is_recurrent
+from fedala.lanes.row_gradients import (
+    Gradients,
+    RowGradients,
+    find_padding_rows,
+    large_embeddings,
+)
 from fedala.lanes.samples import Samples, TrainingLength
 from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
 
 Objective = Callable[..., Tensor]
 """Of one lane: (state, x, y, …) to a number."""
-
-
-def model_state(model: nn.Module) -> Params:
-    """Return a model's parameters and buffers as one lane."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if lazy := [name for name, value in state.items() if is_lazy(value)]:
-        raise UserError(
-            f"{printable(lazy[0], 100)} of the model has no shape yet, because its layer is lazy. "
-            "Run the model on one batch first."
-        )
-    return {name: value.detach().unsqueeze(0) for name, value in state.items()}
 
 
 class Task:
@@ -97,13 +96,12 @@ class Task:
         if augmentation:
             black = x.new_zeros(x.shape[1], 1, 1, device=self.device)
             self._black = self._convert(self._place(black))
-        self.y = tree_map(lambda t: t.to(self.device), y)
         self.parts = {"train": train, "test": test, "validation": validation}
         self.loss = as_loss(loss, y)
         self.loss.place_on(self.device, self.dtype)
-        sample_numbers = sum(leaf[:1].numel() for _, leaf in leaves(self.x))
+        self.y = tree_map(lambda t: t.to(self.device), self.loss.prepare(y))
         #: Samples that run at once without gradients.
-        self.chunk = self.backend.chunk_size(sample_numbers)
+        self.chunk = self.backend.chunk_size(sum(leaf[:1].numel() for _, leaf in leaves(self.x)))
         default = self.backend.feature_memory()
         self.feature_memory = default if feature_memory is None else feature_memory
         self._feature_bytes: dict[int, int] = {}
@@ -112,22 +110,16 @@ class Task:
         self.keeps_optimizer = keeps_optimizer
         self.batch_size = batch_size or max([1, *map(len, train)])
         self.epochs, self.local_steps, self.shuffle = epochs, local_steps, shuffle
-        self.layers = layers_of(model)
         if not any(True for _ in model.parameters()):
             raise UserError("The model has no parameters, so there is nothing to learn.")
-        self.trainable = tuple(
-            name for name, parameter in model.named_parameters() if parameter.requires_grad
-        )
+        self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         #: Caches that only save time: draws for rounds to come, and evaluations' samples.
         self.predrawn: dict[Any, Any] = {}
         self.evaluation_samples: dict[Any, tuple[list[int], Samples]] = {}
         # Torch honours `padding_idx` in lane 0 only if a gradient is taken from outside vmap, so
         # `gradients` does it.
-        self.padding = tuple(
-            (f"{name}.weight" if name else "weight", module.padding_idx)
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
-        )
+        self.padding = find_padding_rows(model)
+        self._is_recurrent = is_recurrent(model)
 
     def free_caches(self) -> None:
         """Give back memory that only saves time."""
@@ -147,6 +139,18 @@ class Task:
         other = copy.copy(self)
         other.epochs, other.local_steps = epochs, None
         return other
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The names of each layer's tensors, output first, as a run on two samples shows them."""
+        rows = torch.arange(min(2, count_lanes(self.x)), device=self.device)
+        return learn_order(self.model, self.inputs(rows)) if len(rows) else layers_of(self.model)
+
+    @property
+    def ordered_model(self) -> nn.Module:
+        """The model's skeleton, which knows the order of its layers."""
+        _ = self.layers
+        return self.model
 
     @cached_property
     def transient(self) -> frozenset[str]:
@@ -228,7 +232,7 @@ class Task:
 
     def training_batch(self, order: Tensor) -> tuple[Any, Any]:
         """Return inputs and targets of a part of an epoch's order, augmented if that is wanted."""
-        if self.augmentation is None:
+        if not self.augmentation:
             return self.inputs(order), self.targets(order)
         rows, transforms = self.augmentation.unpack(order)
         x = self.augmentation.apply(self.inputs(rows), transforms, self._black)
@@ -243,6 +247,8 @@ class Task:
     def _convert(self, x: Tensor) -> Tensor:
         if x.dtype == torch.uint8 and self.scale:
             return normalize_bytes(x, self.dtype, self._mean, self._std)
+        if x.dtype in INDEX_TYPES and not isinstance(self.model, Layered):
+            return x.to(INDEX_TYPES[x.dtype])
         return x.to(self.dtype) if x.is_floating_point() else x
 
     # --- the model in every lane ---------------------------------------------------------------
@@ -290,7 +296,10 @@ class Task:
             if own and all(p in frozen for p in own):
                 module.eval()
         try:
-            with self.backend.use_arithmetic(self.model, self.precision):
+            with (
+                plain_attention(self.model),
+                self.backend.use_arithmetic(self.model, self.precision),
+            ):
                 yield
         finally:
             for module, training in before:
@@ -313,7 +322,8 @@ class Task:
                 single = (tree_map(lambda t: t.squeeze(0), tree) for tree in trees)
                 return tree_map(lambda t: t.unsqueeze(0), f(*single))
             if self.uses_vmap:
-                return vmap(f, randomness="different")(*trees)
+                with UnrolledRecurrence() if self._is_recurrent else nullcontext():
+                    return vmap(f, randomness="different")(*trees)
             # Lanes are views: buffers that a module changes in place change in the trees.
             parts = [f(*take(trees, lane)) for lane in range(lanes)]
             return tree_map(lambda *values: torch.stack(values), *parts)
@@ -327,10 +337,19 @@ class Task:
 
         def loss(state: Params, x: Any, y: Any) -> Tensor:
             output = cut.upper(state, x) if cut else self.run_model(state, x)
-            return self.loss(output, y)
+            return self.loss(self.loss.select(output), y)
 
         result: Tensor = self.per_lane(loss, params, x, y)
         return result
+
+    def outputs(self, params: Params, x: Any, cut: Cut | None = None) -> Any:
+        """Return each lane's outputs that the loss takes; with a `cut`, x are the features."""
+
+        def output(state: Params, x: Any) -> Any:
+            whole = cut.upper(state, x) if cut else self.run_model(state, x)
+            return keep_tensors(self.loss.select(whole))
+
+        return self.per_lane(output, params, x)
 
     def summed_scores(
         self, output: Any, y: Any, real: Tensor, ends: Sequence[int]
@@ -378,8 +397,3 @@ class Task:
             if isinstance(whole, Tensor):
                 whole.select(1, row).zero_()
         return losses.detach(), gradients
-
-
-def list_few(names: Sequence[str]) -> str:
-    """Name the first five parameters in a sentence."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,5 +1,6 @@
 """Nested dicts, tuples and lists of tensors: a client's state, a model's inputs, a message."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ State = dict[str, Any]
 def tree_map(f: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Apply `f` to each leaf, and to the leaves at the same position in `others`."""
     if isinstance(tree, dict):
-        return {
+        mapped = {
             key: tree_map(f, value, *(other[key] for other in others))
             for key, value in tree.items()
         }
+        # An output object that is a dict keeps its type: it may have attributes.
+        return mapped if type(tree) in (dict, OrderedDict) else type(tree)(**mapped)
     if isinstance(tree, tuple | list):
         values = [tree_map(f, *leaves) for leaves in zip(tree, *others, strict=True)]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)

@@ -23,8 +23,8 @@ from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
 from fedala.lanes.optimizers import Number, align
+from fedala.lanes.parameters import list_few
 from fedala.lanes.samples import Samples, iterate_steps, to_device
-from fedala.lanes.task import list_few
 from fedala.lanes.trees import Params, take
 from fedala.options import option
 

@@ -97,7 +97,7 @@ class NearTeacher:
     ) -> tuple[Tensor, Gradients]:
         def objective(w: Params, x: Tensor, y: Tensor, teacher: Params, lam: Number) -> Tensor:
             features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
-            loss = task.loss(self.cut.upper(w, features), y)
+            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
             distance = mmd(features.to(task.dtype), others.to(task.dtype))
             return (1 - lam) * loss + lam * distance
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from fedala.data.preprocessing import Preprocessing
 from fedala.lanes.augmentation import parse_augmentation
+from fedala.lanes.parameters import model_state
 from fedala.lanes.randomness import torch_seed
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
 from fedala.methods import Method
 from fedala.runs.holdout import parse_epochs

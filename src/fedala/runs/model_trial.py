@@ -1,6 +1,6 @@
 """Try a user's model and loss on two samples before a run starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,9 @@ from torch import nn
 
 from fedala.data import Dataset
 from fedala.errors import UserError, first_line
+from fedala.lanes.layers import call
 from fedala.lanes.losses import Loss
+from fedala.lanes.parameters import model_state
 from fedala.lanes.task import Task
 from fedala.metrics import OWN_LOSS
 
@@ -24,11 +26,53 @@ def make_skeleton(make_model: MakeModel, *, is_own: bool) -> nn.Module:
         return make_model()
 
 
+def make_two(make_model: Any) -> tuple[nn.Module, nn.Module]:
+    """Make a user's model twice, or refuse what is no function that makes a model."""
+    wanted = "model must be a function that makes a new model at each call, such as lambda: Net(10)"
+    if isinstance(make_model, nn.Module):
+        raise UserError(
+            f"{wanted}, and not a model: each seed starts from weights of its own, so "
+            f"{type(make_model).__name__} is made more than once."
+        )
+    if isinstance(make_model, Mapping):
+        raise UserError(f"{wanted}, and not a state dict: the function may load it.")
+    if not callable(make_model):
+        raise UserError(f"{wanted}, and not {type(make_model).__name__}.")
+    try:
+        one, other = make_model(), make_model()
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's own code may raise
+        raise UserError(f"The model cannot be made: {first_line(error)}; {wanted}.") from error
+    if not isinstance(one, nn.Module):
+        raise UserError(f"{wanted}, and this one returns {type(one).__name__}.")
+    mine = {id(parameter) for parameter in one.parameters()}
+    if one is other or any(id(parameter) in mine for parameter in other.parameters()):
+        raise UserError(f"{wanted}, and this one returns the same model, or its layers, again.")
+    if any(parameter.is_meta for parameter in one.parameters()):
+        raise UserError(f"{wanted}, and this one's is on the device meta, so it has no numbers.")
+    model_state(one)  # refuses lazy layers
+    return one, other
+
+
+def first_inputs(model: nn.Module, data: Dataset) -> Any:
+    """Return the first two samples as the model gets them."""
+    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
+    return task.inputs(torch.arange(len(data.y[:2])))
+
+
 def first_output(model: nn.Module, data: Dataset) -> Any:
     """Return the output of a model, in evaluation mode, for the first two samples."""
     task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
+    x = first_inputs(model, data)
     with torch.no_grad(), task.use_mode(training=False):
-        return model(task.inputs(torch.arange(len(data.y[:2]))))
+        if all(value.dtype == task.dtype for value in model.parameters()):
+            return model(x)
+        state = {  # a run brings all weights to its precision
+            name: value[0].to(task.dtype) if value.is_floating_point() else value[0].clone()
+            for name, value in model_state(model).items()
+        }
+        return call(model, state, x)
 
 
 def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
@@ -40,6 +84,7 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
         raise UserError(f"The model cannot be run on {samples}: {first_line(error)}.") from error
     if loss.metric == OWN_LOSS:
         return  # only the user's loss knows what it takes
+    output = loss.select(output)
     shape = getattr(output, "shape", None)
     count, is_right = len(data.y[:2]), False
     if shape is not None and data.kind == "classes":
@@ -63,7 +108,7 @@ def try_loss(loss: Loss, model: nn.Module, data: Dataset) -> None:
     """Refuse a user's loss that does not turn outputs and targets into one number."""
     output = first_output(model, data)
     try:
-        loss(output, data.y[:2])
+        loss(loss.select(output), data.y[:2])
     except UserError:
         raise
     except Exception as error:  # whatever the user's own code may raise

@@ -15,6 +15,8 @@ from fedala.errors import UserError, printable
 from fedala.io.untrusted import free_memory
 from fedala.io.user_code import is_reference
 from fedala.lanes.augmentation import parse_augmentation
+from fedala.lanes.layer_order import learn_order
+from fedala.lanes.layer_units import Layers, note_layers
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
 from fedala.lanes.normalization import (
     STANDARD_LAST,
@@ -23,7 +25,8 @@ from fedala.lanes.normalization import (
     parse_normalization,
 )
 from fedala.lanes.optimizers import UpdateRule
-from fedala.lanes.task import Task, model_state
+from fedala.lanes.parameters import model_state
+from fedala.lanes.task import Task
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, import_methods
 from fedala.models import build_model
@@ -40,7 +43,14 @@ from fedala.runs.members import (
     group_members,
     make_members,
 )
-from fedala.runs.model_trial import MakeModel, make_skeleton, try_loss, try_model
+from fedala.runs.model_trial import (
+    MakeModel,
+    first_inputs,
+    make_skeleton,
+    make_two,
+    try_loss,
+    try_model,
+)
 from fedala.runs.own_code import fit_model, load_model_function
 from fedala.runs.sweep import SWEPT_OPTIONS
 from fedala.simulation.client_round import init_client_state
@@ -63,6 +73,8 @@ class Plan:
     has_local_clients: bool = True
     """Whether the clients, and what they keep between rounds, are on this machine."""
     loss: Loss = field(default_factory=CrossEntropy)
+    layers: Layers | None = None
+    """The model's layers, output first, as one forward pass has shown them."""
     normalization: Normalization | None = None
     """What scales the samples on their way to the model; None: bytes as usual, floats as is."""
 
@@ -104,7 +116,10 @@ class Plan:
 
     def make_skeleton(self) -> nn.Module:
         """Make a model for its structure alone."""
-        return make_skeleton(self.make_model, is_own=self.config.has_own_model)
+        skeleton = make_skeleton(self.make_model, is_own=self.config.has_own_model)
+        if self.layers is not None:
+            note_layers(skeleton, self.layers)
+        return skeleton
 
     @property
     def model_bytes(self) -> int:
@@ -177,17 +192,21 @@ def plan(
     normalization = _make_normalization(config, federation)
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
-    skeleton = make_skeleton(make_model, is_own=model is not None)
+    if model is not None:
+        skeleton, rehearsed = make_two(model)
+        try_model(skeleton, federation.dataset, chosen_loss)
+    else:
+        skeleton, rehearsed = make_skeleton(make_model, is_own=False), make_model()
+    layers = learn_order(skeleton, first_inputs(skeleton, federation.dataset))
+    note_layers(rehearsed, layers)
     members = make_members(config)
     for member in members:
         member.method.check_model(skeleton)
         member.method.check_optimizer(UpdateRule.of([member.config.recipe().optimizer]))
         check_schedule(member.config)
-    if model is not None:
-        try_model(skeleton, federation.dataset, chosen_loss)
     if loss is not None:
-        try_loss(chosen_loss, make_model(), federation.dataset)
-    state_bytes = _rehearse(members, make_model(), federation)
+        try_loss(chosen_loss, rehearsed, federation.dataset)
+    state_bytes = _rehearse(members, rehearsed, federation)
     groups = group_members(members)
     checked = Plan(
         config,
@@ -197,6 +216,7 @@ def plan(
         device,
         state_bytes,
         loss=chosen_loss,
+        layers=layers,
         normalization=normalization,
     )
     _check_memory(checked)

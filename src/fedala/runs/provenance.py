@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fedala.errors import printable
+from fedala.lanes.outputs import scores_of
 from fedala.lanes.randomness import torch_seed
 from fedala.runs.digests import Digests
 from fedala.runs.model_trial import first_output
@@ -58,7 +59,8 @@ def _probe(plan: Plan) -> list[float]:
         model = plan.make_model()
     try:
         output = first_output(model, plan.federation.dataset)
-        return [round(value, 6) for value in output.double().flatten()[:16].tolist()]
+        scores = scores_of(output)
+        return [round(value, 6) for value in scores.double().flatten()[:16].tolist()]
     except Exception:  # a user's own model may need other samples than these
         return []
 

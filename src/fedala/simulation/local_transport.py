@@ -57,6 +57,11 @@ class LocalTransport(Transport):
                 "The model draws random numbers (dropout), so clients train one after another "
                 f"and not in {threads} threads."
             )
+        if lanes != 1 and not setup.task.uses_vmap:
+            on_message(
+                "The model cannot run for several clients as one program (torch.func.vmap refuses "
+                "it, or gives other results), so the clients of a cohort run one after another."
+            )
         self.client_states = ClientStates(
             setup.task.device,
             everybody=setup.join_ratio == 1,

@@ -75,7 +75,7 @@ class Simulation:
         models to test (`records.MODEL_KINDS`); `metrics_every` is that of `EvaluationSchedule`.
         The last `held_out` clients of the task take no part, and are tested as `Newcomers`.
         """
-        method.check_model(task.model)
+        method.check_model(task.ordered_model)
         if variants:
             task.rule = UpdateRule.of([variant.recipe.optimizer for variant in variants])
         method.check_optimizer(task.rule)

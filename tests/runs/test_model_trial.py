@@ -1,0 +1,117 @@
+"""A user's own model in `run`: wrong use is a sentence, and the last layer is that used last."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from small import Net
+from torch import Tensor, nn
+
+from fedala import ALA, UserError, run
+from fedala.data import Dataset, Federation
+from fedala.runs.config import Config
+from fedala.runs.plan import plan
+
+QUICK = {"rounds": 1, "clients": 2, "partition": "iid", "batch_size": 10}
+ONE = Net()
+
+
+def small_dataset() -> Dataset:
+    random = torch.Generator().manual_seed(0)
+    y = torch.arange(60) % 3
+    x = torch.randn(60, 1, 6, 6, generator=random) + y.view(-1, 1, 1, 1)
+    return Dataset("own", x, y, 3)
+
+
+class HeadFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(5, 3), nn.Linear(36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.flatten(1)).relu())
+
+
+class OneHot(nn.Module):
+    """`one_hot` takes int64 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.one_hot(x, 9).to(self.fc.weight.dtype).mean(1))
+
+
+def with_data(model, **options):
+    return run(method="fedavg", dataset=small_dataset(), model=model, **{**QUICK, **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (ONE, "and not a model: each seed starts from weights of its own, so Net is made"),
+        (Net().state_dict(), "and not a state dict: the function may load it"),
+        (3, "and not int"),
+        (lambda: ONE, "this one returns the same model, or its layers, again"),
+        (lambda: nn.Sequential(ONE), "this one returns the same model, or its layers, again"),
+        (nn.Linear, "cannot be made: .*in_features.*such as lambda: Net"),
+        (lambda: Net().state_dict(), "this one returns OrderedDict"),
+        (lambda: Net().to("meta"), "on the device meta"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(3)), "its layer is lazy"),
+    ],
+)
+def test_what_makes_no_model_is_refused(model, sentence, tmp_path):
+    with pytest.raises(UserError, match=sentence):
+        with_data(model, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_without_a_mean_is_refused():
+    with pytest.raises(UserError, match=r"shape \(2,\): use reduction='mean'"):
+        with_data(Net, loss=nn.CrossEntropyLoss(reduction="none"))
+
+
+@pytest.mark.parametrize("method", ["fedala", "fedrep"])
+def test_the_order_of_registration_does_not_matter(method):
+    """The head comes first in `HeadFirst`, and is the last layer all the same."""
+    planned = plan(Config.from_values({**QUICK, "method": method}), small_dataset(), HeadFirst)
+    assert planned.layers == (("head.weight", "head.bias"), ("body.weight", "body.bias"))
+    model = planned.make_skeleton()
+    if method == "fedala":
+        assert planned.methods[0].ala_parameters(model, 1) == ("head.weight", "head.bias")
+    else:
+        assert planned.methods[0].ala_parameters(model, 1) == ("body.weight", "body.bias")
+
+
+def test_a_server_without_samples_finds_the_same_order_as_its_clients():
+    """On Flower, it has two samples of zeros."""
+    config = Config.from_values({**QUICK, "clients": 1, "method": "fedrep"})
+    made_up = Dataset("own", torch.zeros(2, 1, 6, 6), torch.tensor([0, 1]), 3)
+    rows = (np.arange(2),)
+    server = plan(config, Federation(made_up, rows, rows, rows), HeadFirst)
+    assert server.layers == plan(config, small_dataset(), HeadFirst).layers
+    assert server.layers[0] == ("head.weight", "head.bias")
+
+
+def test_a_model_in_double_precision_runs_in_that_of_the_run():
+    one, other = (with_data(make, seed=3) for make in (Net, lambda: Net().double()))
+    assert [len(result.methods["fedavg"].history) for result in (one, other)] == [2, 2]
+
+
+def test_short_tokens_and_labels_become_indices():
+    x = torch.randint(9, (40, 4), dtype=torch.int32)
+    y = torch.randint(3, (40,))
+    run(method="fedavg", dataset=Dataset("own", x, y, 3, vocabulary=9), model=OneHot, **QUICK)
+    report = ALA(max_epochs=1).initialize(OneHot(), OneHot(), (x, y.to(torch.int32)))
+    assert report.epochs == 1
+
+
+def test_a_model_that_nobody_has_run_says_that_its_order_is_not_known():
+    with pytest.warns(UserWarning, match="order in which they are registered: give governs"):
+        assert ALA().governs(HeadFirst()) == ("body.weight", "body.bias")
+    assert "has not been run" in ALA().describe(HeadFirst())
+    table = ALA().describe(HeadFirst(), torch.zeros(2, 36)).splitlines()
+    assert table[1].split() == ["1", "18", "18", "18", "head"]
+    assert table[2].split() == ["2", "185", "185", "0", "body"]
+    assert len(table) == 3
