@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-gpu test-kill test-deployment fuzz corrupt audit resolve lint clean
+.PHONY: run test test-gpu test-kill test-deployment fuzz corrupt audit resolve docs dist lint clean
 
 run: $(READY)
 	$(BIN)/fedala run
@@ -54,6 +54,23 @@ resolve: $(READY)
 test-deployment: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[flower-simulation]'
 	$(BIN)/pytest -q -m deployment tests/flower
+
+# The site, in build/site. A broken link or a page that the menu lacks is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html, or look at it while you write: $(BIN)/mkdocs serve"
+
+# Wheel and sdist, checked and installed into an environment of their own, which runs the first experiment.
+dist:
+	rm -rf dist
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv $$folder && \
+	$$folder/bin/pip install --quiet build twine && \
+	$$folder/bin/python -m build --outdir dist . > $$folder/log && \
+	$$folder/bin/python -m twine check --strict dist/* && \
+	$(PYTHON) -m venv $$folder/clean && \
+	$$folder/clean/bin/pip install --quiet --constraint constraints.txt torch && \
+	$$folder/clean/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[all]" && \
+	cd $$folder && clean/bin/fedala run --rounds 2 --clients 5 --out first && clean/bin/fedala report first
 
 lint: $(READY)
 	$(BIN)/ruff check .
