@@ -14,7 +14,7 @@ from fedala.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-COMMAND = re.compile(r"^(?:    |\$ )?fedala (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:    |\$ )fedala (.*)$", re.MULTILINE)
 
 
 def test_the_site_builds_without_a_broken_link(tmp_path):
