@@ -39,6 +39,8 @@ _CALLS = {
     "numpy.load",
     "os.system",
 }
+#: Reads a file of this package, without pickles.
+_ALLOWED = "np.load(_WRITERS, allow_pickle=False)"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -50,7 +52,8 @@ def test_nothing_is_unpickled_or_evaluated(path):
             assert (node.module or "").split(".")[0] not in _MODULES
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            assert name not in _CALLS, f"line {node.lineno}: {name}"
+            is_allowed = ast.unparse(node) == _ALLOWED
+            assert is_allowed or name not in _CALLS, f"line {node.lineno}: {name}"
             for keyword in node.keywords:
                 if keyword.arg in ("allow_pickle", "shell", "trust_remote_code", "weights_only"):
                     assert ast.unparse(keyword.value) == "False", (

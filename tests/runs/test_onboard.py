@@ -300,3 +300,40 @@ def test_options_that_mean_nothing_are_refused_before_work():
     ):
         with pytest.raises(UserError, match=sentence):
             plan(Config.from_values(options), make_federation(), Net)
+
+
+def test_code_that_a_folder_names_is_executed_only_if_the_user_names_it_too(own_code):
+    (own_code / "net.py").write_text(
+        "from pathlib import Path\n"
+        "from torch import nn\n\n"
+        "Path('executed').touch()\n\n\n"
+        "def make(classes, shape):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(36, classes))\n"
+    )
+    data = make_federation()
+    fedala.run(dataset=data, model="net.py:make", method="fedala", rounds=1, out="r", device="cpu")
+    (own_code / "executed").unlink()
+    fresh = select(data, [0])
+    with pytest.raises(UserError, match=r"executed only if you name it again: --model net.py:make"):
+        fedala.onboard("r", fresh)
+    with pytest.raises(UserError, match="model of its own"):
+        fedala.load("r")
+    assert not (own_code / "executed").exists()
+    onboarded = fedala.onboard("r", fresh, model="net.py:make", epochs="0")
+    assert onboarded.clients[0].number == len(SIZES)
+    assert fedala.load("r", model="net.py:make").personal(0)[1].out_features == 3
+
+
+def test_a_newcomer_is_standardised_by_the_figures_of_the_run(tmp_path):
+    random = np.random.default_rng(0)
+    x, y = random.normal(50, 9, (80, 3)), random.integers(0, 2, 80)
+    owners = np.arange(80) % 4
+    result = fedala.run(
+        dataset=(x, y), clients=owners.tolist(), method="fedavg", rounds=1, out=tmp_path / "r",
+        holdout_clients="last:1", holdout_epochs="0", progress=False,
+    )  # fmt: skip
+    [held_out] = result.methods["fedavg"].newcomers[-1:]
+    own = owners == 3
+    np.savez(tmp_path / "new.npz", x=x[own], y=y[own])
+    found = fedala.onboard(tmp_path / "r", tmp_path / "new.npz", epochs="0", number=3)
+    assert found.clients[0].losses[0] == pytest.approx(held_out["loss"], abs=1e-6)

@@ -283,7 +283,7 @@ def test_a_run_without_models_says_why(tmp_path):
 
 
 def test_a_point_of_a_sweep_is_a_method(tmp_path):
-    run(tmp_path / "run", method="fedavg", sweep={"lr": "0.1,0.01"})
+    run(tmp_path / "run", method="fedavg", lr=None, sweep={"lr": "0.1,0.01"})
     with pytest.raises(UserError, match=r"fedavg\[lr=0.1\], fedavg\[lr=0.01\]"):
         load(tmp_path / "run")
     assert load(tmp_path / "run", "fedavg[lr=0.01]").method == "fedavg[lr=0.01]"

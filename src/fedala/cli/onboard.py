@@ -58,6 +58,21 @@ def onboard(
             metavar="PATH",
         ),
     ] = Path(),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="the function that makes the run's model, if it is your own; it is executed",
+            metavar="FILE:FUNCTION",
+        ),
+    ] = None,
+    imports: Annotated[
+        str | None,
+        typer.Option(
+            "--import",
+            help="a file or module with the run's methods of your own; it is executed",
+            metavar="FILE|MODULE",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda", metavar="NAME")] = "auto",
 ) -> None:
     """Onboard a client that was not there: it receives, initialises, trains, and is tested."""
@@ -70,6 +85,8 @@ def onboard(
         number=number,
         out=out,
         device=device,
+        model=model,
+        imports=imports,
     )
     tables.console().print(tables.onboarding(found))
     print_line(

@@ -9,7 +9,6 @@ import typer
 from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
 from fedala.io.files import write_file
-from fedala.models import MODELS
 from fedala.report import tables
 from fedala.trained.export import check_output
 from fedala.trained.federation import TrainedFederation
@@ -37,6 +36,13 @@ Best = Annotated[
     bool,
     typer.Option(
         "--best", metavar="", help="the models of the best evaluation instead of the last"
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="the function that makes the run's model, if it is your own; it is executed",
+        metavar="FILE:FUNCTION",
     ),
 ]
 RunData = Annotated[
@@ -71,6 +77,7 @@ def predict(
     method: Method = None,
     seed: Seed = None,
     best: Best = False,
+    model: Model = None,
     dataset: RunData = None,
     probabilities: Annotated[
         bool,
@@ -83,7 +90,7 @@ def predict(
     """Predict the labels of new samples with a client's personal model."""
     if out:
         _check_csv(out)
-    trained = _load(run, method, seed, best, dataset)
+    trained = _load(run, method, seed, best, model, dataset)
     who = _choose_client(trained, client, is_global)
     inputs = prepare_inputs(data, trained.preprocessing)
     names = inputs.names or tuple(map(str, range(len(inputs.x))))
@@ -124,10 +131,11 @@ def evaluate(
     method: Method = None,
     seed: Seed = None,
     best: Best = False,
+    model: Model = None,
     dataset: RunData = None,
 ) -> None:
     """Test the models of a run on new data, with the metric of the run."""
-    trained = _load(run, method, seed, best, dataset)
+    trained = _load(run, method, seed, best, model, dataset)
     scores = trained.evaluate(data, client, label_column=label_column)
     tables.console().print(tables.model_scores(scores))
     if len(scores.personal) > 1:
@@ -159,26 +167,32 @@ def export(
     method: Method = None,
     seed: Seed = None,
     best: Best = False,
+    model: Model = None,
     dataset: RunData = None,
 ) -> None:
     """Write a model for use without this package. Programs take raw samples."""
     check_output(out)
-    trained = _load(run, method, seed, best, dataset)
+    trained = _load(run, method, seed, best, model, dataset)
     path = trained.export(out, _choose_client(trained, client, is_global))
     print_line(f"Written: {path}")
 
 
 def _load(
-    run: Path, method: str | None, seed: int | None, best: bool, dataset: str | None
+    run: Path,
+    method: str | None,
+    seed: int | None,
+    best: bool,
+    model: str | None,
+    dataset: str | None,
 ) -> TrainedFederation:
     config = find_run(run, method, seed, best=best).config
-    for name, value in (("model", config.model), ("loss", config.loss)):
-        if value == "own" or (name == "model" and value not in MODELS):
+    for name, given in (("model", model), ("loss", None)):
+        if getattr(config, name) == "own" and given is None:
             raise UserError(
                 f"{run} was made in Python with its own {name}: "
                 f"load it there with fedala.load(…, {name}=…)."
             )
-    return load(run, method, seed, best, dataset=dataset)
+    return load(run, method, seed, best, model=model, dataset=dataset)
 
 
 def _choose_client(trained: TrainedFederation, client: str | None, is_global: bool) -> str | None:

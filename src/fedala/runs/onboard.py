@@ -19,8 +19,9 @@ from fedala.data.dataset import PARTS
 from fedala.data.federation import split_share
 from fedala.data.load import load_more
 from fedala.data.matching import match_classes
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.io import files
+from fedala.io.user_code import is_reference
 from fedala.lanes.losses import LossFunction
 from fedala.lanes.messages import drop_transient
 from fedala.lanes.normalization import NONE, is_standard
@@ -33,6 +34,7 @@ from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import check_method, parse_epochs
 from fedala.runs.models import pack_model
+from fedala.runs.own_code import import_given
 from fedala.runs.plan import plan
 from fedala.runs.server_state import MOST_CLIENTS, FinishedRun, find_run
 from fedala.simulation.local_transport import LocalTransport
@@ -81,8 +83,9 @@ def onboard(
     number: int | None = None,
     out: Path | str | None = None,
     device: str = "auto",
-    model: Callable[[], nn.Module] | None = None,
+    model: str | Callable[[], nn.Module] | None = None,
     loss: LossFunction | None = None,
+    imports: str | None = None,
 ) -> Onboarding:
     """Onboard the clients in `data` to a run: `onboard("runs/mine", "new.npz", method="fedala")`.
 
@@ -90,10 +93,14 @@ def onboard(
     as they say, or 75/25. A `Federation` is taken as it is. `epochs` such as `0,1,5` are the local
     epochs after which the client is tested; by default, `holdout_epochs` of the run. `number` is
     that of the first client, by default the next after the run's. `out` is the file of the
-    personal model, or a folder for those of several clients. Give a model or a loss of the run
-    that is yours, a Python function, again.
+    personal model, or a folder for those of several clients. Give code of your own that the run
+    was made with again: a `model` (a function, or its name such as `net.py:make`), a `loss`, and
+    `imports` for methods.
     """
-    finished = find_run(RunFolder.open(Path(run)), method, seed)
+    folder = RunFolder.open(Path(run))
+    _check_code_is_named(folder, model, imports)
+    import_given({"imports": imports})
+    finished = find_run(folder, method, seed)
     check_method(finished.member.method)
     for name, given in (("model", model), ("loss", loss)):
         if getattr(finished.config, name) == "own" and given is None:
@@ -134,6 +141,20 @@ def onboard(
     clients.sort(key=lambda client: client.number)
     metric = task.loss.metric
     return Onboarding(finished.member.title, finished.seed, round, metric, clients)
+
+
+def _check_code_is_named(folder: RunFolder, model: Any, imports: str | None) -> None:
+    """Refuse to execute code because a run folder names it: the user must name it, too."""
+    config = folder.config()
+    for flag, named, given in (
+        ("--import", config.imports, imports),
+        ("--model", config.model if is_reference(config.model) else None, model),
+    ):
+        if named and given is None:
+            raise UserError(
+                f"{folder.path} was made with code of its own, {printable(str(named), 200)}, which "
+                f"is executed only if you name it again: {flag} {printable(str(named), 200)}."
+            )
 
 
 def _choose_epochs(config: Config, epochs: str | int | None) -> tuple[int, ...]:
@@ -205,7 +226,7 @@ def _build_task(
     finished: FinishedRun,
     federation: Federation,
     device: str,
-    model: Callable[[], nn.Module] | None,
+    model: str | Callable[[], nn.Module] | None,
     loss: LossFunction | None,
 ) -> tuple[Task, Callable[[int], Params]]:
     """Return the task of the newcomers alone, and a function that makes the initial model."""
@@ -216,6 +237,8 @@ def _build_task(
     settings = {key: one for key, one in config.set.items() if key.partition(".")[0] in prefixes}
     config = replace(
         config,
+        imports=None,
+        model=model if isinstance(model, str) else config.model,
         set=settings,
         device=device,
         holdout_clients=None,
@@ -231,7 +254,7 @@ def _build_task(
                 "samples were standardised: run it with save_models."
             )
         config, figures = replace(config, normalize=NONE), fed.normalization
-    planned = plan(config, federation, model, loss)
+    planned = plan(config, federation, None if isinstance(model, str) else model, loss)
     return build_task(replace(planned, normalization=figures) if figures else planned)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from fedala.data import Dataset
 from fedala.errors import UserError
 from fedala.io.user_code import (
     describe_error,
@@ -17,6 +16,7 @@ from fedala.io.user_code import (
     module_of,
 )
 from fedala.methods import find_code, import_methods
+from fedala.models import Samples
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings, flatten_sweep
 from fedala.runs.model_trial import MakeModel
@@ -53,7 +53,7 @@ def load_model_function(reference: str) -> Callable[..., Any]:
         raise UserError(f"model: {error}") from None
 
 
-def fit_model(function: Callable[..., Any], dataset: Dataset) -> MakeModel:
+def fit_model(function: Callable[..., Any], dataset: Samples) -> MakeModel:
     """Return a function without parameters that makes a user's model for a dataset.
 
     Parameters called `classes`, `shape` (of a sample), `vocabulary` or `dataset` get their values.

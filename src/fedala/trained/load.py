@@ -13,8 +13,9 @@ from fedala.lanes.losses import LossFunction
 from fedala.lanes.normalization import parse_normalization
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel
+from fedala.runs.own_code import fit_model, load_model_function
 from fedala.trained.federation import TrainedFederation
-from fedala.trained.modules import ModelBuilder
+from fedala.trained.modules import ModelBuilder, Shapes
 from fedala.trained.saved_run import find_run
 
 Data = str | Path | Dataset | Federation
@@ -27,15 +28,15 @@ def load(
     best: bool = False,
     *,
     dataset: Data | None = None,
-    model: MakeModel | None = None,
+    model: str | MakeModel | None = None,
     loss: LossFunction | None = None,
 ) -> TrainedFederation:
     """Load the trained models of a run folder: `load("runs/mine").predict(images, client=7)`.
 
     If the folder has several methods, name one; without a `seed`, it is the first. With `best`, the
-    models are those of the run's best evaluation, and not of its last. Give `model` and `loss`
-    again if they were Python functions of your own, and `dataset` if an older version of this
-    program made the folder.
+    models are those of the run's best evaluation, and not of its last. Give `model` (a function, or
+    its name such as `net.py:make`) and `loss` again if they were your own, and `dataset` if an
+    older version of this program made the folder.
     """
     run = find_run(Path(folder), method, seed, best=best)
     config = run.config
@@ -48,6 +49,9 @@ def load(
         names = data.client_names if config.partition == NATURAL else ()
     elif dataset is not None:
         raise UserError(f"{folder} says itself what its models are fed: leave out dataset.")
+    if isinstance(model, str):
+        shapes = Shapes.of(config.dataset, preprocessing)
+        model = fit_model(load_model_function(model), shapes)
     builder = ModelBuilder.of(config, preprocessing, model, str(folder))
     return TrainedFederation(run, preprocessing, builder, names, loss)
 

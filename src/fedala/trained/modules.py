@@ -48,8 +48,8 @@ class ModelBuilder:
         name = str(config.model)
         if own is None and name not in MODELS:
             raise UserError(
-                f"{where} was made with a model of its own, a Python function: give it to load "
-                "again, as model=…."
+                f"{where} was made with a model of its own, a Python function: give it again, as "
+                "model=… in Python, or as --model net.py:make."
             )
         if own is not None and name in MODELS:
             raise UserError(
