@@ -104,15 +104,14 @@ def _to_the_numbers(path: Path) -> dict[str, Damage]:
     is_manifest = path.parent.parent.name == "checkpoint"  # one checksum covers all of it
     most = 3 if is_manifest else DIGITS
     names = list(places)
-    for where in (
-        names if len(names) <= most else [names[k * len(names) // most] for k in range(most)]
-    ):
-        found[f"a digit of {where}"] = _over(text, places[where], _other_digit)
     told = [
         where
         for where in places
         if where.split(",")[0] in ("accuracy", "best", "mean", "round", "rounds", "samples")
     ]
+    chosen = names if len(names) <= most else [names[k * len(names) // most] for k in range(most)]
+    for where in dict.fromkeys([*chosen, *told[:3]]):
+        found[f"a digit of {where}"] = _over(text, places[where], _other_digit)
     for where in dict.fromkeys([*told[:3], names[len(names) // 2]]):
         for value in VALUES:
             found[f"{value if len(value) < 9 else '400 digits'} for {where}"] = _over(

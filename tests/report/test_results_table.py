@@ -24,6 +24,7 @@ from fedala.runs.folder import RunFolder
 def make_folder(path, histories, *, rounds=1, client_accuracies=None, **options):
     """Make a finished folder with `histories[method][seed]`: the accuracy of each evaluation."""
     seeds = len(next(iter(histories.values())))
+    options = {"partition": "dir:0.1", **options}
     config = Config(method="fedavg", rounds=rounds, seeds=seeds, model="cnn", **options)
     with RunFolder.create(path, config, force=False) as folder:
         for method, runs in histories.items():

@@ -100,7 +100,7 @@ def test_a_method_that_cannot_take_the_model_refuses_before_anything_is_written(
 
 def test_more_models_than_there_is_room_for_are_refused_and_need_not_be_kept(monkeypatch, tmp_path):
     one = sum(value.numel() * value.element_size() for value in Net().state_dict().values())
-    monkeypatch.setattr("fedala.runs.plan.free_memory", lambda: 6 * one)
+    monkeypatch.setattr("fedala.runs.room.free_memory", lambda: 6 * one)
     many = {**QUICK, "clients": 4}
     with pytest.raises(UserError, match="Keeping 4 models takes"):
         run(method="fedala", dataset=small_dataset(), model=Net, **many)

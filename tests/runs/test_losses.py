@@ -132,7 +132,8 @@ def test_the_best_round_of_an_error_is_the_lowest():
 
 @pytest.mark.parametrize("kind", ["mse", "multilabel"])
 def test_further_models_have_columns_of_their_metric_and_no_metrics_of_classifiers(kind, tmp_path):
-    options = {"method": "fedavg", "rounds": 2, "sweep": {"lr": "0.05,0.001"}, "patience": 2}
+    options = {"method": "fedavg", "rounds": 2, "lr": None, "patience": 2}
+    options |= {"sweep": {"lr": "0.05,0.001"}}
     result = run(kind, evaluate="trained,received,global", out=tmp_path / "run", **options)
     name = result.methods["fedavg[lr=0.05]"].metric.name
     assert name == {"mse": "mse", "multilabel": "label_accuracy"}[kind]

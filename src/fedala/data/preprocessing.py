@@ -114,14 +114,14 @@ class Preprocessing:
                 "The vocabulary of this model was not saved with it, so texts must be given as "
                 f"rows of {self.shape[0]} token ids."
             )
-        return encode_texts(rows, self.tokens, self.shape[0])[0]
+        return encode_texts(rows, self.tokens, self.shape[0])[0].long()
 
     def _check_ids(self, ids: Array) -> Tensor:
         self._check_shape(ids.shape[1:], "rows of token ids")
         most = (self.vocabulary or 1) - 1
         if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() <= most):
             raise UserError(f"Texts must be strings, or token ids: whole numbers from 0 to {most}.")
-        return torch.from_numpy(ids.astype(np.int32))
+        return torch.from_numpy(ids.astype(np.int64))
 
     def _prepare_images(self, raw: Any) -> Tensor:
         """Return images of bytes as uint8 N×C×H×W."""
