@@ -4,9 +4,13 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+
+from fedala import run
+from fedala.data import load
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +36,8 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
     assert given in cells[0].source
     cells[0].source = cells[0].source.replace(given, small)
     cells[-1].source += "\nassert 0 <= by_class.min() < by_class.max() <= 1"
-    cells[-2].source += "\nassert cube[:, 0, :, :, 0].min() == 1  # W starts at ones"
+    cells[-2].source += "\nassert len(says) == len(own) and set(says) <= set(digits.class_names)"
+    cells[-3].source += "\nassert cube[:, 0, :, :, 0].min() == 1  # W starts at ones"
     place = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=place).execute()
     shown = [[dict(output.get("data", {})) for output in cell.outputs] for cell in cells]
@@ -45,8 +50,8 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
 
 
-def test_the_python_of_the_readme_runs():
-    first, second = re.findall(
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    first, second, third = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
     scope = {
@@ -62,3 +67,10 @@ def test_the_python_of_the_readme_runs():
     assert set(scope["ala"].weights) == {"weight", "bias"}
     exec(second.replace("rounds=10", "rounds=1"), scope)
     assert set(scope["result"].models) >= {(0, None), (0, 7)}
+    monkeypatch.chdir(tmp_path)
+    digits = load("digits")
+    np.savez("new.npz", x=digits.x[:20].numpy(), y=digits.y[:20].numpy())
+    run(method="fedala", dataset="digits", clients=8, rounds=1, batch_size=100, out="runs/mine")
+    exec(third, scope)
+    assert len(scope["trained"].predict("new.npz", client=7)) == 20
+    assert Path("model.safetensors").is_file()

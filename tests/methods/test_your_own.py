@@ -26,7 +26,7 @@ def find_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-METHOD, USE, EXCERPT, TEST, MODEL = find_blocks("python")
+METHOD, USE, EXCERPT, TEST = find_blocks("python")
 [PROJECT] = find_blocks("toml")
 COMMANDS = "".join(find_blocks("sh")).splitlines()
 SCAFFOLD = Path(__file__).parents[1] / "proof" / "scaffold.py"
@@ -50,7 +50,6 @@ SMALL = "--dataset d.npz --clients 3 --batch-size 50 --partition iid --device cp
 def test_the_pages_commands_work(own_code, fedper, monkeypatch):
     """All of them, in their order, with a single round each."""
     (own_code / "fedper.py").write_text(METHOD, encoding="utf-8")
-    (own_code / "net.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.setattr(fedper, "__file__", str(own_code / "fedper.py"))
     images = np.random.default_rng(0).integers(0, 255, (60, 16, 16), np.uint8)
     np.savez("d.npz", x=images, y=np.arange(60) % 3)
@@ -60,7 +59,7 @@ def test_the_pages_commands_work(own_code, fedper, monkeypatch):
         quick = re.sub(r" --rounds \d+", "", line)
         quick += f" --rounds {rounds}" * line.startswith(("fedala run", "fedala flower"))
         lines.append(quick if "--resume" in line or " new method" in line else f"{quick} {SMALL}")
-    assert sum(line.startswith("fedala") for line in lines) == 7
+    assert sum(line.startswith("fedala") for line in lines) == 6
     for line in lines:
         if line.startswith("fedala"):
             answer = CliRunner().invoke(app, line.split()[1:])
