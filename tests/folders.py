@@ -45,8 +45,8 @@ def made_up(
 
     Without `sealed` it has no digests, so that a test may write into it as it likes.
     """
+    options = {"partition": "dir:0.1", **options}
     config = Config(
-        partition="dir:0.1",
         method=",".join(methods),
         rounds=rounds,
         seeds=seeds,
