@@ -149,7 +149,7 @@ def test_a_server_without_samples_refuses_to_fit(tmp_path):
     [
         (
             ["--rounds", "1"],
-            ["mlp, lr 0.1 (default for mlp; --lr changes it)", "(default for mlp; --normalize"],
+            ["mlp, lr 0.1 (the default here; --lr changes it)", "(default for mlp; --normalize"],
             "steps",
         ),
         (["--rounds", "1", "--lr", "0.2", "--normalize", "none"], ["lr 0.2, rounds"], "(default"),

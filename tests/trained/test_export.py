@@ -15,7 +15,7 @@ from trained.worlds import NAMES, PIXELS, images, linear, run
 from fedala import UserError, load
 from fedala.data.preprocessing import Preprocessing
 from fedala.lanes.normalization import Normalization
-from fedala.models import cnn, fasttext, resnet18
+from fedala.models import cnn, cnn1d, fasttext, lstm, mlp, resnet18
 from fedala.trained.export import ABOUT, export_model, make_samples
 
 COLOUR = Normalization((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
@@ -25,6 +25,9 @@ MODELS = {
     "cnn": (lambda: cnn((1, 16, 16), 4), ("images", (1, 16, 16), "uint8"), None),
     "resnet18": (lambda: resnet18((3, 32, 32), 4), ("images", (3, 32, 32), "uint8"), COLOUR),
     "fasttext": (lambda: fasttext(50, 4), ("texts", (9,), "int32"), None),
+    "mlp": (lambda: mlp(5, 4), ("features", (5,), "float32"), FIVE),
+    "cnn1d": (lambda: cnn1d((3, 12), 4), ("features", (3, 12), "float32"), None),
+    "lstm": (lambda: lstm(3, 4), ("features", (6, 3), "float32"), None),
     "own": (linear(4), ("features", (5,), "float32"), FIVE),
 }
 

@@ -24,8 +24,7 @@ def onboard(
     data: Annotated[
         str,
         typer.Option(
-            help="the samples of the new client, or of several: a .npz or .csv file, or a folder "
-            "of images",
+            help="the samples of the new client, or of several: anything that --dataset reads",
             metavar="PATH",
         ),
     ],

@@ -175,7 +175,7 @@ def _describe_input(checked: Plan) -> str:
 def _describe_rate(config: Config, chosen: Config) -> str:
     if "lr" in config.sweep:
         return "lr: several"
-    default = "" if chosen.lr is not None else f" (default for {config.model}; --lr changes it)"
+    default = "" if chosen.lr is not None else " (the default here; --lr changes it)"
     return f"lr {config.lr:g}{default}"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedala.data import Federation
+from fedala.data.inputs import is_table
 from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError
 from fedala.lanes.losses import LossFunction
@@ -206,13 +207,18 @@ class TrainedFederation:
         shares = self._list_shares(data)
         if isinstance(data, Federation):
             data = data.dataset
-        samples = prepare_samples(data, self.preprocessing, label_column)
+        samples = prepare_samples(data, self.preprocessing, label_column or self._find_labels(data))
         examiner = Examiner(self._skeleton, samples, self.config.precision, loss)
         found = []
         for number in self._list_tested(client, has_shares=bool(shares)):
             name = None if number is None else self.clients[number]
             found.append(examiner.score(name, self._read(number), shares.get(number)))
         return Scores(self.metric, tuple(found))
+
+    def _find_labels(self, data: Any) -> str | None:
+        """Return the column of the labels of a table, as the run had it."""
+        is_path = isinstance(data, str | Path) and is_table(Path(data))
+        return self.config.label_column if is_path else None
 
     def _list_tested(self, client: int | str | None, *, has_shares: bool) -> list[int | None]:
         """Return whose models are tested; None: the global one."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.lanes.evaluation import MIXED_BATCH, score_lanes
 from fedala.lanes.features import Sharing
 from fedala.lanes.losses import (
@@ -45,11 +45,17 @@ class Scores:
     models: tuple[ModelScore, ...]
 
     def __getitem__(self, client: Client) -> ModelScore:
-        """Return what a client's model scores; with None, the global one."""
+        """Return what a client's model scores, by its name or number; with None, the global one."""
         for one in self.models:
             if one.client == client:
                 return one
-        raise KeyError(client)
+        if isinstance(client, int) and 0 <= client < len(self.personal) == len(self._named()):
+            return self.personal[client]  # the clients have names
+        names = ", ".join(printable(str(one.client), 50) for one in self.models[:10])
+        raise KeyError(f"There is no score of {client!r}; there are those of {names}.")
+
+    def _named(self) -> list[ModelScore]:
+        return [one for one in self.personal if isinstance(one.client, str)]
 
     def __iter__(self) -> Iterator[ModelScore]:
         return iter(self.models)
