@@ -36,6 +36,7 @@ from fedala.runs.holdout import check_method, parse_epochs
 from fedala.runs.models import pack_model
 from fedala.runs.own_code import import_given
 from fedala.runs.plan import plan
+from fedala.runs.provenance import keep_layers
 from fedala.runs.server_state import MOST_CLIENTS, FinishedRun, find_run
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.model_scores import EvaluationSchedule
@@ -256,6 +257,7 @@ def _build_task(
             )
         config, figures = replace(config, normalize=NONE), fed.normalization
     planned = plan(config, federation, None if isinstance(model, str) else model, loss)
+    planned = keep_layers(planned, finished.folder.record)
     return build_task(replace(planned, normalization=figures) if figures else planned)
 
 
