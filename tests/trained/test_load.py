@@ -201,6 +201,10 @@ def test_clients_have_the_names_of_the_data(tmp_path):
     assert [one.client for one in trained.evaluate(named)] == ["north", "south"]
     with pytest.raises(UserError, match="no client 'sout'"):
         trained.personal("sout")
+    (tmp_path / "run" / "digests.json").unlink()
+    (tmp_path / "run" / "clients.json").write_text('["north"]')
+    with pytest.raises(UserError, match="1 names for 2 clients"):
+        load(tmp_path / "run")
     run(tmp_path / "iid", named, clients=2)  # its clients are not those of the data
     assert load(tmp_path / "iid").clients == (0, 1)
 
