@@ -11,7 +11,7 @@ from torch import nn
 from fedala import UserError, run
 from fedala.api import display
 from fedala.api import run as run_module
-from fedala.data import Dataset
+from fedala.data import Dataset, Federation
 from fedala.errors import printable
 from fedala.report import page
 
@@ -187,3 +187,12 @@ def test_a_notebook_shows_bars_and_sentences_as_text():
     assert "<script>29" in text
     assert "<script>9\n" not in text
     assert all(printable(line, 2000) == line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("option", ["label_column", "clients_by", "split"])
+def test_options_of_reading_and_dividing_do_not_go_with_a_federation(option):
+    data = Dataset("own", torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]), 2)
+    rows = [[0, 1], [2]]
+    federation = Federation(data, rows, [[], [3]], [[], []])
+    with pytest.raises(UserError, match=f"do not give {option}"):
+        run(dataset=federation, method="fedavg", **{option: "pooled"})

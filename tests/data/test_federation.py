@@ -345,3 +345,16 @@ def test_the_checks_are_quick_for_very_many_clients():
     start = time.process_time()
     Federation(data, tuple(rows[0]), tuple(rows[1]), none).check()
     assert time.process_time() - start < 2
+
+
+def test_clients_of_a_partition_file_keep_the_split_of_the_data(tmp_path):
+    part = torch.arange(12, dtype=torch.uint8) % 3
+    data = Dataset("own", torch.zeros(12, 2), torch.arange(12) % 2, 2, split=part)
+    content = {"format": "fedala-partition", "version": 1, "samples": 12}
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({**content, "clients": [list(range(6)), list(range(6, 12))]}))
+    given = federate(data, str(file))
+    for number, name in enumerate(("train", "validation", "test")):
+        assert [set(part[rows].tolist()) for rows in getattr(given, name)] == [{number}] * 2
+    pooled = federate(data, str(file), split="pooled")
+    assert [*map(len, pooled.train)] == [4, 4] and not any(map(len, pooled.validation))

@@ -234,6 +234,12 @@ def test_the_memory_of_a_pickle_is_bounded(monkeypatch):
         read_pickled_arrays(data, len(data), "x.npz")
 
 
+def test_no_long_text_is_made_of_the_same_bytes_again_and_again():
+    assert read(pickle.dumps([np.str_("a" * 200)])) == ["a" * 200]
+    with pytest.raises(UserError, match="a single text of 4000 bytes"):
+        read(pickle.dumps([np.str_("a" * 1000)]))
+
+
 def test_free_memory_is_a_bound_too(monkeypatch):
     monkeypatch.setattr(untrusted, "free_memory", lambda: 2**20)
     with pytest.raises(UserError, match=r"needs .* memory"):

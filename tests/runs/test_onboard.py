@@ -337,3 +337,21 @@ def test_a_newcomer_is_standardised_by_the_figures_of_the_run(tmp_path):
     np.savez(tmp_path / "new.npz", x=x[own], y=y[own])
     found = fedala.onboard(tmp_path / "r", tmp_path / "new.npz", epochs="0", number=3)
     assert found.clients[0].losses[0] == pytest.approx(held_out["loss"], abs=1e-6)
+
+
+def test_newcomers_have_their_own_names_and_samples_as_they_are(tmp_path):
+    random = np.random.default_rng(0)
+    x, y = torch.from_numpy(random.normal(size=(40, 3))).float(), torch.arange(40) % 2
+    owners = torch.arange(40) // 10
+    data = Dataset("own", x, y, 2, clients=owners, client_names=("d", "c", "b", "a"))
+    options = {"dataset": data, "method": "fedavg", "rounds": 1, "device": "cpu"}
+    fedala.run(**options, feature_shift="noise:9", out=tmp_path / "r")
+    federation = fedala.data.federate(data, clients=2)
+    assert federation.client_names != ("d", "c")
+    found = fedala.onboard(tmp_path / "r", federation, epochs="0", device="cpu").clients
+    assert tuple(client.name for client in found) == federation.client_names
+    assert "tensor" not in repr(found)
+    trained = fedala.load(tmp_path / "r")
+    for client, rows in zip(found, federation.test, strict=True):
+        alone = trained.evaluate((x[rows], y[rows]))
+        assert alone[None].loss == pytest.approx(client.losses[0], rel=1e-5)

@@ -10,7 +10,7 @@ from trained.worlds import NAMES, PIXELS, RANDOM, Y, features, images, linear, r
 
 import fedala
 from fedala import UserError, load
-from fedala.data import Dataset, federate
+from fedala.data import Dataset, federate, hold_out_clients
 from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder
 
@@ -201,6 +201,10 @@ def test_clients_have_the_names_of_the_data(tmp_path):
     assert [one.client for one in trained.evaluate(named)] == ["north", "south"]
     with pytest.raises(UserError, match="no client 'sout'"):
         trained.personal("sout")
+    (tmp_path / "run" / "digests.json").unlink()
+    (tmp_path / "run" / "clients.json").write_text('["north"]')
+    with pytest.raises(UserError, match="1 names for 2 clients"):
+        load(tmp_path / "run")
     run(tmp_path / "iid", named, clients=2)  # its clients are not those of the data
     assert load(tmp_path / "iid").clients == (0, 1)
 
@@ -293,3 +297,25 @@ def test_names_are_loaded_when_they_are_used():
     assert fedala.load is load
     assert fedala.TrainedFederation.__name__ == "TrainedFederation"
     assert "load" in dir(fedala)
+
+
+@pytest.mark.parametrize("names", [("d", "c", "b", "a"), ()])
+def test_held_out_clients_have_no_models_and_the_others_keep_their_own(names, tmp_path):
+    data = images()
+    owners = torch.arange(60) % 4 if names else None
+    named = Dataset("n", data.x, data.y, 4, NAMES, clients=owners, client_names=names)
+    federation = federate(named, None if names else "iid", 4)
+    run(
+        tmp_path / "run", named, partition=None if names else "iid", clients=4, method="local",
+        holdout_clients="1", holdout_epochs="0",
+    )  # fmt: skip
+    trained, folder = load(tmp_path / "run"), RunFolder.open(tmp_path / "run")
+    order = hold_out_clients(federation, "1").original
+    assert order[-1] != 3  # or the clients would not change their places
+    assert trained.clients == (tuple(names[i] for i in order[:3]) if names else (0, 1, 2))
+    scores = trained.evaluate(federation)
+    for row in folder.rows("clients.csv"):
+        assert scores[trained.clients[row["client"]]].loss == row["loss"]
+    assert len(scores.personal) == len(trained.evaluate(named).personal) == 3
+    with pytest.raises(UserError, match=r"held out.*onboard"):
+        trained.personal(names[order[-1]] if names else 3)

@@ -91,6 +91,8 @@ def _convert_data(data: Any, options: dict[str, Any]) -> str | Dataset | Federat
                 "clients with a name for each sample goes with a pair (x, y) of your own; here, it "
                 "must be the number of clients."
             )
+        if isinstance(data, Dataset | Federation):
+            _check_no_columns(options)
         return data
     columns: dict[str, Any] = {name: options.get(name) for name in ("label_column", "clients_by")}
     return make_dataset(data, clients=owners, **columns)
@@ -190,6 +192,12 @@ def _catch_interrupt() -> Iterator[list[int]]:
 
 
 def _check_no_partition(options: dict[str, Any]) -> None:
-    for name in ("partition", "partition_seed", "clients", "validation"):
+    for name in ("partition", "partition_seed", "clients", "validation", "split"):
         if name in options:
             raise UserError(f"A Federation is divided already: do not give {name} with it.")
+
+
+def _check_no_columns(options: dict[str, Any]) -> None:
+    for name in ("label_column", "clients_by"):
+        if options.get(name) is not None:
+            raise UserError(f"A Dataset or Federation has no columns: do not give {name} with it.")

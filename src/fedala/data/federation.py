@@ -197,7 +197,7 @@ def federate(
     names: tuple[str, ...] = ()
     notes = [*dataset.notes]
     if partition.endswith(".json"):
-        splits, names = _read_partition(Path(partition), dataset, clients, seed)
+        splits, names = _read_partition(Path(partition), dataset, clients, seed, given)
     elif partition == NATURAL:
         natural = list_natural_clients(dataset, clients, seed, given)
         names = tuple(dataset.client_names[number] for number in natural.numbers)
@@ -317,11 +317,11 @@ def _checksum(dataset: Dataset) -> str:
 
 
 def _read_partition(
-    path: Path, dataset: Dataset, clients: int | None, seed: int
+    path: Path, dataset: Dataset, clients: int | None, seed: int, given: Indices | None
 ) -> tuple[list[dict[str, Indices]], tuple[str, ...]]:
     """Read a partition file, and check that it fits the dataset and divides it without overlap.
 
-    Returns the parts of each client, and the clients' names, if the file has them.
+    Clients that are only a list of samples are split as `given`, or 75/25. Returns the parts of each client, and the clients' names, if the file has them.
     """
     rows, names = _read_clients(path, dataset)
     if clients is not None and clients != len(rows):
@@ -329,7 +329,7 @@ def _read_partition(
             f"{path} holds {len(rows)} clients, but {clients} were asked for; leave the number out."
         )
     splits = [
-        _read_client(row, f"{path}, client {client}", len(dataset.y), seed, client)
+        _read_client(row, f"{path}, client {client}", len(dataset.y), seed, client, given)
         for client, row in enumerate(rows)
     ]
     all_parts = [part for split in splits for part in split.values()]
@@ -379,9 +379,11 @@ def _read_clients(path: Path, dataset: Dataset) -> tuple[list[Any], tuple[str, .
     return rows, tuple(printable(name, 100) for name in names)
 
 
-def _read_client(row: Any, where: str, samples: int, seed: int, client: int) -> dict[str, Indices]:
+def _read_client(
+    row: Any, where: str, samples: int, seed: int, client: int, given: Indices | None
+) -> dict[str, Indices]:
     if isinstance(row, list):
-        return split_share(_read_indices(row, where, samples), seed, client)
+        return split_share(_read_indices(row, where, samples), seed, client, given)
     if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(PARTS):
         raise UserError(
             f"{where} must be a list of samples, or have train, test and optionally validation."

@@ -44,6 +44,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _COST_OF_NUMBER, _COST = 40, 100
 _CHECK_EVERY = 2**16
 _MOST_DIMENSIONS = 32
+_LONGEST_SCALAR = 1024  # bytes
 
 
 class _Name(NamedTuple):
@@ -201,6 +202,10 @@ class _Reader:
                 self.stack.append(_Dtype(text))
             case "scalar", (_Dtype() as kind, bytes() as content):
                 dtype = self._resolve(kind)
+                # Content can be named again and again, and each time a text is made of it.
+                if len(content) > _LONGEST_SCALAR:
+                    self._refuse(f"a single text of {len(content)} bytes")
+                self.cost += len(content)
                 if len(content) != dtype.itemsize:
                     raise ValueError("it has a number of the wrong length")
                 self.stack.append(np.frombuffer(content, dtype)[0].item())

@@ -185,6 +185,22 @@ def _collect(model: nn.Module, layers: Sequence[Sequence[str]]) -> Layers:
     return tuple(found)
 
 
+def list_registered_layers(model: nn.Module) -> Layers:
+    """Return the layers as first versions counted them: each module, the last registered first."""
+    if isinstance(model, HasLayers):
+        return layers_of(model)
+    owners = {name: _owner(name) for name in _tensor_names(model)}
+    holders = [
+        _owner(f"{name}.") if name else ""
+        for name, module in reversed(list(model.named_modules()))
+        if any(True for _ in module.parameters(False))
+    ]
+    return _collect(
+        model,
+        [[name for name in owners if owners[name] == holder] for holder in dict.fromkeys(holders)],
+    )
+
+
 def trainable_names(model: nn.Module) -> tuple[str, ...]:
     """Name the parameters that learn; all of them if none is marked so."""
     parameters = dict(model.named_parameters())

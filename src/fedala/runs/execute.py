@@ -27,7 +27,7 @@ from fedala.runs.kept_models import BEST, LAST, KeptModels
 from fedala.runs.members import Group, Member
 from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import Plan
-from fedala.runs.provenance import describe, summarize
+from fedala.runs.provenance import describe, keep_layers, summarize
 from fedala.runs.results import MethodResult, RunResult
 from fedala.runs.resume import Progress, find_checkpoints, reopen, resume_advice
 from fedala.runs.room import check_room, choose_best_models
@@ -52,6 +52,8 @@ def execute(
     for sentence in plan.federation.notes:
         observer.on_message(sentence)
     source = resume if isinstance(resume, Path) else out
+    if source and resume:
+        plan = keep_layers(plan, RunFolder.open(source).record)
     if plan.config.save_best is None:
         before = RunFolder.open(source).config().save_best if source and resume else None
         plan = choose_best_models(plan, out, before)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.holdout import check_holdout
+from fedala.data.holdout import check_holdout, count_held_out
 from fedala.errors import UserError
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
@@ -27,6 +27,12 @@ def parse_epochs(text: str, name: str = "holdout_epochs") -> tuple[int, ...]:
     if not all(re.fullmatch(r"\d{1,5}", part, re.ASCII) for part in parts):
         raise UserError(f"{name} must be whole numbers from 0 on, such as 0,1,5, not {text!r}.")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def count_known(config: Config) -> int:
+    """Return how many clients of a resolved config take part in training."""
+    clients, which = int(config.clients or 0), config.holdout_clients
+    return clients - (count_held_out(which, clients) if which else 0)
 
 
 def check_options(config: Config, methods: Sequence[Method]) -> None:

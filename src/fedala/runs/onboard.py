@@ -5,7 +5,7 @@ model, trains on its own samples and keeps its personal model. The data of the r
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from fedala.runs.holdout import check_method, parse_epochs
 from fedala.runs.models import pack_model
 from fedala.runs.own_code import import_given
 from fedala.runs.plan import plan
+from fedala.runs.provenance import keep_layers
 from fedala.runs.server_state import MOST_CLIENTS, FinishedRun, find_run
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.model_scores import EvaluationSchedule
@@ -56,7 +57,7 @@ class OnboardedClient:
     scores: dict[int, float]
     """By local epochs; 0 is the initialised model. NaN without test samples."""
     losses: dict[int, float]
-    model: dict[str, Tensor]
+    model: dict[str, Tensor] = field(repr=False)
     """The personal model after the most epochs, by name."""
     file: Path | None = None
 
@@ -132,9 +133,8 @@ def onboard(
         arrivals = newcomers.arrive(
             [server], [finished.server_round(round + 1)], keeps_models=True, tests_received=True
         )
-    names = federation.dataset.client_names
     clients = [
-        _collect(arrival, position, task, names[client - first :], targets.get(client))
+        _collect(arrival, position, task, federation.client_names, targets.get(client))
         for arrival in arrivals
         for position, (_, client) in enumerate(arrival.lanes)
     ]
@@ -185,7 +185,8 @@ def _make_federation(
         own = _divide(dataset, finished.config, first)
     nothing = (np.arange(0),) * first
     parts: dict[str, Any] = {part: (*nothing, *getattr(own, part)) for part in PARTS}
-    return Federation(dataset, **parts, held_out=len(own.train))
+    names = tuple(map(str, range(first))) + own.client_names if own.client_names else ()
+    return Federation(dataset, **parts, client_names=names, held_out=len(own.train))
 
 
 def _load(finished: FinishedRun, data: str | Path | Dataset) -> Dataset:
@@ -219,7 +220,7 @@ def _divide(dataset: Dataset, config: Config, first: int) -> Federation:
             given = dataset.split.numpy()[share]
             splits.append({part: share[given == i] for i, part in enumerate(PARTS)})
     parts: dict[str, Any] = {part: tuple(own[part] for own in splits) for part in PARTS}
-    return Federation(dataset, **parts)
+    return Federation(dataset, **parts, client_names=dataset.client_names)
 
 
 def _build_task(
@@ -241,6 +242,7 @@ def _build_task(
         model=model if isinstance(model, str) else config.model,
         set=settings,
         device=device,
+        feature_shift=None,  # new samples are what they are
         holdout_clients=None,
         holdout_epochs=usual.holdout_epochs,
         holdout_every=usual.holdout_every,
@@ -255,6 +257,7 @@ def _build_task(
             )
         config, figures = replace(config, normalize=NONE), fed.normalization
     planned = plan(config, federation, None if isinstance(model, str) else model, loss)
+    planned = keep_layers(planned, finished.folder.record)
     return build_task(replace(planned, normalization=figures) if figures else planned)
 
 
@@ -312,7 +315,7 @@ def _collect(
     received = arrival.received
     return OnboardedClient(
         client,
-        names[0] if names else str(client),
+        names[client] if names else str(client),
         task.size(client),
         task.size(client, "test"),
         None if received is None else _share(*received[lane, [0, 2]].tolist()),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fedala.errors import printable
+from fedala.lanes.layer_units import list_registered_layers
 from fedala.lanes.outputs import scores_of
 from fedala.lanes.randomness import torch_seed
 from fedala.runs.digests import Digests
@@ -27,6 +28,11 @@ from fedala.runs.sweep_results import find_sweeps
 from fedala.version import __version__
 
 
+#: What the record of a run says of the layers of a user's own model. Runs of first versions, which
+#: counted layers as they are registered, say nothing.
+LAYERS = {"layers": "as used"}
+
+
 def describe(plan: Plan, origin: Mapping[str, Any] | None = None) -> Digests:
     """Start the record of a run: what it is, and which program runs it.
 
@@ -36,10 +42,21 @@ def describe(plan: Plan, origin: Mapping[str, Any] | None = None) -> Digests:
     began = replace(plan, config=replace(plan.config, **(origin or {})))
     return Digests(
         identity=_identity(began),
-        versions={**versions(), **code_versions(plan.config)},
+        versions={
+            **versions(),
+            **code_versions(plan.config),
+            **(LAYERS if plan.config.has_own_model else {}),
+        },
         probe=_probe(plan),
         origin=dict(origin or {}),
     )
+
+
+def keep_layers(plan: Plan, record: Digests | None) -> Plan:
+    """Return the plan with the layers that the recorded run began with."""
+    if not plan.config.has_own_model or (record and record.versions.items() >= LAYERS.items()):
+        return plan
+    return replace(plan, layers=list_registered_layers(plan.make_skeleton()))
 
 
 def _identity(plan: Plan) -> str:

@@ -19,7 +19,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan
-from fedala.runs.provenance import describe, list_program_changes
+from fedala.runs.provenance import LAYERS, describe, list_program_changes
 from fedala.runs.resumable_options import change_config, has_additions, resume_command
 from fedala.runs.room import check_room
 from fedala.runs.tables import TABLES
@@ -118,6 +118,8 @@ def _describe(
     if not origin and has_additions(before, after):
         origin = {"method": before.method, "set": dict(before.set), "seeds": before.seeds}
     about = describe(plan, origin)
+    if not record.versions.items() >= LAYERS.items():
+        about.versions = {n: one for n, one in about.versions.items() if n not in LAYERS}
     with files.refuse_damage(folder.path / DIGESTS):
         sizes = cut_sizes(record.batches, before.seeds)
     if after.seeds > before.seeds:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fedala.data.holdout import count_held_out
 from fedala.errors import UserError
 from fedala.io import files, tensor_files
 from fedala.lanes import State
@@ -19,6 +18,7 @@ from fedala.runs.config import Config
 from fedala.runs.digests import Digests
 from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
+from fedala.runs.holdout import count_known
 from fedala.runs.members import Group, Member, group_members, make_members
 from fedala.runs.resume import find_checkpoints
 from fedala.simulation.client_states import NOTHING
@@ -51,8 +51,7 @@ class FinishedRun:
     @property
     def population(self) -> int:
         """How many clients took part in training."""
-        clients, which = int(self.config.clients or 0), self.config.holdout_clients
-        return clients - (count_held_out(which, clients) if which else 0)
+        return count_known(self.config)
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """A trained federation: the personal models of all clients and the global one, ready for use."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from fedala.data import Federation
+from fedala.data import Federation, hold_out_clients
 from fedala.data.inputs import is_table
 from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError
@@ -16,6 +17,7 @@ from fedala.lanes.losses import LossFunction
 from fedala.metrics import Metric
 from fedala.options import suggest
 from fedala.runs.config import Config
+from fedala.runs.holdout import count_known
 from fedala.trained.answers import Answers
 from fedala.trained.export import export_model
 from fedala.trained.modules import ModelBuilder, list_saved_names
@@ -68,8 +70,9 @@ class TrainedFederation:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """The clients by name, or by number if the data did not name them."""
-        return self._client_names or tuple(range(int(self.config.clients or 0)))
+        """The clients that took part in training, by name, or by number if the data name none."""
+        count = count_known(self.config)
+        return self._client_names[:count] or tuple(range(count))
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -120,18 +123,22 @@ class TrainedFederation:
 
     def find_client(self, client: int | str) -> int:
         """Return the number of a client that is given by its name or number."""
-        count = int(self.config.clients or 0)
-        if isinstance(client, str):
-            if client in self._client_names:
-                return self._client_names.index(client)
-            if not client.isdecimal():
-                raise UserError(
-                    f"There is no client {client!r}{suggest(client, self._client_names)}; "
-                    f"the clients have the numbers 0 to {count - 1}."
-                )
+        count = len(self.clients)
         if isinstance(client, bool) or not isinstance(client, str | Integral):
             raise UserError(f"A client is a number or a name, not {type(client).__name__}.")
-        number = int(client)
+        if isinstance(client, str) and client in self._client_names:
+            number = self._client_names.index(client)
+        elif isinstance(client, str) and not client.isdecimal():
+            raise UserError(
+                f"There is no client {client!r}{suggest(client, self._client_names)}; "
+                f"the clients have the numbers 0 to {count - 1}."
+            )
+        else:
+            number = int(client)
+        if count <= number < int(self.config.clients or 0):
+            raise UserError(
+                f"Client {client} was held out, so it has no model: fedala onboard gives it one."
+            )
         if not 0 <= number < count:
             raise UserError(f"There is no client {number}: there are 0 to {count - 1}.")
         return number
@@ -233,11 +240,29 @@ class TrainedFederation:
         """Return the test samples of each client, and of all, if the data is divided."""
         if not isinstance(data, Federation):
             return {}
-        if len(data.test) != len(self.clients):
+        tests = self._match_clients(data)
+        return {**dict(enumerate(tests)), None: np.concatenate(tests)}
+
+    def _match_clients(self, federation: Federation) -> "Sequence[np.ndarray[Any, Any]]":
+        """Return the test samples of the run's clients: by name, or in the order of the run.
+
+        Clients that are held out change the order.
+        """
+        names, which = federation.client_names, self.config.holdout_clients
+        if names and self._client_names:
+            number = {name: position for position, name in enumerate(names)}
+            for name in self.clients:
+                if name not in number:
+                    raise UserError(f"The federation has no client {name!r}, and the run has.")
+            return [federation.test[number[str(name)]] for name in self.clients]
+        if which and not federation.held_out and len(federation.test) == self.config.clients:
+            federation = hold_out_clients(federation, which, self.config.partition_seed)
+        tests = federation.known.test
+        if len(tests) != len(self.clients):
             raise UserError(
-                f"The federation has {len(data.test)} clients, and the run {len(self.clients)}."
+                f"The federation has {len(tests)} clients, and the run {len(self.clients)}."
             )
-        return {**dict(enumerate(data.test)), None: np.concatenate(data.test)}
+        return tests
 
     # --- export ---------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.models import Clients
 from fedala.runs.sweep import list_labels
+from fedala.runs.verified_files import CLIENTS
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,13 @@ class SavedRun:
 
     def read_client_names(self) -> tuple[str, ...]:
         """Return the names of the clients; none if the data did not name them."""
-        return self.folder.client_names()
+        names = self.folder.client_names()
+        if names and len(names) != self.config.clients:
+            raise DamagedFile(
+                f"{self.folder.path / CLIENTS} is damaged: it has {len(names)} names for "
+                f"{self.config.clients} clients."
+            )
+        return names
 
 
 def find_run(path: Path, method: str | None, seed: int | None, *, best: bool) -> SavedRun:
