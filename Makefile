@@ -18,10 +18,12 @@ test-gpu:
 	$(PYTEST) -q -m gpu tests/cuda
 	$(PYTEST) -q tests/cuda/test_kernels.py
 
-# The long form of the kill tests: a hundred kills in configurations drawn at random (KILLS=…).
+# The long form of the kill tests: a hundred kills in configurations drawn at random (KILLS=…), and
+# a disk that fails at every flush, too.
 KILLS ?= 100
 test-kill: $(READY)
-	FEDALA_KILLS=$(KILLS) $(BIN)/pytest -q tests/runs/test_kill.py
+	FEDALA_KILLS=$(KILLS) $(BIN)/pytest -q tests/runs/test_kill.py \
+		tests/runs/test_resume.py::test_a_disk_that_fails_anywhere_loses_nothing
 
 # The long form of tests/fuzz: damaged input for so many minutes.
 MINUTES ?= 30

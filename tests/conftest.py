@@ -25,6 +25,14 @@ if not torch.cuda.is_available():
         interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk():
+    """Flushing helps only if the power fails, and no test cuts it. Commands in processes flush."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
+
+
 @pytest.fixture
 def own_code(tmp_path, monkeypatch):
     """Work in an empty folder; afterwards, no code that the test imported has ever been there."""

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -21,74 +20,20 @@ from corrupt.worlds import accuracies
 from runs.test_resume import planned, same
 from small import QUICK
 
+from fedala.errors import RunError
 from fedala.methods import list_methods, make
 from fedala.runs.execute import execute
 from fedala.runs.tables import TABLES, Tables
 
 KILLS = int(os.environ.get("FEDALA_KILLS", "4"))
 SEED = int(os.environ.get("FEDALA_KILL_SEED", "1"))
-ROUNDS = 20
-
-CHILD = """
-import sys
-from pathlib import Path
-sys.path[:0] = {path!r}
-import torch
-torch.set_num_threads(1)
-from fedala.errors import RunError
-from fedala.runs.execute import execute
-from runs.test_resume import planned
-
-path = Path(sys.argv[1])
-work = planned("fedala,ditto", rounds=int(sys.argv[2]), checkpoint_every=1, join_ratio=0.5, seeds=2)
-print("ready", flush=True)
-try:
-    begun = (path / "config.toml").exists()
-    execute(work, path, resume=begun, force=path.exists() and not begun)
-except RunError as error:
-    sys.exit(str(error))
-"""
+ROUNDS = 8
 
 
-def child(path: Path, rounds: int = ROUNDS) -> "subprocess.Popen[str]":
-    here = Path(__file__).parents[1]
-    code = CHILD.format(path=[str(here.parent / "src"), str(here)])
-    command = [sys.executable, "-W", "ignore", "-c", code, str(path), str(rounds)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
-    assert process.stdout.readline() == "ready\n", process.stderr.read()
-    return process
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    path = tmp_path_factory.mktemp("whole") / "run"
-    began = time.monotonic()
-    with child(path) as process:
-        _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return path, time.monotonic() - began
-
-
-def test_killed_at_random_moments(whole, tmp_path):
-    reference, seconds = whole
-    moments = random.Random(1)
-    path, killed = tmp_path / "run", 0
-    while killed < 2:
-        with child(path) as process:
-            try:
-                process.wait(timeout=moments.uniform(0, 1.5 * seconds / 2))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                killed += 1
-                continue
-            assert process.returncode == 0, process.stderr.read()
-        same(reference, path)
-        path = tmp_path / f"run-{killed}"  # it came to its end: begin with another
-    with child(path) as process:
-        _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    same(reference, path)
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory):
+    """Run once in this process: what torch imports at its first step, the forks then have."""
+    execute(planned(rounds=1), tmp_path_factory.mktemp("imported") / "run")
 
 
 # --- configurations drawn at random --------------------------------------------------------------
@@ -208,9 +153,7 @@ class Runs:
         self, path: Path, rounds: int, doom: Callable[[], Doomed] = Doomed, seconds: float = 0
     ) -> bool:
         """Run or resume in a child, and kill it after some seconds; return whether it ended."""
-        child = os.fork()
-        if child == 0:
-            self._child(path, rounds, doom)
+        child = self._fork(path, rounds, doom)
         if seconds:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
@@ -220,6 +163,18 @@ class Runs:
                 time.sleep(0.001)
             os.kill(child, signal.SIGKILL)
         return self._ended(os.waitpid(child, 0)[1])
+
+    def fail(self, path: Path, rounds: int) -> str:
+        """Run or resume in a child that is to fail; return what it says."""
+        status = os.waitpid(self._fork(path, rounds, Doomed), 0)[1]
+        assert os.waitstatus_to_exitcode(status) == 1
+        return self.log.read_text()
+
+    def _fork(self, path: Path, rounds: int, doom: Callable[[], Doomed]) -> int:
+        child = os.fork()
+        if child == 0:
+            self._child(path, rounds, doom)
+        return child
 
     def _ended(self, status: int) -> bool:
         code = os.waitstatus_to_exitcode(status)
@@ -238,6 +193,8 @@ class Runs:
             execute(work, path, resume=begun, force=path.exists() and not begun)
             self.log.write_text(str(doomed.count))
             code = 0
+        except RunError as error:
+            self.log.write_text(str(error))
         except BaseException:
             self.log.write_text(traceback.format_exc())
         finally:
@@ -314,30 +271,53 @@ def test_killed_in_configurations_drawn_at_random(tmp_path, capsys):
     assert not differences, "\n\n".join(differences)
 
 
+# --- one configuration ---------------------------------------------------------------------------
+
+TWO_METHODS = Drawn(
+    "fedala,ditto", {"checkpoint_every": 1, "join_ratio": 0.5, "seeds": 2}, fewer=None
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    place = tmp_path_factory.mktemp("whole")
+    began = time.monotonic()
+    assert Runs(TWO_METHODS, place / "log").carry_out(place / "run", ROUNDS)
+    return place / "run", time.monotonic() - began
+
+
+def test_killed_at_random_moments(whole, tmp_path):
+    reference, seconds = whole
+    moments, runs = random.Random(1), Runs(TWO_METHODS, tmp_path / "log")
+    path, killed = tmp_path / "run", 0
+    while killed < 2:
+        if not runs.carry_out(path, ROUNDS, seconds=moments.uniform(0, 0.75 * seconds)):
+            killed += 1
+            continue
+        same(reference, path)
+        path = tmp_path / f"run-{killed}"  # it came to its end: begin with another
+    assert runs.carry_out(path, ROUNDS)
+    same(reference, path)
+
+
 def test_a_full_disk(whole, tmp_path):
     reference, _ = whole
-    disk = tmp_path / "disk"
+    disk, runs = tmp_path / "disk", Runs(TWO_METHODS, tmp_path / "log")
     disk.mkdir()
     needed = sum(-(-path.stat().st_size // 4096) * 4096 for path in reference.rglob("*"))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={needed // 2}", "tmpfs", str(disk)]
     if os.name != "posix" or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a small disk")
     try:
-        with child(disk / "run") as process:
-            _, errors = process.communicate(timeout=300)
-        assert process.returncode == 1
-        assert errors.count("\n") == 1
-        assert "No space left on device" in errors
+        said = runs.fail(disk / "run", ROUNDS)
+        assert "\n" not in said
+        assert "No space left on device" in said
         subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
-        with child(disk / "run") as process:
-            _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+        assert runs.carry_out(disk / "run", ROUNDS)
         same(reference, disk / "run")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with child(disk / "run", ROUNDS + 1) as process:
-            _, errors = process.communicate(timeout=300)
-        assert process.returncode == 1
-        assert "Read-only file system" in errors or "cannot be written to" in errors
+        said = runs.fail(disk / "run", ROUNDS + 1)
+        assert "Read-only file system" in said or "cannot be written to" in said
         same(reference, disk / "run")
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -276,6 +276,11 @@ def test_one_at_a_time(tmp_path):
 # --- faults --------------------------------------------------------------------------------------
 
 
+#: A file is flushed under another name and then renamed, so the folder left by a failed flush is
+#: that left by a failed rename. The long form of the kill tests lets flushes fail, too.
+FLUSHES_FAIL = "FEDALA_KILLS" in os.environ
+
+
 def failing(monkeypatch, at):
     """Let the disk fail from some write, flush or rename on; return what counts them."""
     calls = 0
@@ -290,7 +295,8 @@ def failing(monkeypatch, at):
 
         return guarded
 
-    monkeypatch.setattr(files, "flush", guard(files.flush))
+    if FLUSHES_FAIL:
+        monkeypatch.setattr(files, "flush", guard(files.flush))
     monkeypatch.setattr(os, "replace", guard(os.replace))
     monkeypatch.setattr(Tables, "append", guard(Tables.append))
     return lambda: calls
@@ -298,8 +304,10 @@ def failing(monkeypatch, at):
 
 @pytest.mark.parametrize("method", ["fedala", "fedavg"])
 def test_a_disk_that_fails_anywhere_loses_nothing(method, tmp_path, monkeypatch):
-    """A run for each write, flush and rename, which fails there; all resume to the same end."""
+    """A run for each write and rename, which fails there; all resume to the same end."""
     options = {"rounds": 2, "checkpoint_every": 1, "join_ratio": 0.5}
+    if method == "fedala":
+        options["set"] = {"fedala.max_epochs": 2}
     options["save_best"] = method == "fedavg"  # its models are fewer files
     execute(planned(method, **options), tmp_path / "whole")
     at, faults = 1, 0

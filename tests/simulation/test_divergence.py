@@ -57,7 +57,7 @@ def simulation_of(method, task, **options):
     return Simulation(make(method, QUICK.get(method)), task, start_of(task), rounds=3, **options)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, None])
+@pytest.mark.parametrize("lanes", [1, None])
 @pytest.mark.parametrize("method", list_methods())
 def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(method, lanes, poisoned):
     """After round 2, the others are as in a good run, and the bad client as after round 1."""
@@ -183,9 +183,11 @@ def test_a_client_that_diverged_is_scored_with_the_model_it_keeps(poisoned):
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fedala", "fedfomo", "ditto+ala", "fedamp"])
-@pytest.mark.parametrize(("room", "left"), [(2, 2), (1, 1)])
-def test_too_many_lanes_are_halved_and_the_round_is_retried(method, room, left, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "room"),
+    [("fedala", 2), ("fedala", 1), ("fedfomo", 1), ("ditto+ala", 1), ("fedamp", 1)],
+)
+def test_too_many_lanes_are_halved_and_the_round_is_retried(method, room, monkeypatch):
     def crowded(self, *args, train=Cohort.train, **options):
         if len(self) > room and self.round == 2:
             raise torch.OutOfMemoryError(
@@ -206,7 +208,7 @@ def test_too_many_lanes_are_halved_and_the_round_is_retried(method, room, left, 
             lambda personal: found.update({(personal.seed, personal.client): personal.model})
         )
     )
-    assert simulation.transport.lanes == left
+    assert simulation.transport.lanes == room
     assert messages[0] == "Out of GPU memory with 5 lanes; retrying with 2."
     for one, other in zip(evaluations, wanted, strict=True):
         assert one.row.loss == pytest.approx(other.loss, rel=1e-9)
