@@ -357,4 +357,5 @@ def test_clients_of_a_partition_file_keep_the_split_of_the_data(tmp_path):
     for number, name in enumerate(("train", "validation", "test")):
         assert [set(part[rows].tolist()) for rows in getattr(given, name)] == [{number}] * 2
     pooled = federate(data, str(file), split="pooled")
-    assert [*map(len, pooled.train)] == [4, 4] and not any(map(len, pooled.validation))
+    assert [*map(len, pooled.train)] == [4, 4]
+    assert not any(map(len, pooled.validation))

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 import fedala
-from fedala.data import Dataset, federate, make_dataset
+from fedala.data import Dataset, federate, load, make_dataset
 from fedala.errors import UserError
 
 random = np.random.default_rng(0)
@@ -289,7 +289,7 @@ class Stream(IterableDataset):
         (TensorDataset(torch.from_numpy(X)), "a sample must be a pair"),
         (Stream(), "Dataset without a length"),
         (DataLoader(Pairs(X, Y)), "give its dataset: loader.dataset"),
-        (FRAME.drop(columns="Target"), "no column label, class or target"),
+        (FRAME.drop(columns="Target"), "no column label, class, target or y"),
         (FRAME.assign(city="x"), "column city is .*encode it"),
         (FRAME.assign(bmi=np.nan), "NaN or infinite"),
         (FRAME[["Target", "User"]], "no columns besides"),
@@ -325,9 +325,24 @@ def test_clients_with_a_name_for_each_sample_go_with_a_pair_only():
 
 
 def test_columns_that_a_frame_lacks():
-    with pytest.raises(UserError, match=r"no column nothing \(label_column\); it has age"):
+    with pytest.raises(
+        UserError, match=r"no column nothing, which label_column names; choose from age"
+    ):
         make_dataset(FRAME, label_column="nothing")
-    with pytest.raises(UserError, match=r"no column nobody \(clients_by\)"):
+    with pytest.raises(UserError, match=r"no column nobody, which clients_by names"):
         make_dataset(FRAME, clients_by="nobody")
     with pytest.raises(UserError, match="two columns of the same name"):
         make_dataset(pd.concat([FRAME, FRAME], axis=1))
+
+
+def test_a_frame_is_read_as_the_same_table_in_a_file(tmp_path):
+    frame = pd.DataFrame({
+        "a": [1.0, 2.0, 3.0, 4.0], "subject": list("pqpq"), "y": list("uvvu"),
+        "split": ["train", "test", "val", "train"],
+    })  # fmt: skip
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    read, made = load(str(tmp_path / "t.csv")), make_dataset(frame)
+    assert made.client_names == read.client_names == ("p", "q")
+    assert made.split.tolist() == read.split.tolist() == [0, 2, 1, 0]
+    assert made.feature_names == read.feature_names == ("a",)
+    assert made.class_names == read.class_names == ("u", "v")

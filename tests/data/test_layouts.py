@@ -158,11 +158,11 @@ def test_texts_have_clients_and_parts_too(tmp_path):
             "column split holds 'early' for sample 0; .* another",
         ),
         ("label,text,user\na,b,ada\na,c, \n", {}, "line 3: the client is empty; every text needs"),
-        ("label,text\na,b\n", {"clients_by": "usr"}, "no column usr, which --clients-by names"),
+        ("label,text\na,b\n", {"clients_by": "usr"}, "no column usr, which clients_by names"),
         (
             "label,text\na,b\n",
             {"label_column": "lab"},
-            r"--label-column names \(did you mean label",
+            r"label_column names \(did you mean label",
         ),
     ],
 )

@@ -240,7 +240,7 @@ def test_what_cannot_be_onboarded_is_refused_in_a_sentence(images, tmp_path):
     for sentence, options in refusals.items():
         with pytest.raises(UserError, match=sentence):
             fedala.onboard(run, new, **options)
-    with pytest.raises(UserError, match="class 3, which the run does not have"):
+    with pytest.raises(UserError, match="class number 3, which the run does not have"):
         fedala.onboard(run, images / "other.npz")
     with pytest.raises(UserError, match="do not fit the model"):
         fedala.onboard(run, images / "wide.npz")

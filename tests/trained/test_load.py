@@ -258,9 +258,12 @@ def test_refusals(both, tmp_path):
     [
         ((PIXELS[:, :, :8], Y), "N×1×16×16"),
         ((PIXELS, Y[:5]), "60 samples and 5 targets"),
-        ((PIXELS, Y + 1), "labels 1 to 4; those of this run are 0 to 3"),
+        ((PIXELS, Y + 1), "class number 4, which the run does not have"),
         ((PIXELS, Y / 2), "one class for each sample"),
-        ((PIXELS, ["emu"] * 60), "class 'emu'; those of this run are ant, bee, cat, dog"),
+        (
+            (PIXELS, ["emu"] * 60),
+            "class emu, which the run does not have; its classes are ant, bee, cat, dog",
+        ),
         ((PIXELS[:0], Y[:0]), "empty"),
         (5, "must be a path"),
         (federate(images(), "iid", 4), "4 clients, and the run 3"),
@@ -319,3 +322,21 @@ def test_held_out_clients_have_no_models_and_the_others_keep_their_own(names, tm
     assert len(scores.personal) == len(trained.evaluate(named).personal) == 3
     with pytest.raises(UserError, match=r"held out.*onboard"):
         trained.personal(names[order[-1]] if names else 3)
+
+
+def test_classes_that_are_called_by_numbers_are_no_positions(tmp_path):
+    """A class called 1 is not the one with the number 1."""
+    data = features(torch.arange(40) % 3, 3, ("1", "2", "3"))
+    run(tmp_path / "run", data, model="mlp", method="fedavg")
+    trained, some = load(tmp_path / "run"), (data.y < 2).numpy()
+    x, called = data.x.numpy()[some], (data.y.numpy() + 1)[some]
+    wanted = trained.evaluate((x, called.astype(str)))
+    np.savez(tmp_path / "new.npz", x=x, y=called)
+    assert trained.evaluate((x, called)) == trained.evaluate(tmp_path / "new.npz") == wanted
+    numbers = Dataset("unnamed", torch.from_numpy(x), torch.from_numpy(called - 1), 3)
+    assert trained.evaluate(numbers) == wanted
+    one = fedala.onboard(tmp_path / "run", tmp_path / "new.npz", epochs="0").clients[0]
+    named = Dataset("n", torch.from_numpy(x), numbers.y, 3, ("1", "2", "3"))
+    assert one.losses == fedala.onboard(tmp_path / "run", named, epochs="0").clients[0].losses
+    with pytest.raises(UserError, match="holds the class 0, which the run does not have"):
+        trained.evaluate((x, called - 1))

@@ -70,7 +70,7 @@ def assign_roles(
     labels: Sequence[str] = LABELS,
 ) -> Roles:
     """Tell which column of a table says what."""
-    label = _find_named(wanted.label, labels, names, where, "--label-column")
+    label = _find_named(wanted.label, labels, names, where, "label_column")
     free = [name for name in names if name != label]
     clients = find_clients(free, wanted.clients, where)
     free = [name for name in free if name != clients]
@@ -83,7 +83,7 @@ def find_clients(
     names: Sequence[str], wanted: str | None, where: str, what: str = "column"
 ) -> str | None:
     """Return the column, or array, that names the clients: the wanted one, or a usual one."""
-    return _find_named(wanted, CLIENTS, names, where, "--clients-by", what)
+    return _find_named(wanted, CLIENTS, names, where, "clients_by", what)
 
 
 def _find_named(

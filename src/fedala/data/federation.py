@@ -321,7 +321,7 @@ def _read_partition(
 ) -> tuple[list[dict[str, Indices]], tuple[str, ...]]:
     """Read a partition file, and check that it fits the dataset and divides it without overlap.
 
-    Clients that are only a list of samples are split as `given`, or 75/25. Returns the parts of each client, and the clients' names, if the file has them.
+    Lists of samples are split as `given`. Returns each client's parts, and names if there are any.
     """
     rows, names = _read_clients(path, dataset)
     if clients is not None and clients != len(rows):
@@ -329,7 +329,7 @@ def _read_partition(
             f"{path} holds {len(rows)} clients, but {clients} were asked for; leave the number out."
         )
     splits = [
-        _read_client(row, f"{path}, client {client}", len(dataset.y), seed, client, given)
+        _read_client(row, f"{path}, client {client}", len(dataset.y), (seed, client, given))
         for client, row in enumerate(rows)
     ]
     all_parts = [part for split in splits for part in split.values()]
@@ -379,11 +379,9 @@ def _read_clients(path: Path, dataset: Dataset) -> tuple[list[Any], tuple[str, .
     return rows, tuple(printable(name, 100) for name in names)
 
 
-def _read_client(
-    row: Any, where: str, samples: int, seed: int, client: int, given: Indices | None
-) -> dict[str, Indices]:
+def _read_client(row: Any, where: str, samples: int, how: tuple[Any, ...]) -> dict[str, Indices]:
     if isinstance(row, list):
-        return split_share(_read_indices(row, where, samples), seed, client, given)
+        return split_share(_read_indices(row, where, samples), *how)
     if not isinstance(row, dict) or not {"train", "test"} <= set(row) <= set(PARTS):
         raise UserError(
             f"{where} must be a list of samples, or have train, test and optionally validation."

@@ -12,12 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedala.data.arrays import Array, choose_layout
+from fedala.data.columns import LABELS, Wanted, assign_roles, parse_parts
 from fedala.data.dataset import Dataset, RawData, encode_labels
 from fedala.data.load import build_dataset
 from fedala.errors import UserError, first_line
 
-_LABEL_COLUMNS = ("label", "class", "target")
-_CLIENT_COLUMNS = ("client", "user")
 _PART_NAMES = {"train": 0, "validation": 1, "val": 1, "test": 2}
 _WANTED = (
     "data are a pair (x, y) of arrays or tensors, a torch Dataset of such pairs, a pandas "
@@ -38,13 +37,6 @@ class _Part(NamedTuple):
     vocabulary: int | None = None
 
 
-class _Columns(NamedTuple):
-    """Which columns of a frame are not features."""
-
-    label: str | None = None
-    client: str | None = None
-
-
 def make_dataset(
     data: Any,
     *,
@@ -61,7 +53,8 @@ def make_dataset(
       each one is; `(x, y, clients)` says the same.
     - a `torch.utils.data.Dataset` with a length, whose samples are such pairs;
     - a pandas `DataFrame`. Its numeric columns are features. The label is in the column
-      `label_column`, or label, class or target; the client in `clients_by`, or client or user;
+      `label_column`, or label, class, target or y; the client in `clients_by`, or client, user,
+      subject or the like; a column split or part says what is for training and testing;
     - a list with one of the above for each client, or a dict with their names;
     - a dict with the parts `train` and `test`, and maybe `validation`, each one of the above; or a
       dict or list of clients, each with such parts.
@@ -70,7 +63,7 @@ def make_dataset(
     tokens: make whole numbers that are features floats. A list of texts becomes tokens, too. Labels
     may be whole numbers from 0 or names; floats are numbers to predict.
     """
-    columns = _Columns(label_column, clients_by)
+    columns = Wanted(clients_by, label_column)
     if clients is not None:
         if not isinstance(data, tuple) or len(data) != 2:
             raise UserError(
@@ -79,7 +72,7 @@ def make_dataset(
             )
         data = (*data, clients)
     part = _read(data, name, columns)
-    if columns != _Columns() and not part.feature_names:
+    if columns != Wanted() and not part.feature_names:
         raise UserError("label_column and clients_by are for a pandas DataFrame.")
     return _build(part, name)
 
@@ -99,7 +92,7 @@ def _make_writeable(array: Array) -> Array:
     return array if array.flags.writeable else array.copy()
 
 
-def _read(data: Any, where: str, columns: _Columns) -> _Part:
+def _read(data: Any, where: str, columns: Wanted) -> _Part:
     """Read data of any kind."""
     if isinstance(data, Dataset):
         return _read_own_dataset(data)
@@ -174,30 +167,32 @@ def _is_frame(data: Any) -> bool:
     return kind.__name__ == "DataFrame" and kind.__module__.split(".")[0] == "pandas"
 
 
-def _read_frame(frame: Any, where: str, columns: _Columns) -> _Part:
+def _read_frame(frame: Any, where: str, columns: Wanted) -> _Part:
     names = [str(column) for column in frame.columns]
     if len(set(names)) < len(names):
         raise UserError(f"{where} has two columns of the same name.")
-    label = _find_column(names, columns.label, _LABEL_COLUMNS, where, "label_column")
-    if label is None:
+    roles = assign_roles(names, columns, where, inputs=())
+    if roles.label is None:
         raise UserError(
-            f"{where} has no column label, class or target: name the one with label_column=…. It "
-            f"has {', '.join(names)[:200]}."
+            f"{where} has no column {', '.join(LABELS[:-1])} or {LABELS[-1]}: name the one with "
+            f"label_column=…. It has {', '.join(names)[:200]}."
         )
-    client = _find_column(names, columns.client, _CLIENT_COLUMNS, where, "clients_by")
-    features = [i for i, name in enumerate(names) if name not in (label, client)]
+    features = [names.index(name) for name in roles.features]
     x = _read_features(frame, features, where)
-    y = _convert_targets(frame.iloc[:, names.index(label)].to_numpy(), where)
-    owners = None
-    if client is not None:
-        owners = _name_clients(frame.iloc[:, names.index(client)].tolist(), len(y), where)
-    return _Part(x, y, owners, feature_names=tuple(names[i] for i in features))
+    y = _convert_targets(frame.iloc[:, names.index(roles.label)].to_numpy(), where)
+    owners = split = None
+    if roles.clients is not None:
+        owners = _name_clients(frame.iloc[:, names.index(roles.clients)].tolist(), len(y), where)
+    if roles.split is not None:
+        words = [str(word) for word in frame.iloc[:, names.index(roles.split)]]
+        split = parse_parts(words, f"{where}, column {roles.split}")
+    return _Part(x, y, owners, split, roles.features)
 
 
 def _read_features(frame: Any, columns: Sequence[int], where: str) -> Array:
     """Return numeric columns as float32, N×D."""
     if not columns:
-        raise UserError(f"{where} has no columns besides the label and the client.")
+        raise UserError(f"{where} has no columns besides the label, the client and the split.")
     arrays = []
     for i in columns:
         series = frame.iloc[:, i]
@@ -210,19 +205,7 @@ def _read_features(frame: Any, columns: Sequence[int], where: str) -> Array:
     return np.stack(arrays, axis=1)
 
 
-def _find_column(
-    names: list[str], asked: str | None, usual: tuple[str, ...], where: str, option: str
-) -> str | None:
-    if asked is not None:
-        if asked not in names:
-            raise UserError(
-                f"{where} has no column {asked} ({option}); it has {', '.join(names)[:200]}."
-            )
-        return asked
-    return next((name for word in usual for name in names if name.strip().lower() == word), None)
-
-
-def _read_parts(data: Mapping[str, Any], where: str, columns: _Columns) -> _Part:
+def _read_parts(data: Mapping[str, Any], where: str, columns: Wanted) -> _Part:
     parts = []
     for name, content in data.items():
         part = _read(content, f"{where}, {name}", columns)
@@ -235,7 +218,7 @@ def _read_parts(data: Mapping[str, Any], where: str, columns: _Columns) -> _Part
     return _concatenate(parts, where)
 
 
-def _read_clients(data: Mapping[Any, Any], where: str, columns: _Columns) -> _Part:
+def _read_clients(data: Mapping[Any, Any], where: str, columns: Wanted) -> _Part:
     names = _name_clients(list(data), len(data), where)
     if len(set(names)) < len(names):
         raise UserError(f"{where} has two clients of the same name.")

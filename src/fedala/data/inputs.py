@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedala.data.arrays import read_npz_inputs
-from fedala.data.columns import LABELS
+from fedala.data.columns import LABELS, find
 from fedala.data.csv_files import read_rows
 from fedala.data.images import read_plain_images
 from fedala.data.tables import read_parquet_columns
@@ -47,7 +47,7 @@ class Columns(NamedTuple):
     def find_label(self, names: Sequence[str], where: str) -> str | None:
         if not self.has_label:
             return None
-        found = _find(LABELS if self.label is None else (self.label,), names)
+        found = find(LABELS if self.label is None else (self.label,), names)
         if found is None:
             wanted = self.label or f"label column ({', '.join(LABELS)}); name it"
             raise UserError(f"{where} has no {wanted}: its columns are {_list(names)}.")
@@ -56,7 +56,7 @@ class Columns(NamedTuple):
     def find_inputs(self, names: Sequence[str], where: str) -> list[str]:
         """Return the columns to read, without the label."""
         if not self.features:
-            text = _find(_TEXTS, names)
+            text = find(_TEXTS, names)
             if text is None:
                 raise UserError(f"{where} has no column text: its columns are {_list(names)}.")
             return [text]
@@ -68,12 +68,6 @@ class Columns(NamedTuple):
                 f"{_list(names)}."
             )
         return list(wanted)
-
-
-def _find(wanted: Sequence[str], names: Sequence[str]) -> str | None:
-    folded = {name.lower(): name for name in reversed(names)}
-    matches = (name if name in names else folded.get(name.lower()) for name in wanted)
-    return next(filter(None, matches), None)
 
 
 def _list(names: Sequence[str]) -> str:

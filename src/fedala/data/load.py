@@ -16,7 +16,7 @@ from fedala.data.csv_files import read_ag_news_csv, read_csv
 from fedala.data.dataset import PARTS, Dataset, RawData, encode_labels
 from fedala.data.images import read_image_folder, resize_images
 from fedala.data.leaf import find_leaf_files, read_leaf
-from fedala.data.matching import match_classes, order_features
+from fedala.data.matching import match_classes, name_numbers, order_features
 from fedala.data.tables import read_hub, read_own_parquet, read_parquet
 from fedala.data.text import encode_texts
 from fedala.errors import (
@@ -80,7 +80,8 @@ def load_more(
             ordered = order_features(raw.x, raw.feature_names, feature_names)
             raw = raw._replace(x=ordered, feature_names=tuple(feature_names))
         if raw.y.ndim == 1 and raw.y.dtype.kind != "f":
-            y = match_classes(raw.y, raw.class_names, class_names, name)
+            y, own = name_numbers(raw.y, raw.class_names, class_names)
+            y = match_classes(y, own, class_names, name)
             raw = raw._replace(y=y, class_names=tuple(class_names))
         dataset = build_dataset(name, raw, tokens=tuple(tokens))
         return dataset if resize is None else resize_images(dataset, resize)

@@ -1,5 +1,6 @@
 """Samples that come later: their classes and columns get the numbers that they have in a run."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,18 @@ def match_classes(
 ) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """Return labels as numbers of `known` classes, by the names of their own if they have any."""
     used = np.unique(y).tolist()
-    number = {spreadsheet_safe(label): k for k, label in enumerate(known)}
+    number = {spreadsheet_safe(printable(label, 100)): k for k, label in enumerate(known)}
     numbers = {label: label for label in used}
-    if names:
-        numbers = {label: number.get(spreadsheet_safe(names[label]), -1) for label in used}
+    if len(names):
+        titles = {label: spreadsheet_safe(printable(str(names[label]), 100)) for label in used}
+        numbers = {
+            # A label that is a number may have been read as 3.0.
+            label: number.get(title, number.get(title.removesuffix(".0"), -1))
+            for label, title in titles.items()
+        }
     for label, k in numbers.items():
         if not 0 <= k < len(known):
-            title = printable(names[label], 100) if names else label
+            title = printable(str(names[label]), 100) if len(names) else f"number {label}"
             raise UserError(
                 f"{where} holds the class {title}, which the run does not have; its classes are "
                 f"{printable(', '.join(known[:20]), 500)}{', …' if len(known) > 20 else ''}."
@@ -28,6 +34,17 @@ def match_classes(
     table = np.zeros(max(used, default=0) + 1, dtype=np.int64)
     table[list(numbers)] = list(numbers.values())
     return np.asarray(table[y], dtype=np.int64)
+
+
+def name_numbers(
+    y: "np.ndarray[Any, Any]", names: Sequence[str], known: Sequence[str]
+) -> "tuple[np.ndarray[Any, Any], Sequence[str]]":
+    """Return labels and their names: whole numbers are names if classes are called 3, 5 and 7."""
+    are_numbers = all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in known)
+    if len(names) or not are_numbers or list(known) == [*map(str, range(len(known)))]:
+        return y, names
+    found, positions = np.unique(y, return_inverse=True)
+    return positions, tuple(map(str, found.tolist()))
 
 
 def order_features(x: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:

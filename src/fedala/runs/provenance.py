@@ -27,7 +27,6 @@ from fedala.runs.resumable_options import identify
 from fedala.runs.sweep_results import find_sweeps
 from fedala.version import __version__
 
-
 #: What the record of a run says of the layers of a user's own model. Runs of first versions, which
 #: counted layers as they are registered, say nothing.
 LAYERS = {"layers": "as used"}

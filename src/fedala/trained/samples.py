@@ -19,9 +19,9 @@ from fedala.data.arrays import read_npz
 from fedala.data.collect import collect_samples
 from fedala.data.images import read_image_folder
 from fedala.data.inputs import Columns, is_file, is_table, read_inputs
-from fedala.data.matching import order_features
+from fedala.data.matching import match_classes, name_numbers, order_features
 from fedala.data.preprocessing import Preprocessing
-from fedala.errors import UserError, printable
+from fedala.errors import UserError
 
 Array = np.ndarray[Any, Any]
 
@@ -95,7 +95,8 @@ def prepare_samples(
     if y.ndim == 0 or len(y) != len(x):
         count = len(y) if y.ndim else 1
         raise UserError(f"There are {len(x)} samples and {count} targets: each needs one.")
-    return Samples(x, convert_targets(y, names, preprocessing))
+    is_dataset = isinstance(data, Dataset)
+    return Samples(x, convert_targets(y, names, preprocessing, is_dataset=is_dataset))
 
 
 def _read_samples(
@@ -153,14 +154,16 @@ def _renumber(ids: Tensor, tokens: Sequence[str], known: Sequence[str]) -> Array
 # --- targets --------------------------------------------------------------------------------------
 
 
-def convert_targets(y: Array, names: Sequence[str], preprocessing: Preprocessing) -> Tensor:
+def convert_targets(
+    y: Array, names: Sequence[str], preprocessing: Preprocessing, *, is_dataset: bool = False
+) -> Tensor:
     """Return targets as the run had them: int64 labels, or floats in the model's precision.
 
-    `names` are those of the data's own classes; without them, `y` holds the run's labels, or the
-    names of its classes.
+    `names` are those of the data's own classes; without them, `y` holds the names of the run's
+    classes, or their numbers. Those of a `Dataset` are numbers.
     """
     if preprocessing.targets == "classes":
-        return _convert_labels(y, names, preprocessing)
+        return _convert_labels(y, names, preprocessing, is_dataset=is_dataset)
     dtype: torch.dtype = getattr(torch, preprocessing.precision)
     if y.dtype.kind == "U":
         y = _parse_numbers(y)
@@ -183,7 +186,9 @@ def _parse_numbers(texts: Array) -> Array:
         raise UserError(f"The targets must be numbers ({error}).") from None
 
 
-def _convert_labels(y: Array, names: Sequence[str], preprocessing: Preprocessing) -> Tensor:
+def _convert_labels(
+    y: Array, names: Sequence[str], preprocessing: Preprocessing, *, is_dataset: bool
+) -> Tensor:
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim == 1 and y.dtype.kind in "UO":
@@ -194,26 +199,7 @@ def _convert_labels(y: Array, names: Sequence[str], preprocessing: Preprocessing
             f"The targets must be one class for each sample, not {y.dtype} of shape "
             f"{tuple(y.shape)}."
         )
-    if len(names):
-        return torch.from_numpy(_number_classes(names, preprocessing)[y])
-    if y.min() < 0 or y.max() >= preprocessing.classes:
-        raise UserError(
-            f"The data holds the labels {y.min()} to {y.max()}; those of this run are 0 to "
-            f"{preprocessing.classes - 1}."
-        )
-    return torch.from_numpy(y.astype(np.int64))
-
-
-def _number_classes(names: Sequence[str], preprocessing: Preprocessing) -> Array:
-    """Return the run's number of each class that the data names."""
     known = preprocessing.class_names or tuple(map(str, range(preprocessing.classes)))
-    number = {name: position for position, name in enumerate(known)}
-    found = []
-    for name in (printable(str(name), 100) for name in names):
-        if name not in number:
-            name = name.removesuffix(".0")  # a label that is a number
-        if name not in number:
-            few = ", ".join(known[:10]) + (" …" if len(known) > 10 else "")
-            raise UserError(f"The data has the class {name!r}; those of this run are {few}.")
-        found.append(number[name])
-    return np.array(found, dtype=np.int64)
+    if not is_dataset:
+        y, names = name_numbers(y, names, known)
+    return torch.from_numpy(match_classes(y, names, known, "The data"))
