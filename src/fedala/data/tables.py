@@ -169,7 +169,7 @@ def read_parquet_columns(
     images = [_image(value, f"{path}, image {i}", ()) for i, value in enumerate(inputs)]
     if not images:
         raise UserError(f"{path} is empty: there is no sample in it.")
-    return decode_images(images, resize), columns
+    return decode_images(images, resize)[0], columns
 
 
 def _read_table(path: Path, choose: Choose) -> Any:
@@ -243,7 +243,8 @@ def _merge(
         raw = raw._replace(notes=(*raw.notes, *notes))
         targets = None if names else encode_targets(_words(labels, about), about)
     else:
-        raw, targets = raw._replace(x=_read_inputs(content, roles, where, caches, resize)), None
+        inputs, notes = _read_inputs(content, roles, where, caches, resize)
+        raw, targets = raw._replace(x=inputs, notes=(*raw.notes, *notes)), None
     y, class_names = targets or _encode(labels, names, about)
     return raw._replace(y=y, class_names=class_names)
 
@@ -264,15 +265,15 @@ def _find_split(
 
 def _read_inputs(
     content: dict[str, Any], roles: Roles, where: str, caches: Sequence[Path], resize: int | None
-) -> Any:
-    """Return texts as they are, or the pixels of images."""
+) -> tuple[Any, tuple[str, ...]]:
+    """Return texts as they are, or the pixels of images, and sentences about these."""
     inputs = content[str(roles.input)]
     if any(isinstance(value, str) for value in inputs):
         if not all(isinstance(value, str) for value in inputs):
             raise UserError(
                 f"{where}, column {roles.input}: some texts are missing; every label needs one."
             )
-        return inputs
+        return inputs, ()
     images = [_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
     return decode_images(images, resize)
 
