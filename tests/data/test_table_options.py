@@ -1,0 +1,104 @@
+"""Tables as people have them: columns to leave out, missing values, separators, whole numbers."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedala.data import load
+from fedala.errors import UserError
+from fedala.runs.config import Config
+from fedala.runs.plan import plan
+
+ROWS = "id,when,a,los\n" + "".join(f"{i + 100},day {i},{i % 4}.5,{i % 3}\n" for i in range(12))
+
+
+def write(tmp_path, text, name="my.csv"):
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+def test_columns_are_left_out(tmp_path):
+    path = write(tmp_path, ROWS)
+    with pytest.raises(UserError, match=r"column when .* Leave it out with --drop-columns when"):
+        load(path, label_column="los")
+    data = load(path, label_column="los", drop_columns=["WHEN"])
+    assert data.feature_names == ("id", "a")
+    note = "The column id looks like a row number; --drop-columns id leaves it out."
+    assert note in data.notes
+    data = load(path, label_column="los", drop_columns=["when", "id"])
+    assert data.feature_names == ("a",)
+    assert not any("row number" in note for note in data.notes)
+    with pytest.raises(UserError, match="no column day, which --drop-columns names"):
+        load(path, label_column="los", drop_columns=["day"])
+    with pytest.raises(UserError, match="los is in --drop-columns and in --label-column"):
+        load(path, label_column="los", drop_columns=["los"])
+    with pytest.raises(UserError, match="drop_columns are for your own data"):
+        load("digits", drop_columns=["a"])
+
+
+@pytest.mark.parametrize("value", ["when,id", ["when", "id"]])
+def test_a_run_leaves_columns_out_and_predicts_whole_numbers(tmp_path, value):
+    values = {"dataset": write(tmp_path, ROWS), "label_column": "los", "drop_columns": value}
+    values |= {"method": "fedavg", "partition": "iid", "clients": 2, "rounds": 1}
+    classes = plan(Config.from_values(values)).federation.dataset
+    assert (classes.kind, classes.classes, classes.feature_names) == ("classes", 3, ("a",))
+    for loss in ("mse", "mae", "huber"):
+        numbers = plan(Config.from_values({**values, "loss": loss})).federation.dataset
+        assert (numbers.kind, numbers.classes) == ("numbers", 1)
+        assert numbers.y.dtype == torch.float32
+        np.testing.assert_array_equal(numbers.y, [i % 3 for i in range(12)])
+
+
+def test_many_whole_numbers_are_said_to_be_classes(tmp_path):
+    path = write(tmp_path, "a,y\n" + "".join(f"{i}.5,{i % 11}.0\n" for i in range(33)))
+    said = "The label y holds 11 whole numbers, which are read as classes; --loss mse"
+    assert any(note.startswith(said) for note in load(path).notes)
+    assert not any("whole numbers" in note for note in load(path, is_regression=True).notes)
+
+
+def test_all_missing_values_are_counted(tmp_path):
+    path = write(tmp_path, "a,b,c,y\n1,2,x,0\n1,?,x,1\n,,y,0\n1,2,NA,1\n")
+    says = (
+        r"4 missing values: a 1, b 2, c 1; the first in line 3, column b\. Drop the lines or fill"
+    )
+    with pytest.raises(UserError, match=says):
+        load(path)
+
+
+def test_missing_values_of_parquet_are_counted(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.table({"a": [1.0, None, None], "b": ["u", "u", None], "y": [0, 1, 0]})
+    pq.write_table(table, tmp_path / "my.parquet")
+    with pytest.raises(UserError, match="3 missing values: a 2, b 1; the first in row 1, column a"):
+        load(str(tmp_path / "my.parquet"))
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_separators_are_found(tmp_path, separator):
+    text = 'name,a,"weight, kg",label\nu,1,2.5,x\nu,2,3.5,y\nv,3,0.5,x\nv,4,1,y\n'
+    usual = load(write(tmp_path, text))
+    lines = text.replace('"weight, kg"', "weight").replace(",", separator)
+    other = load(write(tmp_path, lines.replace("weight", '"weight, kg"'), "other.csv"))
+    assert torch.equal(usual.x, other.x)
+    assert torch.equal(usual.y, other.y)
+    assert other.feature_names == usual.feature_names == ("name=u", "name=v", "a", "weight, kg")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a;y\n1;0\n2,5;1\n3;0\n", "line 3: the column a holds 2,5, a number with a decimal comma"),
+        ("a;y\n1;0,5\n2;1,5\n3;2\n", "column y holds 0,5, a number with a decimal comma"),
+    ],
+)
+def test_decimal_commas_are_refused(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        load(write(tmp_path, text))
+
+
+def test_the_list_of_features_is_complete(tmp_path):
+    names = [f"f{i}" for i in range(43)]
+    path = write(tmp_path, f"{','.join(names)},y\n" + "".join(f"{'1,' * 43}{i}\n" for i in (0, 1)))
+    assert f"The features are the columns {', '.join(names[:40])} and 3 more." in load(path).notes
