@@ -254,7 +254,7 @@ class Stream(IterableDataset):
         ((X.astype(complex), Y), "x is complex64|x is complex128"),
         ((X, Y * 1j), "y is complex128"),
         ((np.array([{}] * 12), Y), "x holds Python objects"),
-        (([[1.0], [1.0, 2.0]] * 6, Y), "x is not an array with rows of one shape"),
+        (([[1.0], [1.0, 2.0]] * 6, Y), "have 1 to 2 values, and must have one shape"),
         ((X * np.nan, Y), "NaN or infinite"),
         ((X.astype(np.float64) * 1e300, Y), "NaN or infinite"),
         ((X, np.array([None] * 12)), "y holds Python objects"),
@@ -285,13 +285,13 @@ class Stream(IterableDataset):
         ([[(X, Y)]], "clients inside"),
         ([(X, Y), 3], "a list of arrays|type int"),
         (Pairs(X, [*Y[:11], None]), "y holds Python objects"),
-        (Pairs([X[0], X[0, :2]] * 6, Y), "rows of one shape"),
+        (Pairs([X[0], X[0, :2]] * 6, Y), "must have one shape"),
         (TensorDataset(torch.from_numpy(X)), "a sample must be a pair"),
         (Stream(), "Dataset without a length"),
         (DataLoader(Pairs(X, Y)), "give its dataset: loader.dataset"),
-        (FRAME.drop(columns="Target"), "no column label, class or target"),
-        (FRAME.assign(city="x"), "column city is .*encode it"),
-        (FRAME.assign(bmi=np.nan), "NaN or infinite"),
+        (FRAME.drop(columns="Target"), "no column label, class, target or y"),
+        (FRAME.assign(city=list("abcd")), "city holds 4 different words in 4 rows"),
+        (FRAME.assign(bmi=np.nan), "4 missing values: bmi 4; the first in row 0"),
         (FRAME[["Target", "User"]], "no columns besides"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -325,9 +325,11 @@ def test_clients_with_a_name_for_each_sample_go_with_a_pair_only():
 
 
 def test_columns_that_a_frame_lacks():
-    with pytest.raises(UserError, match=r"no column nothing \(label_column\); it has age"):
+    with pytest.raises(
+        UserError, match="no column nothing, which --label-column names; choose from age"
+    ):
         make_dataset(FRAME, label_column="nothing")
-    with pytest.raises(UserError, match=r"no column nobody \(clients_by\)"):
+    with pytest.raises(UserError, match="no column nobody, which --clients-by names"):
         make_dataset(FRAME, clients_by="nobody")
     with pytest.raises(UserError, match="two columns of the same name"):
         make_dataset(pd.concat([FRAME, FRAME], axis=1))

@@ -1,10 +1,12 @@
 """Tables as people have them: columns to leave out, missing values, separators, whole numbers."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from fedala.data import load
+import fedala
+from fedala.data import federate, load, make_dataset
 from fedala.errors import UserError
 from fedala.runs.config import Config
 from fedala.runs.plan import plan
@@ -102,3 +104,77 @@ def test_the_list_of_features_is_complete(tmp_path):
     names = [f"f{i}" for i in range(43)]
     path = write(tmp_path, f"{','.join(names)},y\n" + "".join(f"{'1,' * 43}{i}\n" for i in (0, 1)))
     assert f"The features are the columns {', '.join(names[:40])} and 3 more." in load(path).notes
+
+
+PEOPLE = """Proband,text_size,smoker,Split,pressure,ok,Y
+p1,1,no,train,120.5,True,2
+p1,2,yes,train,130,False,3
+p1,3,no,test,125,True,2
+p2,4,yes,train,110.25,True,3
+p2,2,no,train,150,False,2
+p2,3,yes,test,99,True,3
+"""
+
+
+@pytest.mark.parametrize("is_regression", [False, True])
+def test_a_frame_is_read_as_the_same_csv(tmp_path, is_regression):
+    options = {"clients_by": "proband", "drop_columns": ["text_size"]}
+    path = write(tmp_path, PEOPLE)
+    frame = pd.read_csv(path)
+    file = federate(load(path, **options, is_regression=is_regression))
+    whole = federate(make_dataset(frame, **options, is_regression=is_regression))
+    assert whole.dataset.notes == file.dataset.notes
+    assert file.dataset.feature_names == ("smoker=no", "smoker=yes", "pressure", "ok")
+    pieces = dict(iter(frame.drop(columns="Proband").groupby(frame["Proband"])))
+    options = {"drop_columns": ["text_size"], "is_regression": is_regression}
+    by_client = federate(make_dataset(pieces, **options))
+    for own in (whole, by_client):
+        assert own.digest() == file.digest()
+        for name in ("feature_names", "class_names", "classes", "client_names"):
+            assert getattr(own.dataset, name) == getattr(file.dataset, name)
+
+
+def test_a_frame_may_hold_texts():
+    frame = pd.DataFrame({"text": ["good film", "bad", "good"], "label": ["a", "b", "a"], "n": 1})
+    data = make_dataset(frame)
+    assert data.tokens[0] == "good"
+    assert data.class_names == ("a", "b")
+
+
+def test_a_run_predicts_whole_numbers_of_a_frame(tmp_path):
+    frame = pd.DataFrame({"a": np.arange(12) / 7, "when": [f"d{i}" for i in range(12)]})
+    frame["los"] = np.arange(12) % 5
+    columns = {"label_column": "los", "drop_columns": ["when"]}
+    options = {"method": "fedavg", "partition": "iid", "clients": 2}
+    run = fedala.run(
+        dataset=frame, loss="mae", rounds=1, out=tmp_path / "run", **columns, **options
+    )
+    assert run.config.drop_columns == "when"
+    assert run.config.loss == "mae"
+    again = fedala.run(dataset=frame, resume=tmp_path / "run", rounds=2)
+    assert again.config.rounds == 2
+
+
+class Several(torch.utils.data.Dataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return self.x, place % 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (([[1, 2, 3], [1], [2, 2], [3]], [0, 1, 0, 1]), "1 to 3 values, and .* pad them with 0"),
+        (({"tokens": np.ones((4, 2))}, [0, 1, 0, 1]), "x is a dict; a run needs one array"),
+        (Several({"tokens": torch.ones(3)}), "x is a dict; a run needs one array"),
+        (Several((torch.ones(3), torch.ones(4))), "x of a sample is several tensors; a run needs"),
+    ],
+)
+def test_samples_are_one_array_each(data, message):
+    with pytest.raises(UserError, match=message):
+        make_dataset(data)
