@@ -178,3 +178,16 @@ class Several(torch.utils.data.Dataset):
 def test_samples_are_one_array_each(data, message):
     with pytest.raises(UserError, match=message):
         make_dataset(data)
+
+
+def test_a_forgotten_column_of_clients_is_proposed(tmp_path):
+    rows = [f"VP-{i % 4},{i % 5},{i}.5,{i % 2},{'uv'[i % 2]}" for i in range(40)]
+    path = write(tmp_path, "\n".join(["proband,site,a,sick,label", *rows]))
+    says = "my.csv names no clients, .* one of the columns proband, site says .* --clients-by NAME"
+    with pytest.raises(UserError, match=says):
+        federate(load(path))
+    assert len(federate(load(path, clients_by="proband")).train) == 4
+    with pytest.raises(UserError, match=r"None of 10000 draws .* fewer clients\.$"):
+        federate(load(path), "dir:0.1")
+    with pytest.raises(UserError, match=r"If a column \(array, or level of folders\) says"):
+        federate(make_dataset((np.zeros((40, 2)), np.arange(40) % 2)))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedala.data.dataset import PARTS, Dataset
-from fedala.data.natural import describe_untested, list_natural_clients
+from fedala.data.natural import describe_untested, explain_default, list_natural_clients
 from fedala.data.partition import Indices, check_seed, needs_classes, partitioner
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import read_json
@@ -192,7 +192,7 @@ def federate(
             f"The validation share must be at least 0 and less than 1, not {validation}."
         )
     check_seed(seed)
-    partition = partition or default_partition(dataset)
+    asked, partition = partition, partition or default_partition(dataset)
     given = dataset.split.numpy() if dataset.split is not None and split == "given" else None
     names: tuple[str, ...] = ()
     notes = [*dataset.notes]
@@ -205,7 +205,8 @@ def federate(
         owners = zip(natural.numbers, natural.shares, strict=True)
         splits = [split_share(share, seed, number, given) for number, share in owners]
     else:
-        shares = _divide(dataset, partition, clients, seed)
+        with explain_default(dataset, asked):
+            shares = _divide(dataset, partition, clients, seed)
         if dataset.clients is not None:
             notes.append(f"{partition} divides the samples in another way, not by their clients.")
         splits = [split_share(share, seed, client, given) for client, share in enumerate(shares)]

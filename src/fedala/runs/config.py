@@ -135,7 +135,8 @@ class Config:
     )
     lr: float | None = option(
         None,
-        "local learning rate; without it, the paper's, or the usual one of the model",
+        "local learning rate; without it, the paper's, or the usual one of the model; 0.001 for "
+        "adam and adamw",
         above=0,
         most=1e9,
     )
