@@ -180,14 +180,30 @@ def test_samples_are_one_array_each(data, message):
         make_dataset(data)
 
 
-def test_a_forgotten_column_of_clients_is_proposed(tmp_path):
+def test_a_forgotten_column_of_clients_is_proposed(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedala.data.partition._MAX_TRIES", 20)
     rows = [f"VP-{i % 4},{i % 5},{i}.5,{i % 2},{'uv'[i % 2]}" for i in range(40)]
     path = write(tmp_path, "\n".join(["proband,site,a,sick,label", *rows]))
     says = "my.csv names no clients, .* one of the columns proband, site says .* --clients-by NAME"
     with pytest.raises(UserError, match=says):
         federate(load(path))
     assert len(federate(load(path, clients_by="proband")).train) == 4
-    with pytest.raises(UserError, match=r"None of 10000 draws .* fewer clients\.$"):
+    with pytest.raises(UserError, match=r"None of 20 draws .* fewer clients\.$"):
         federate(load(path), "dir:0.1")
     with pytest.raises(UserError, match=r"If a column \(array, or level of folders\) says"):
         federate(make_dataset((np.zeros((40, 2)), np.arange(40) % 2)))
+
+
+def test_a_model_of_a_frame_predicts_a_frame(tmp_path):
+    frame = pd.DataFrame({"smoker": ["no", "yes"] * 6, "ok": [True, False, False] * 4})
+    frame["a"], frame["label"] = np.arange(12) / 7, np.arange(12) % 2
+    options = {"method": "fedavg", "partition": "iid", "clients": 2, "rounds": 1}
+    fedala.run(dataset=frame, out=tmp_path / "run", **options)
+    trained = fedala.load(tmp_path / "run")
+    frame.to_csv(tmp_path / "new.csv", index=False)
+    by_frame, by_file = (
+        trained.predict(one, probabilities=True) for one in (frame, tmp_path / "new.csv")
+    )
+    np.testing.assert_array_equal(by_frame, by_file)
+    with pytest.raises(UserError, match="row 0: the word 'maybe' of the column smoker was not"):
+        trained.predict(frame.assign(smoker="maybe"))

@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 
 from fedala.data.dataset import PARTS, Dataset
-from fedala.data.natural import describe_untested, explain_default, list_natural_clients
+from fedala.data.natural import (
+    describe_given,
+    describe_untested,
+    explain_default,
+    list_natural_clients,
+)
 from fedala.data.partition import Indices, check_seed, needs_classes, partitioner
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import read_json
@@ -211,7 +216,7 @@ def federate(
             notes.append(f"{partition} divides the samples in another way, not by their clients.")
         splits = [split_share(share, seed, client, given) for client, share in enumerate(shares)]
     if given is not None and not partition.endswith(".json"):
-        notes.append(_describe_given(splits))
+        notes.append(describe_given(splits))
         _check_training(splits, partition)
     has_validation = any(len(own["validation"]) for own in splits)
     if not has_validation:  # validation samples of a file or of the data stay as they are
@@ -220,12 +225,6 @@ def federate(
     if given is not None or partition == NATURAL:
         notes += describe_untested(parts["test"], names)
     return Federation(dataset, **parts, client_names=names, notes=tuple(notes))
-
-
-def _describe_given(splits: list[dict[str, Indices]]) -> str:
-    counts = {part: sum(len(own[part]) for own in splits) for part in PARTS}
-    listed = ", ".join(f"{count:,} {part}" for part, count in counts.items() if count)
-    return f"The split of the data is kept: {listed}; --split pooled mixes them."
 
 
 def _check_training(splits: list[dict[str, Indices]], partition: str) -> None:

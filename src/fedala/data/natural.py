@@ -1,12 +1,12 @@
 """The clients that the data name: who has samples to train with, and who is drawn."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
-from fedala.data.dataset import Dataset
+from fedala.data.dataset import PARTS, Dataset
 from fedala.data.partition import Indices
 from fedala.errors import UserError
 from fedala.lanes.randomness import draw
@@ -105,6 +105,13 @@ def _list_candidates(dataset: Dataset, most: int = 5) -> list[str]:
             count = len(np.unique(values.numpy()))
             numbers += [name] * (3 <= count <= rows // 2)
     return [*words, *numbers][:most]
+
+
+def describe_given(splits: Sequence[Mapping[str, Indices]]) -> str:
+    """Say how many samples the parts of the data have."""
+    counts = {part: sum(len(own[part]) for own in splits) for part in PARTS}
+    listed = ", ".join(f"{count:,} {part}" for part, count in counts.items() if count)
+    return f"The split of the data is kept: {listed}; --split pooled mixes them."
 
 
 def describe_untested(tests: Sequence[Indices], names: Sequence[str]) -> list[str]:
