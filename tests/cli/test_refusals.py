@@ -187,6 +187,7 @@ OTHERS = {
     "batch_size": "5", "lr": "0.1", "local_epochs": "2", "shuffle": None, "seeds": "0", "seed": "1",
     "eval_every": "2", "eval_clients": "joined", "evaluate": "trained", "validation": "0.1",
     "split": "pooled", "feature_shift": "rotate:90", "clients_by": "user", "label_column": "kind",
+    "drop_columns": "a,b",
     "precision": "float64", "resize": "8", "normalize": "mnist", "augment": "flip",
     "loss": "cross_entropy", "label_smoothing": "0.1", "class_weights": "balanced",
     "optimizer": "adam", "momentum": "0.5", "nesterov": "", "weight_decay": "0.1",

@@ -183,8 +183,8 @@ def test_an_image_tree_has_parts_and_clients(tmp_path):
     assert own.split.tolist() == [0, 0, 0, 2]
     assert own.notes == (f"The folders of {tmp_path} name 2 clients.",)
     np.testing.assert_array_equal(own.x.numpy(), IMAGES[[2, 3, 1, 0]].transpose(0, 3, 1, 2))
-    # Without the option, these are classes; images below them belong to them.
-    assert load(str(tmp_path)).class_names == ("ada", "bob")
+    with pytest.raises(UserError, match="name them with --clients-by folder"):
+        load(str(tmp_path))
     assert load(str(tmp_path / "train"), clients_by="folder").split is None
     with pytest.raises(UserError, match="--clients-by must be folder, not user"):
         load(str(tmp_path), clients_by="user")

@@ -380,7 +380,7 @@ def test_an_unsound_csv(tmp_path, content, says):
 
 def test_a_csv_in_another_encoding(tmp_path):
     (tmp_path / "my.csv").write_bytes("label,text\na,é\n".encode("latin-1"))
-    refused(r"not a readable \.csv file in UTF-8", tmp_path / "my.csv")
+    refused("line 2 is not in UTF-8: save the file as UTF-8", tmp_path / "my.csv")
 
 
 def test_any_dataset_of_the_hub(monkeypatch):

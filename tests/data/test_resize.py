@@ -93,7 +93,7 @@ def test_encoded_images_of_a_table(tmp_path):
 
     contents = [encode(photo) for photo in PHOTOS]
     sources = [(f"image {i}", lambda c=c: io.BytesIO(c)) for i, c in enumerate(contents)]
-    found = decode_images(sources, 8)
+    found, _ = decode_images(sources, 8)
     for image, photo in zip(found, PHOTOS, strict=True):
         np.testing.assert_array_equal(image.numpy(), shrink(photo, 8))
 

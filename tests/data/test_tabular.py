@@ -45,9 +45,9 @@ def test_labels_are_classes_unless_some_are_not_whole(tmp_path, labels, kind, ex
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("a,b,y\n1,2,0\n1,,1\n", r"line 3: the column b has no value \(''\); fill it"),
-        ("a,b,y\n1,2,0\n?,3,1\n", r"line 3: the column a has no value \('\?'\)"),
-        ("a,y\n1,0\nNaN,1\n", r"line 3: the column a has no value \('NaN'\)"),
+        ("a,b,y\n1,2,0\n1,,1\n", ": 1 missing value: b 1; the first in line 3, column b"),
+        ("a,b,y\n1,2,0\n?,3,1\n", "1 missing value: a 1; the first in line 3"),
+        ("a,y\n1,0\nNaN,1\n", "the first in line 3, column a. Drop the lines or fill"),
         ("a,y\n1,0\ninf,1\n", "line 3: the column a holds inf; every value must be a finite"),
         ("a,y\n1,0\n1e39,1\n", "beyond float32"),
         ("a,y\n1,0\n2,1\n1O,1\n", "line 4: '1O' in the column a is not a number"),
@@ -126,10 +126,10 @@ def test_a_parquet_table_is_read_as_its_csv(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ({"a": [1.0, None], "y": [0, 1]}, r"row 1: the column a has no value"),
-        ({"a": [1, None], "y": [0, 1]}, r"row 1: the column a has no value"),
+        ({"a": [1.0, None], "y": [0, 1]}, "1 missing value: a 1; the first in row 1"),
+        ({"a": [1, None], "y": [0, 1]}, "1 missing value: a 1; the first in row 1"),
         ({"a": [1.0, float("inf")], "y": [0, 1]}, r"row 1: the column a holds inf"),
-        ({"a": ["u", None], "y": [0, 1]}, r"row 1: the column a has no value"),
+        ({"a": ["u", None], "y": [0, 1]}, "1 missing value: a 1; the first in row 1"),
         ({"a": [[1], [2]], "y": [0, 1]}, r"the column a holds list<.*>; a feature must be"),
         ({"a": [1, 2], "y": [0, None]}, r"column y: row 1 holds None"),
         ({"a": [1, 2], "y": [0, 1], "user": ["u", None]}, r"column user: row 1 holds None"),

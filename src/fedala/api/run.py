@@ -20,13 +20,18 @@ from fedala.records import HistoryRow
 from fedala.report import page
 from fedala.report.progress import RunProgress
 from fedala.runs.config import Config
+from fedala.runs.config_values import split_names
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
+from fedala.runs.losses import REGRESSIONS
 from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
 from fedala.runs.resumable_options import change_config
 from fedala.runs.resume import resume_advice
+
+#: Options that say what the columns of a table are.
+COLUMN_OPTIONS = ("label_column", "clients_by", "drop_columns")
 
 
 def run(
@@ -49,10 +54,10 @@ def run(
     each client, `{"train": …, "test": …}` (see `fedala.data.make_dataset`), a `Dataset`, or a
     `Federation`, which says which client has which samples. With `(x, y)`, `clients` may be a list
     that says whose sample each one is; a number is the number of clients, as always. With a
-    `DataFrame`, `label_column` and `clients_by` name its columns. Instead of a model's name, give a
-    function that builds an `nn.Module`; instead of a loss's name, a function (output, y) that
-    returns the mean loss of a batch. `imports` names files or modules with methods of your own,
-    and executes them.
+    `DataFrame`, `label_column`, `clients_by` and `drop_columns` name columns. Instead of a model's
+    name, give a function that builds an `nn.Module`; instead of a loss's name, a function
+    (output, y) that returns the mean loss of a batch. `imports` names files or modules with methods
+    of your own, and executes them.
 
     With `out`, everything is kept in that folder, with its page, report.html. `resume` names the
     folder of a run that was interrupted, or shall have more rounds, further seeds (`seeds=5`) or
@@ -63,7 +68,8 @@ def run(
     Ctrl-C, or a notebook's stop button, ends the run after its round: a notebook gets the result so
     far, a program a KeyboardInterrupt. Once more interrupts at once.
     """
-    data = _convert_data(str(dataset) if isinstance(dataset, Path) else dataset, options)
+    data = str(dataset) if isinstance(dataset, Path) else dataset
+    data = _convert_data(data, options, _find_columns(config, loss, resume, options))
     checked = _plan(config, data, model, loss, resume, options)
     chosen = out or resume
     folder = Path(chosen) if chosen else None
@@ -79,7 +85,23 @@ def run(
     return result
 
 
-def _convert_data(data: Any, options: dict[str, Any]) -> str | Dataset | Federation | None:
+def _find_columns(
+    config: Config | None, loss: Any, resume: Path | str | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of `make_dataset` for a frame: as given, or as the run has them."""
+    if config is None and resume:
+        config = RunFolder.open(Path(resume)).config()
+    given = Config() if config is None else config
+    values = {name: options.get(name) or getattr(given, name) for name in COLUMN_OPTIONS}
+    dropped = values.pop("drop_columns")
+    dropped = split_names(dropped) if isinstance(dropped, str) else dropped or ()
+    name = loss if isinstance(loss, str) else given.loss
+    return {**values, "drop_columns": dropped, "is_regression": name in REGRESSIONS}
+
+
+def _convert_data(
+    data: Any, options: dict[str, Any], columns: dict[str, Any]
+) -> str | Dataset | Federation | None:
     """Make a dataset of data of a program; take what describes the data out of the options."""
     clients = options.get("clients")
     owners = None
@@ -94,7 +116,6 @@ def _convert_data(data: Any, options: dict[str, Any]) -> str | Dataset | Federat
         if isinstance(data, Dataset | Federation):
             _check_no_columns(options)
         return data
-    columns: dict[str, Any] = {name: options.get(name) for name in ("label_column", "clients_by")}
     return make_dataset(data, clients=owners, **columns)
 
 

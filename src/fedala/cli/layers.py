@@ -20,7 +20,9 @@ app = typer.Typer()
   fedala layers --dataset cifar10 --data-dir data --model resnet18 --layers 2
   fedala layers --layers 'fc2,conv1'""")
 )
-@config_options("dataset", "data_dir", "resize", "clients_by", "label_column", "model")
+@config_options(
+    "dataset", "data_dir", "resize", "clients_by", "label_column", "drop_columns", "loss", "model"
+)
 def layers(
     *,
     layers: Annotated[

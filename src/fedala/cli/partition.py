@@ -28,6 +28,8 @@ app = typer.Typer()
     "data_dir",
     "clients_by",
     "label_column",
+    "drop_columns",
+    "loss",
     "resize",
     "partition",
     "split",

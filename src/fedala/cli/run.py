@@ -175,8 +175,10 @@ def _describe_input(checked: Plan) -> str:
 def _describe_rate(config: Config, chosen: Config) -> str:
     if "lr" in config.sweep:
         return "lr: several"
-    default = "" if chosen.lr is not None else " (the default here; --lr changes it)"
-    return f"lr {config.lr:g}{default}"
+    if chosen.lr is not None:
+        return f"lr {config.lr:g}"
+    where = "here" if config.optimizer == "sgd" else f"of {config.optimizer}"
+    return f"lr {config.lr:g} (the default {where}; --lr changes it)"
 
 
 def _describe_standardization(config: Config, chosen: Config) -> str:

@@ -30,6 +30,14 @@ class Wanted(NamedTuple):
 
     clients: str | None = None
     label: str | None = None
+    drop: tuple[str, ...] = ()
+    """Columns that are not read."""
+    is_regression: bool = False
+    """Whether labels that are whole numbers are numbers to predict, and not classes."""
+
+    @property
+    def has_names(self) -> bool:
+        return any((self.clients, self.label, self.drop))
 
 
 USUAL = Wanted()
@@ -70,6 +78,7 @@ def assign_roles(
     labels: Sequence[str] = LABELS,
 ) -> Roles:
     """Tell which column of a table says what."""
+    names = drop_columns(names, wanted, where)
     label = _find_named(wanted.label, labels, names, where, "label_column")
     free = [name for name in names if name != label]
     clients = find_clients(free, wanted.clients, where)
@@ -77,6 +86,15 @@ def assign_roles(
     split = find(SPLITS, free)
     free = [name for name in free if name != split]
     return Roles(label, find(inputs, free), clients, split, tuple(free))
+
+
+def drop_columns(names: Sequence[str], wanted: Wanted, where: str) -> list[str]:
+    """Return the names of the columns that are read."""
+    dropped = [_find_named(name, (), names, where, "--drop-columns") for name in wanted.drop]
+    for option, kept in (("--label-column", wanted.label), ("--clients-by", wanted.clients)):
+        if kept is not None and find([kept], names) in dropped:
+            raise UserError(f"{where}: the column {kept} is in --drop-columns and in {option}.")
+    return [name for name in names if name not in dropped]
 
 
 def find_clients(

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,19 @@ import torch
 
 from fedala.data.columns import USUAL, Roles, Wanted, assign_roles, describe_clients, parse_parts
 from fedala.data.dataset import RawData, encode_labels
-from fedala.data.tabular import ColumnReader, encode_features, encode_targets
+from fedala.data.tabular import (
+    ColumnReader,
+    describe_classes,
+    encode_features,
+    encode_targets,
+    refuse_missing,
+)
 from fedala.errors import UserError, first_line
 from fedala.io.untrusted import check_memory, open_file
 
 #: Bytes that a value of a table takes while it is read, for each byte of the file.
 _TABLE_COST = 8
+_LONGEST_HEADER = 2**20
 
 
 def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
@@ -35,7 +43,7 @@ def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
             "--label-column names another), and it names "
             f"{', '.join(name.lower() for name in names)[:200] or 'nothing'}."
         )
-    columns = _Columns(names, roles, path)
+    columns = _Columns(names, roles, path, is_regression=wanted.is_regression)
     for line, row in rows:
         columns.add(line, row)
     return columns.finish()
@@ -44,8 +52,11 @@ def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
 class _Columns:
     """The columns of a file, as far as they have been read."""
 
-    def __init__(self, names: list[str], roles: Roles, path: Path) -> None:
+    def __init__(
+        self, names: list[str], roles: Roles, path: Path, *, is_regression: bool = False
+    ) -> None:
         self.names, self.roles, self.path = names, roles, path
+        self.is_regression = is_regression
         self.texts: list[str] = []
         columns = {"label": roles.label, "client": roles.clients, "split": roles.split}
         self.places = {role: names.index(column) for role, column in columns.items() if column}
@@ -107,10 +118,15 @@ class _Columns:
             return RawData(
                 str(path), self.texts, y, class_names, clients=clients, split=split, notes=notes
             )
-        x, names, about = encode_features(
-            [reader.finish() for _, reader in self.features], str(path)
+        readers = [reader for _, reader in self.features]
+        refuse_missing(readers)
+        x, names, about = encode_features([reader.finish() for reader in readers], str(path))
+        y, class_names = encode_targets(
+            values["label"],
+            f"{path}: the column {roles.label}",
+            is_regression=self.is_regression,
         )
-        y, class_names = encode_targets(values["label"], f"{path}: the column {roles.label}")
+        about += describe_classes(str(roles.label), class_names)
         return RawData(
             str(path),
             torch.from_numpy(x),
@@ -127,7 +143,7 @@ def read_ag_news_csv(paths: list[Path]) -> RawData:
     """Read the published files of AG News: class 1..4, title, description, without a header."""
     labels, texts = [], []
     for path in paths:
-        for line, row in read_rows(path):
+        for line, row in read_rows(path, has_header=False):
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
                 raise UserError(
                     f"{path}, line {line}: "
@@ -138,17 +154,46 @@ def read_ag_news_csv(paths: list[Path]) -> RawData:
     return RawData(str(paths[0].parent), texts, np.array(labels, dtype=np.int64))
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the fields of every row that is not blank."""
+def read_rows(path: Path, *, has_header: bool = True) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and the fields of every row that is not blank.
+
+    They are separated by commas, or by semicolons or tabs if the header is.
+    """
     try:
         with (
             open_file(path) as data,
             io.TextIOWrapper(data, newline="", encoding="utf-8-sig") as file,
         ):
             check_memory(os.fstat(data.fileno()).st_size, str(path))
-            reader = csv.reader(file, strict=True)
+            separator = ","
+            if has_header:
+                separator = _find_separator(file.readline(_LONGEST_HEADER))
+                file.seek(0)
+            reader = csv.reader(file, strict=True, delimiter=separator)
             yield from ((reader.line_num, row) for row in reader if row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
         raise UserError(
-            f"{path} is not a readable .csv file in UTF-8 ({first_line(error)})."
+            f"{path}, line {_find_undecodable(path)} is not in UTF-8: save the file as UTF-8."
         ) from None
+    except (OSError, csv.Error) as error:
+        raise UserError(f"{path} is not a readable .csv file ({first_line(error)}).") from None
+
+
+def _find_separator(header: str) -> str:
+    """Return what separates the names of columns most often, outside quotation marks."""
+    plain = re.sub(r'"[^"]*"', "", header)
+    return max(",", ";", "\t", key=plain.count)
+
+
+def _find_undecodable(path: Path) -> int:
+    """Return the number of the first line that is not UTF-8."""
+    with open_file(path) as lines:
+        return next(place for place, line in enumerate(lines, 1) if not _is_utf8(line))
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

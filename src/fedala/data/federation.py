@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 
 from fedala.data.dataset import PARTS, Dataset
-from fedala.data.natural import describe_untested, list_natural_clients
+from fedala.data.natural import (
+    describe_given,
+    describe_untested,
+    explain_default,
+    list_natural_clients,
+)
 from fedala.data.partition import Indices, check_seed, needs_classes, partitioner
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import read_json
@@ -192,7 +197,7 @@ def federate(
             f"The validation share must be at least 0 and less than 1, not {validation}."
         )
     check_seed(seed)
-    partition = partition or default_partition(dataset)
+    asked, partition = partition, partition or default_partition(dataset)
     given = dataset.split.numpy() if dataset.split is not None and split == "given" else None
     names: tuple[str, ...] = ()
     notes = [*dataset.notes]
@@ -205,12 +210,13 @@ def federate(
         owners = zip(natural.numbers, natural.shares, strict=True)
         splits = [split_share(share, seed, number, given) for number, share in owners]
     else:
-        shares = _divide(dataset, partition, clients, seed)
+        with explain_default(dataset, asked):
+            shares = _divide(dataset, partition, clients, seed)
         if dataset.clients is not None:
             notes.append(f"{partition} divides the samples in another way, not by their clients.")
         splits = [split_share(share, seed, client, given) for client, share in enumerate(shares)]
     if given is not None and not partition.endswith(".json"):
-        notes.append(_describe_given(splits))
+        notes.append(describe_given(splits))
         _check_training(splits, partition)
     has_validation = any(len(own["validation"]) for own in splits)
     if not has_validation:  # validation samples of a file or of the data stay as they are
@@ -219,12 +225,6 @@ def federate(
     if given is not None or partition == NATURAL:
         notes += describe_untested(parts["test"], names)
     return Federation(dataset, **parts, client_names=names, notes=tuple(notes))
-
-
-def _describe_given(splits: list[dict[str, Indices]]) -> str:
-    counts = {part: sum(len(own[part]) for own in splits) for part in PARTS}
-    listed = ", ".join(f"{count:,} {part}" for part, count in counts.items() if count)
-    return f"The split of the data is kept: {listed}; --split pooled mixes them."
 
 
 def _check_training(splits: list[dict[str, Indices]], partition: str) -> None:

@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedala.data.arrays import Array, choose_layout
-from fedala.data.columns import LABELS, Wanted, assign_roles, parse_parts
+from fedala.data.columns import Wanted
 from fedala.data.dataset import Dataset, RawData, encode_labels
+from fedala.data.frames import Frame, Table, is_frame, join_tables, read_table
 from fedala.data.load import build_dataset
+from fedala.data.tabular import describe_classes, encode_targets
 from fedala.errors import UserError, first_line
 
 _PART_NAMES = {"train": 0, "validation": 1, "val": 1, "test": 2}
@@ -24,17 +26,26 @@ _WANTED = (
     "parts train and test"
 )
 
+_ONE_TENSOR = (
+    "a run needs one array or tensor for each sample's x (ALA in a loop of your own takes dicts "
+    "and tuples of them)"
+)
+
 
 class _Part(NamedTuple):
     """Samples of one client, of one part, or of everybody."""
 
-    x: "Array | list[str]"
+    x: "Array | list[str] | Table"
     y: Array
+    """The labels of a frame are texts, as objects."""
     clients: tuple[str, ...] | None = None
     split: Array | None = None
     feature_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
     vocabulary: int | None = None
+    notes: tuple[str, ...] = ()
+    label: str = ""
+    """The column of a frame."""
 
 
 def make_dataset(
@@ -44,6 +55,8 @@ def make_dataset(
     name: str = "own",
     label_column: str | None = None,
     clients_by: str | None = None,
+    drop_columns: Sequence[str] = (),
+    is_regression: bool = False,
 ) -> Dataset:
     """Make a dataset of what a program has.
 
@@ -52,9 +65,8 @@ def make_dataset(
     - `(x, y)`: arrays, tensors or lists with a row for each sample. `clients` may say whose sample
       each one is; `(x, y, clients)` says the same.
     - a `torch.utils.data.Dataset` with a length, whose samples are such pairs;
-    - a pandas `DataFrame`. Its numeric columns are features. The label is in the column
-      `label_column`, or label, class, target or y; the client in `clients_by`, or client, user,
-      subject or the like; a column split or part says what is for training and testing;
+    - a pandas `DataFrame`, which is read as a csv file of the same content: `label_column`,
+      `clients_by`, `drop_columns` and `is_regression` are those of `load`;
     - a list with one of the above for each client, or a dict with their names;
     - a dict with the parts `train` and `test`, and maybe `validation`, each one of the above; or a
       dict or list of clients, each with such parts.
@@ -63,7 +75,7 @@ def make_dataset(
     tokens: make whole numbers that are features floats. A list of texts becomes tokens, too. Labels
     may be whole numbers from 0 or names; floats are numbers to predict.
     """
-    columns = Wanted(clients_by, label_column)
+    columns = Wanted(clients_by, label_column, tuple(drop_columns), is_regression)
     if clients is not None:
         if not isinstance(data, tuple) or len(data) != 2:
             raise UserError(
@@ -72,17 +84,29 @@ def make_dataset(
             )
         data = (*data, clients)
     part = _read(data, name, columns)
-    if columns != Wanted() and not part.feature_names:
-        raise UserError("label_column and clients_by are for a pandas DataFrame.")
-    return _build(part, name)
+    if columns.has_names and part.y.dtype.kind != "O":
+        raise UserError(
+            "label_column, clients_by and drop_columns are for a pandas DataFrame with its labels."
+        )
+    return _build(part, name, is_regression=is_regression)
 
 
-def _build(part: _Part, name: str) -> Dataset:
-    x = part.x if isinstance(part.x, list) else torch.from_numpy(_make_writeable(part.x))
+def _build(part: _Part, name: str, *, is_regression: bool) -> Dataset:
+    notes, feature_names = part.notes, part.feature_names
+    if isinstance(part.x, Table):
+        features, feature_names, about = part.x.encode(name)
+        x: Tensor | list[str] = torch.from_numpy(features)
+        notes += about
+    else:
+        x = part.x if isinstance(part.x, list) else torch.from_numpy(_make_writeable(part.x))
     y, class_names = _make_writeable(part.y), part.class_names
-    if y.dtype.kind == "U":
+    if y.dtype.kind == "O" and not isinstance(x, list):
+        where = f"{name}: the column {part.label}"
+        y, class_names = encode_targets(y.tolist(), where, is_regression=is_regression)
+        notes += describe_classes(part.label, class_names)
+    elif y.dtype.kind in "OU":
         y, class_names = encode_labels(y.tolist())
-    raw = RawData(name, x, y, class_names, part.clients, part.split, part.feature_names)
+    raw = RawData(name, x, y, class_names, part.clients, part.split, feature_names, notes=notes)
     dataset = build_dataset(name, raw)
     return replace(dataset, vocabulary=part.vocabulary) if part.vocabulary else dataset
 
@@ -96,8 +120,12 @@ def _read(data: Any, where: str, columns: Wanted) -> _Part:
     """Read data of any kind."""
     if isinstance(data, Dataset):
         return _read_own_dataset(data)
-    if _is_frame(data):
-        return _read_frame(data, where, columns)
+    if is_frame(data):
+        frame = Frame(data, where, columns)
+        owners, split = frame.clients(), frame.split()
+        label = str(frame.roles.label)
+        x, y = frame.inputs(), frame.labels()
+        return _Part(x, y, owners, split, notes=frame.notes(), label=label)
     if isinstance(data, tuple) and len(data) in (2, 3):
         return _read_pair(data, where)
     if isinstance(data, Mapping):
@@ -154,55 +182,13 @@ def _read_torch_dataset(data: "TorchDataset[Any]", where: str) -> _Part:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise UserError(
                 f"{where} has samples of the type {type(sample).__name__}; "
-                "a sample must be a pair (x, y)."
+                f"a sample must be a pair (x, y), and {_ONE_TENSOR}."
             )
+        if isinstance(sample[0], tuple | list) and any(map(_is_tensor, sample[0])):
+            raise UserError(f"{where}: x of a sample is several tensors; {_ONE_TENSOR}.")
         xs.append(sample[0] if isinstance(sample[0], str) else _to_array(sample[0], where, "x"))
         ys.append(sample[1] if isinstance(sample[1], str) else _to_array(sample[1], where, "y"))
     return _read_pair((xs, ys), where)
-
-
-def _is_frame(data: Any) -> bool:
-    """Tell whether this is a frame of pandas, without importing it."""
-    kind = type(data)
-    return kind.__name__ == "DataFrame" and kind.__module__.split(".")[0] == "pandas"
-
-
-def _read_frame(frame: Any, where: str, columns: Wanted) -> _Part:
-    names = [str(column) for column in frame.columns]
-    if len(set(names)) < len(names):
-        raise UserError(f"{where} has two columns of the same name.")
-    roles = assign_roles(names, columns, where, inputs=())
-    if roles.label is None:
-        raise UserError(
-            f"{where} has no column {', '.join(LABELS[:-1])} or {LABELS[-1]}: name the one with "
-            f"label_column=…. It has {', '.join(names)[:200]}."
-        )
-    features = [names.index(name) for name in roles.features]
-    x = _read_features(frame, features, where)
-    y = _convert_targets(frame.iloc[:, names.index(roles.label)].to_numpy(), where)
-    owners = split = None
-    if roles.clients is not None:
-        owners = _name_clients(frame.iloc[:, names.index(roles.clients)].tolist(), len(y), where)
-    if roles.split is not None:
-        words = [str(word) for word in frame.iloc[:, names.index(roles.split)]]
-        split = parse_parts(words, f"{where}, column {roles.split}")
-    return _Part(x, y, owners, split, roles.features)
-
-
-def _read_features(frame: Any, columns: Sequence[int], where: str) -> Array:
-    """Return numeric columns as float32, N×D."""
-    if not columns:
-        raise UserError(f"{where} has no columns besides the label, the client and the split.")
-    arrays = []
-    for i in columns:
-        series = frame.iloc[:, i]
-        if getattr(series.dtype, "kind", "O") not in "biuf":
-            raise UserError(
-                f"{where}: the column {frame.columns[i]} is {series.dtype}, and features are "
-                "numbers: encode it or leave it out."
-            )
-        arrays.append(series.to_numpy(np.float32, na_value=np.nan))
-    return np.stack(arrays, axis=1)
 
 
 def _read_parts(data: Mapping[str, Any], where: str, columns: Wanted) -> _Part:
@@ -242,7 +228,7 @@ def _concatenate(parts: Sequence[_Part], where: str) -> _Part:
     for what, kinds in (
         ("samples", {_describe(part.x) for part in parts}),
         ("targets", {_describe(part.y) for part in parts}),
-        ("columns", {", ".join(part.feature_names) for part in parts}),
+        ("columns", {", ".join(_list_columns(part)) for part in parts}),
         ("classes", {", ".join(part.class_names) for part in parts}),
         ("vocabularies", {str(part.vocabulary) for part in parts}),
     ):
@@ -252,8 +238,12 @@ def _concatenate(parts: Sequence[_Part], where: str) -> _Part:
                 f"{where}: its {what} differ between clients or parts ({one[:100]} and "
                 f"{other[:100]}); they must agree."
             )
-    if isinstance(parts[0].x, list):
-        x: Array | list[str] = [text for part in parts for text in part.x]
+    tables = [part.x for part in parts if isinstance(part.x, Table)]
+    x: Array | list[str] | Table
+    if tables:
+        x = join_tables(tables)
+    elif isinstance(parts[0].x, list):
+        x = [text for part in parts if isinstance(part.x, list) for text in part.x]
     else:
         x = np.concatenate([np.asarray(part.x) for part in parts])
     owners = [name for part in parts for name in part.clients or ()]
@@ -266,14 +256,25 @@ def _concatenate(parts: Sequence[_Part], where: str) -> _Part:
         parts[0].feature_names,
         parts[0].class_names,
         parts[0].vocabulary,
+        label=parts[0].label,
     )
 
 
-def _describe(values: "Array | list[str]") -> str:
+def _list_columns(part: _Part) -> Sequence[str]:
+    return list(part.x.columns) if isinstance(part.x, Table) else part.feature_names
+
+
+def _describe(values: "Array | list[str] | Table") -> str:
     """Say of which kind the rows of an array are."""
+    if isinstance(values, Table):
+        return "table"
     if isinstance(values, list) or values.dtype.kind == "U":
         return "text"
     return f"{values.dtype} of shape {values.shape[1:]}"
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, np.ndarray | Tensor) and value.ndim > 0
 
 
 def _is_array(value: Any) -> bool:
@@ -282,6 +283,8 @@ def _is_array(value: Any) -> bool:
 
 def _to_array(values: Any, where: str, what: str) -> Array:
     """Return an array of numbers or texts; refuse everything else."""
+    if isinstance(values, Mapping):
+        raise UserError(f"{where}: {what} is a dict; {_ONE_TENSOR}.")
     if isinstance(values, Tensor):
         if values.layout != torch.strided or values.is_quantized:
             raise UserError(f"{where}: {what} is a sparse or quantised tensor; make it dense.")
@@ -292,6 +295,7 @@ def _to_array(values: Any, where: str, what: str) -> Array:
         try:
             array = np.asarray(values)
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            _refuse_ragged(values, where, what)
             raise UserError(
                 f"{where}: {what} is not an array with rows of one shape ({first_line(error)})."
             ) from None
@@ -308,10 +312,22 @@ def _to_array(values: Any, where: str, what: str) -> Array:
     return array
 
 
-def _convert_samples(values: Any, where: str) -> "Array | list[str]":
-    """Return samples as `Dataset` holds them, or a list of texts."""
-    if _is_frame(values):  # whole numbers in a table are features
-        values = _read_features(values, range(len(values.columns)), where)
+def _refuse_ragged(values: Any, where: str, what: str) -> None:
+    """Refuse rows of different lengths, such as tokens of texts."""
+    if not isinstance(values, Sequence) or not all(hasattr(row, "__len__") for row in values):
+        return
+    lengths = {len(row) for row in values}
+    if len(lengths) > 1:
+        raise UserError(
+            f"{where}: the rows of {what} have {min(lengths)} to {max(lengths)} values, "
+            "and must have one shape; if they are tokens, pad them with 0 to one length."
+        )
+
+
+def _convert_samples(values: Any, where: str) -> "Array | list[str] | Table":
+    """Return samples as `Dataset` holds them, a list of texts, or a table."""
+    if is_frame(values):
+        return read_table(values, where)
     x = _to_array(values, where, "x")
     if x.ndim == 0:
         raise UserError(f"{where}: x is one number; it must have a row for each sample.")

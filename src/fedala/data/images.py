@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedala.data.columns import PART_WORDS
 from fedala.data.dataset import Dataset, RawData
-from fedala.errors import UserError, import_optional
+from fedala.errors import UserError, import_optional, printable
 from fedala.io.untrusted import check_expansion, check_memory, read_file
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
@@ -22,12 +22,25 @@ _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", 
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 MAX_IMAGE_BYTES = 2**28
 _GREY = {"1", "L", "LA"}
-_PARTS = ("train", "val", "valid", "validation", "test")
+_TRANSPARENT = {"LA", "PA", "RGBA", "RGBa", "La"}
 #: What `clients_by` must be for an image tree.
 FOLDER = "folder"
+_LAYOUTS = (
+    "Images are read from class/x.png, train/class/x.png and, with --clients-by folder, "
+    "client/class/x.png, train/client/class/x.png or client/train/class/x.png"
+)
 
 #: The name of an image in messages, and a function that reads its bytes.
 Source = tuple[str, Callable[[], BytesIO]]
+
+
+class _Place(NamedTuple):
+    """A folder that holds one folder for each class."""
+
+    folder: Path
+    part: int | None
+    """Its position in `PARTS`; None if the tree has no parts."""
+    client: str
 
 
 def read_image_folder(
@@ -35,19 +48,16 @@ def read_image_folder(
 ) -> RawData:
     """Read a folder with one sub-folder per class, or the same in `train`, `val` and `test`.
 
-    With `clients_by="folder"`, there is a folder for each client, with its classes in it.
+    With `clients_by="folder"`, there is a folder for each client, with its classes in it. Parts may
+    be above the clients, or in them.
     """
     if clients_by not in (None, FOLDER):
         raise UserError(
             f"{folder} is an image tree, whose clients are folders: --clients-by must be {FOLDER}, "
             f"not {clients_by}, for images in {folder.name}/[train|test]/client/class."
         )
-    parts = _folders(folder)
-    if not parts or any(part.name not in _PARTS for part in parts):
-        parts = [folder]
-    parts.sort(key=lambda part: _PARTS.index(part.name) if part.name in _PARTS else 0)
-    owners = [(part, own) for part in parts for own in (_folders(part) if clients_by else [part])]
-    names = sorted({child.name for _, own in owners for child in _folders(own)})
+    places = _find_places(folder, has_clients=clients_by is not None)
+    names = sorted({child.name for place in places for child in _folders(place.folder)})
     if not names:
         what = "a client, and in it one for every class" if clients_by else "every class"
         raise UserError(
@@ -55,26 +65,86 @@ def read_image_folder(
             f"an image folder has one for {what}, with the name of the class."
         )
     files, y, clients, split = list[Path](), list[int](), list[str](), list[int]()
-    for part, own in owners:
+    depths = list[tuple[str, str]]()
+    for place in places:
         for label, name in enumerate(names):
-            contents = sorted((own / name).rglob("*"))
+            contents = sorted((place.folder / name).rglob("*"))
             images = [file for file in contents if file.suffix.lower() in _SUFFIXES]
             files += images
             y += [label] * len(images)
-            clients += [own.name] * len(images)
-            split += [PART_WORDS.get(part.name, 0)] * len(images)
+            clients += [place.client] * len(images)
+            split += [place.part or 0] * len(images)
+            below = (file.relative_to(place.folder / name).parts for file in images)
+            depths += [(name, path[0] if len(path) > 1 else "") for path in below]
     empty = [name for label, name in enumerate(names) if label not in set(y)]
     if empty:
         where = folder / (f"…/{empty[0]}" if clients_by else empty[0])
         raise UserError(f"{where} holds no images (png, jpg, …); every class needs at least one.")
-    x = decode_images([_source(file) for file in files], resize)
-    raw = RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names))
-    if parts != [folder]:
+    _refuse_hidden_level(folder, set(depths), has_clients=clients_by is not None)
+    x, notes = decode_images([_source(file) for file in files], resize)
+    raw = RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names), notes=notes)
+    if any(place.part is not None for place in places):
         raw = raw._replace(split=np.array(split, dtype=np.uint8))
     if clients_by:
         note = f"The folders of {folder} name {len(set(clients)):,} clients."
-        raw = raw._replace(clients=clients, notes=(note,))
+        raw = raw._replace(clients=clients, notes=(note, *notes))
     return raw
+
+
+def _find_places(folder: Path, *, has_clients: bool) -> list[_Place]:
+    """Find the folders that hold the classes, in the order of parts, then of clients."""
+    parts = _find_parts(folder)
+    if not has_clients:
+        without = [_Place(folder, None, "")]
+        return [_Place(part, number, "") for part, number in parts] or without
+    if parts:
+        places = [_Place(own, number, own.name) for part, number in parts for own in _folders(part)]
+        inner = [place.folder for place in places if _find_parts(place.folder)]
+    else:
+        owners = _folders(folder)
+        inner = [own for own in owners if _find_parts(own)]
+        places = [_Place(own, None, own.name) for own in owners]
+    if not inner:
+        return places
+    if parts or len(inner) < len(owners):
+        raise UserError(
+            f"{inner[0]} holds the parts {_list_names(_folders(inner[0]))}; either all clients "
+            f"have parts and {folder.name} has none, or no client has. {_LAYOUTS}."
+        )
+    found = [(number, part, own.name) for own in owners for part, number in _find_parts(own)]
+    return [_Place(part, number, name) for number, part, name in sorted(found)]
+
+
+def _find_parts(folder: Path) -> list[tuple[Path, int]]:
+    """Return the sub-folders, and which parts they are, if all are called like parts."""
+    parts = [(child, PART_WORDS.get(child.name.lower(), -1)) for child in _folders(folder)]
+    if any(number < 0 for _, number in parts):
+        return []
+    return sorted(parts, key=lambda part: part[1])
+
+
+def _refuse_hidden_level(folder: Path, depths: set[tuple[str, str]], *, has_clients: bool) -> None:
+    """Refuse folders in the folders of classes, if they look like classes themselves.
+
+    `depths` are pairs: a class, and the folder in it that has images ("": none between).
+    """
+    inner = [name for _, name in depths]
+    names = sorted(set(inner))
+    if "" in names or len(names) < 2 or len(names) == len(inner):
+        return
+    outer = _list_names(sorted({label for label, _ in depths}))
+    fix = "remove one level of folders"
+    if not has_clients:
+        fix = "if they are the clients, name them with --clients-by folder; otherwise, " + fix
+    raise UserError(
+        f"{folder}: the folders {outer} hold no images themselves, but folders of the same names "
+        f"({_list_names(names)}): {fix}. {_LAYOUTS}."
+    )
+
+
+def _list_names(names: "Sequence[str | Path]") -> str:
+    words = [name.name if isinstance(name, Path) else name for name in names]
+    return ", ".join(printable(word, 50) for word in words[:5]) + (" …" * (len(words) > 5))
 
 
 def read_plain_images(folder: Path, resize: int | None = None) -> tuple[list[Path], torch.Tensor]:
@@ -83,17 +153,20 @@ def read_plain_images(folder: Path, resize: int | None = None) -> tuple[list[Pat
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise UserError(f"{folder} holds no images (png, jpg, …).")
-    return files, decode_images([_source(file) for file in files], resize)
+    return files, decode_images([_source(file) for file in files], resize)[0]
 
 
 def _source(file: Path) -> Source:
     return str(file), lambda: BytesIO(read_file(file, MAX_IMAGE_BYTES))
 
 
-def decode_images(sources: Sequence[Source], resize: int | None = None) -> torch.Tensor:
+def decode_images(
+    sources: Sequence[Source], resize: int | None = None
+) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Decode images to uint8 N×C×H×W: one channel if all are grey, otherwise RGB.
 
-    They must have one size, or are resized to `resize` × `resize` pixels.
+    They must have one size, or are resized to `resize` × `resize` pixels. Also returns sentences
+    that say what was lost or converted.
     """
     pillow = import_optional("PIL.Image", "pillow", "images", "Reading image files")
     stored = 0
@@ -135,7 +208,22 @@ def decode_images(sources: Sequence[Source], resize: int | None = None) -> torch
         if image.shape != (size[1], size[0], channels):
             raise UserError(f"{source[0]} is not a readable image (its header says another size).")
         _fit(pillow, image.transpose(2, 0, 1), row)
-    return torch.from_numpy(pixels)
+    return torch.from_numpy(pixels), _describe_modes([mode for _, mode in headers])
+
+
+def _describe_modes(modes: Sequence[str]) -> tuple[str, ...]:
+    """Say which images were converted."""
+    notes = []
+    greys = sum(mode in _GREY for mode in modes)
+    if 0 < greys < len(modes):
+        verb = "is" if greys == 1 else "are"
+        notes.append(f"{greys:,} of {len(modes):,} images {verb} grey; all are read as RGB.")
+    if clear := sum(mode in _TRANSPARENT for mode in modes):
+        verb = "has" if clear == 1 else "have"
+        notes.append(
+            f"{clear:,} of {len(modes):,} images {verb} an alpha channel, which is left out."
+        )
+    return tuple(notes)
 
 
 def _fit(pillow: Any, image: Any, into: Any) -> None:

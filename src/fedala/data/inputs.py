@@ -1,6 +1,6 @@
 """Read samples for a trained model: they may have no labels, and their columns are known."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class Columns(NamedTuple):
             if text is None:
                 raise UserError(f"{where} has no column text: its columns are {_list(names)}.")
             return [text]
-        wanted = dict.fromkeys(_column_of(feature, names) for feature in self.features)
+        wanted = dict.fromkeys(column_of(feature, names) for feature in self.features)
         missing = [name for name in wanted if name not in names]
         if missing:
             raise UserError(
@@ -74,7 +74,7 @@ def _list(names: Sequence[str]) -> str:
     return printable(", ".join(names), 200) or "none"
 
 
-def _column_of(feature: str, names: Sequence[str]) -> str:
+def column_of(feature: str, names: Sequence[str]) -> str:
     """Return the column that a feature is made of."""
     column = feature.partition("=")[0]
     return feature if feature in names or column not in names else column
@@ -157,7 +157,7 @@ def _read_csv(path: Path, columns: Columns) -> Inputs:
         return Inputs([text for [text] in values], labels=labels)
     table = {name: [row[place] for row in values] for place, name in enumerate(wanted)}
     where = [f"{path}, line {line}" for line in lines]
-    return Inputs(_encode_features(table, columns.features, where), labels=labels)
+    return Inputs(encode_table(table, columns.features, where), labels=labels)
 
 
 def _read_parquet(path: Path, columns: Columns, resize: int | None) -> Inputs:
@@ -173,17 +173,17 @@ def _read_parquet(path: Path, columns: Columns, resize: int | None) -> Inputs:
         return Inputs(x, labels=labels)
     count = len(next(iter(table.values()), []))
     where = [f"{path}, row {row}" for row in range(count)]
-    return Inputs(_encode_features(table, columns.features, where), labels=labels)
+    return Inputs(encode_table(table, columns.features, where), labels=labels)
 
 
-def _encode_features(
-    table: dict[str, list[Any]], features: Sequence[str], where: Sequence[str]
+def encode_table(
+    table: Mapping[str, Sequence[Any]], features: Sequence[str], where: Sequence[str]
 ) -> Array:
     """Return the features of a table as the run had them, N×D."""
     x = np.empty((len(where), len(features)))
     known: dict[str, set[str]] = {}
     for place, feature in enumerate(features):
-        column = _column_of(feature, list(table))
+        column = column_of(feature, list(table))
         if column == feature:
             for row, value in enumerate(table[column]):
                 x[row, place] = _read_number(value, f"{where[row]}, column {column}")

@@ -34,6 +34,9 @@ def load(
     resize: int | None = None,
     clients_by: str | None = None,
     label_column: str | None = None,
+    drop_columns: Sequence[str] = (),
+    *,
+    is_regression: bool = False,
 ) -> Dataset:
     """Load a dataset by its name, a path, or `hub:owner/name`.
 
@@ -42,14 +45,16 @@ def load(
     copy in `data_dir` in one of the formats that they are published in. With `resize`, images get
     that many pixels each way. `clients_by` is the column, or level of folders, that names a
     sample's client, and `label_column` is the column of the labels, if they do not have the usual
-    names. `notes` of the result say what was found.
+    names. The columns `drop_columns` of a table are left out. With `is_regression`, labels of a
+    table that are whole numbers are numbers to predict, not classes. `notes` of the result say what
+    was found.
     """
     known = next((row for row in known_datasets() if row.name == name), None)
-    wanted = Wanted(clients_by, label_column)
-    if known is not None and any(wanted):
+    wanted = Wanted(clients_by, label_column, tuple(drop_columns), is_regression)
+    if known is not None and wanted.has_names:
         raise UserError(
-            f"{name} is known by its name, and so are its columns: clients_by and label_column are "
-            "for your own data."
+            f"{name} is known by its name, and so are its columns: clients_by, label_column and "
+            "drop_columns are for your own data."
         )
     try:
         raw = _read_own(name, wanted, resize) if known is None else _read_known(known, data_dir)
@@ -136,10 +141,11 @@ def _read_path(path: Path, name: str, wanted: Wanted, resize: int | None) -> Raw
             return table
     if suffix == ".csv":
         return read_csv(path, wanted)
-    if wanted.label is not None:
-        raise UserError(
-            f"label_column is for tables (.csv, .parquet, hub:), and {name} is not one."
-        )
+    for option, value in (("label_column", wanted.label), ("drop_columns", wanted.drop)):
+        if value:
+            raise UserError(
+                f"{option} is for tables (.csv, .parquet, hub:), and {name} is not one."
+            )
     if files := find_leaf_files(path):
         if wanted.clients is not None:
             raise UserError(f"{name} names its clients itself, as users: leave clients_by out.")

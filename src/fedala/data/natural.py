@@ -1,11 +1,12 @@
 """The clients that the data name: who has samples to train with, and who is drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
-from fedala.data.dataset import Dataset
+from fedala.data.dataset import PARTS, Dataset
 from fedala.data.partition import Indices
 from fedala.errors import UserError
 from fedala.lanes.randomness import draw
@@ -67,6 +68,50 @@ def list_natural_clients(
         drawn = draw(seed, "natural clients").permutation(len(usable))[:clients]
         usable = [usable[place] for place in sorted(drawn.tolist())]
     return NaturalClients(tuple(usable), tuple(shares[number] for number in usable), tuple(notes))
+
+
+@contextmanager
+def explain_default(dataset: Dataset, partition: str | None) -> Iterator[None]:
+    """If a dataset cannot be divided in a way that nobody asked for, also say how to name clients.
+
+    `partition` is what the user asked for.
+    """
+    try:
+        yield
+    except UserError as error:
+        if partition is not None:
+            raise
+        columns = _list_candidates(dataset)
+        advice = "If a column (array, or level of folders) says whose sample it is"
+        if columns:
+            advice = f"If one of the columns {', '.join(columns)} says whose sample it is"
+        raise UserError(
+            f"{error} {dataset.name} names no clients, so that it is divided at random. {advice}, "
+            f"--clients-by {columns[0] if len(columns) == 1 else 'NAME'} makes each of its values "
+            "a client."
+        ) from None
+
+
+def _list_candidates(dataset: Dataset, most: int = 5) -> list[str]:
+    """Return columns of a table with values that repeat: of words, then of whole numbers."""
+    names, rows = dataset.feature_names, len(dataset.y)
+    if len(names) != dataset.x[0].numel():
+        return []
+    words = dict.fromkeys(name.partition("=")[0] for name in names if "=" in name)
+    numbers = []
+    for place, name in enumerate(names):
+        values = dataset.x[:, place]
+        if "=" not in name and bool((values == values.round()).all()):
+            count = len(np.unique(values.numpy()))
+            numbers += [name] * (3 <= count <= rows // 2)
+    return [*words, *numbers][:most]
+
+
+def describe_given(splits: Sequence[Mapping[str, Indices]]) -> str:
+    """Say how many samples the parts of the data have."""
+    counts = {part: sum(len(own[part]) for own in splits) for part in PARTS}
+    listed = ", ".join(f"{count:,} {part}" for part, count in counts.items() if count)
+    return f"The split of the data is kept: {listed}; --split pooled mixes them."
 
 
 def describe_untested(tests: Sequence[Indices], names: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedala.data.dataset import Dataset
 from fedala.data.images import fit_images
+from fedala.data.inputs import column_of, encode_table
 from fedala.data.text import encode_texts
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import parse_json
@@ -182,13 +183,19 @@ class Preprocessing:
         names = list(self.feature_names)
         if not names:
             return table.to_numpy()
-        missing = [name for name in names if name not in table.columns]
+        present = [str(name) for name in table.columns]
+        used = [column_of(name, present) for name in names]
+        missing = [name for name in used if name not in present]
         if missing:
             raise UserError(
                 f"The table has no column {missing[0]!r}; the features of this model are "
                 f"{', '.join(names)}."
             )
-        return table[names].to_numpy()
+        chosen = table.iloc[:, [present.index(name) for name in dict.fromkeys(used)]]
+        if used == names and all(kind.kind in "iuf" for kind in chosen.dtypes):
+            return chosen.to_numpy()
+        columns = {str(name): values.tolist() for name, values in chosen.items()}
+        return encode_table(columns, names, [f"The table, row {row}" for row in range(len(table))])
 
     def _check_shape(self, shape: tuple[int, ...], what: str) -> None:
         if tuple(shape) != self.shape:

@@ -23,7 +23,15 @@ from fedala.data.columns import (
 )
 from fedala.data.dataset import RawData, encode_labels
 from fedala.data.images import MAX_IMAGE_BYTES, decode_images
-from fedala.data.tabular import ColumnReader, Feature, encode_features, encode_targets
+from fedala.data.tabular import (
+    ColumnReader,
+    Feature,
+    describe_classes,
+    encode_features,
+    encode_targets,
+    refuse_missing,
+    to_words,
+)
 from fedala.errors import UserError, first_line, import_optional
 from fedala.io.untrusted import check_expansion, check_memory, open_file, read_file
 
@@ -169,7 +177,7 @@ def read_parquet_columns(
     images = [_image(value, f"{path}, image {i}", ()) for i, value in enumerate(inputs)]
     if not images:
         raise UserError(f"{path} is empty: there is no sample in it.")
-    return decode_images(images, resize), columns
+    return decode_images(images, resize)[0], columns
 
 
 def _read_table(path: Path, choose: Choose) -> Any:
@@ -234,16 +242,22 @@ def _merge(
     about = f"{where}, column {roles.label}"
     raw = RawData(where, [], np.zeros(0))
     if roles.clients:
-        owners = _words(content[roles.clients], f"{where}, column {roles.clients}")
+        owners = to_words(content[roles.clients], f"{where}, column {roles.clients}")
         raw = raw._replace(clients=owners, notes=(describe_clients(roles.clients, owners),))
     raw = raw._replace(split=_find_split(tables, parts, roles, content, where))
     if not roles.input:
         x, feature_names, notes = encode_features(features, where)
         raw = raw._replace(x=torch.from_numpy(x), feature_names=feature_names)
         raw = raw._replace(notes=(*raw.notes, *notes))
-        targets = None if names else encode_targets(_words(labels, about), about)
+        targets = None
+        if not names:
+            words = to_words(labels, about)
+            targets = encode_targets(words, about, is_regression=wanted.is_regression)
+            notes = describe_classes(roles.label, targets[1])
+            raw = raw._replace(notes=(*raw.notes, *notes))
     else:
-        raw, targets = raw._replace(x=_read_inputs(content, roles, where, caches, resize)), None
+        inputs, notes = _read_inputs(content, roles, where, caches, resize)
+        raw, targets = raw._replace(x=inputs, notes=(*raw.notes, *notes)), None
     y, class_names = targets or _encode(labels, names, about)
     return raw._replace(y=y, class_names=class_names)
 
@@ -258,35 +272,23 @@ def _find_split(
         return np.repeat(np.array(numbers, dtype=np.uint8), sizes)
     if roles.split:
         about = f"{where}, column {roles.split}"
-        return parse_parts(_words(content[roles.split], about), about)
+        return parse_parts(to_words(content[roles.split], about), about)
     return None
 
 
 def _read_inputs(
     content: dict[str, Any], roles: Roles, where: str, caches: Sequence[Path], resize: int | None
-) -> Any:
-    """Return texts as they are, or the pixels of images."""
+) -> tuple[Any, tuple[str, ...]]:
+    """Return texts as they are, or the pixels of images, and sentences about these."""
     inputs = content[str(roles.input)]
     if any(isinstance(value, str) for value in inputs):
         if not all(isinstance(value, str) for value in inputs):
             raise UserError(
                 f"{where}, column {roles.input}: some texts are missing; every label needs one."
             )
-        return inputs
+        return inputs, ()
     images = [_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
     return decode_images(images, resize)
-
-
-def _words(values: list[Any], where: str) -> list[str]:
-    """Return names and numbers as text, one object for each."""
-    known: dict[Any, str] = {}
-    for row, value in enumerate(values):
-        is_word = isinstance(value, str | int | float) and value == value and value != ""
-        if not is_word:
-            raise UserError(f"{where}: row {row} holds {value!r}; it must be a number or a name.")
-        if (type(value), value) not in known:
-            known[type(value), value] = str(value).strip()
-    return [known[type(value), value] for value in values]
 
 
 def _read_features(
@@ -296,35 +298,34 @@ def _read_features(
     from pyarrow import types
 
     check_memory(8 * len(names) * sum(table.num_rows for table in tables), where)
-    features = []
+    features: list[Feature | ColumnReader] = []
+    readers = []
     for name in names:
         kinds = [table.schema.field(name).type for table in tables]
         column = ColumnReader(name, where, "row")
+        readers.append(column)
         if all(types.is_integer(k) or types.is_floating(k) or types.is_boolean(k) for k in kinds):
-            features.append(Feature(name, _read_numbers(tables, column)))
+            features.append(column.finish_numbers(_read_numbers(tables, name)))
             continue
         for row, value in enumerate(_values(tables, name, where, stored)):
             if not isinstance(value, str | bool | int | float | None):
                 raise UserError(
                     f"{where}: the column {name} holds {kinds[0]}; a feature must be numbers or a "
-                    "few different words: leave the column out."
+                    f"few different words: leave it out with --drop-columns {name}."
                 )
             column.add("" if value is None else str(value), row)
-        features.append(column.finish())
-    return features
+        features.append(column)
+    refuse_missing(readers)
+    return [one.finish() if isinstance(one, ColumnReader) else one for one in features]
 
 
-def _read_numbers(tables: list[Any], column: ColumnReader) -> "np.ndarray[Any, Any]":
-    """Return a column of numbers; none may be missing."""
-    pieces = [piece for table in tables for piece in table.column(column.name).chunks]
+def _read_numbers(tables: list[Any], name: str) -> "np.ndarray[Any, Any]":
+    """Return a column of numbers; NaN: missing."""
+    pieces = [piece for table in tables for piece in table.column(name).chunks]
     arrays = [
-        np.asarray(piece.to_numpy(zero_copy_only=False), dtype=np.float64)  # null: NaN
-        for piece in pieces
+        np.asarray(piece.to_numpy(zero_copy_only=False), dtype=np.float64) for piece in pieces
     ]
-    values = np.concatenate(arrays) if arrays else np.zeros(0)
-    for row in np.flatnonzero(~np.isfinite(values))[:1].tolist():
-        column.add("" if np.isnan(values[row]) else str(values[row]), row)  # raises
-    return values
+    return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
 def _values(tables: list[Any], name: str, where: str, stored: int | None) -> list[Any]:

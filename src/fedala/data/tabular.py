@@ -1,6 +1,7 @@
 """Tables of numbers: columns of numbers, and of a few words, as float32 features."""
 
 import math
+import re
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,13 @@ Array = np.ndarray[Any, Any]
 MOST_WORDS = 64
 _MISSING = {"", "?", "na", "n/a", "nan", "null"}
 _TRUTH = {"true": 1.0, "false": 0.0}
+_DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+")
+#: The fewest rows in which a column of consecutive numbers looks like their numbering.
+_FEW_ROWS = 10
+#: The most names in a list.
+_SHOWN = 40
+#: More classes than this, by whole numbers, may be meant as numbers to predict.
+_FEW_CLASSES = 10
 
 
 class Feature(NamedTuple):
@@ -39,18 +47,20 @@ class ColumnReader:
         self.words: dict[str, int] = {}
         self.first_word: tuple[int, str] | None = None
         self.count = 0  # of numbers
+        self.commas = 0  # numbers with a decimal comma
+        self.missing = 0
+        self.first_missing: int | None = None
 
     def add(self, text: str, place: int) -> None:
         """Add the value of a line, or row."""
         text = text.strip()
         if text.lower() in _MISSING:
-            raise UserError(
-                f"{self.where}, {self.row} {place}: the column {self.name} has no value "
-                f"({text!r}); fill it, or leave the {self.row} or the column out."
-            )
+            self.note_missing(place)
+            return
         number = parse_number(text)
         if number is None:
             self.first_word = self.first_word or (place, text)
+            self.commas += bool(_DECIMAL_COMMA.fullmatch(text))
         elif not math.isfinite(number):
             raise UserError(
                 f"{self.where}, {self.row} {place}: the column {self.name} holds {text}; "
@@ -63,11 +73,30 @@ class ColumnReader:
         self.numbers.append(0.0 if number is None else number)
         self.codes.append(self.words.get(text, -1))
 
+    def note_missing(self, place: int, count: int = 1) -> None:
+        """Count missing values; `refuse_missing` refuses those of all columns in one sentence."""
+        self.missing += count
+        self.first_missing = place if self.first_missing is None else self.first_missing
+
+    def finish_numbers(self, values: Array) -> Feature:
+        """Return a column that is given as numbers; NaN: missing."""
+        missing = np.flatnonzero(np.isnan(values))
+        if len(missing):
+            self.note_missing(int(missing[0]), len(missing))
+        for place in np.flatnonzero(np.isinf(values))[:1].tolist():
+            self.add(str(values[place]), place)  # raises
+        return Feature(self.name, values)
+
     def finish(self) -> Feature:
         """Return the column as a feature, or raise `UserError` if it is neither kind."""
         if self.first_word is None:
             return Feature(self.name, np.array(self.numbers))
         place, text = self.first_word
+        if self.commas and self.commas + self.count == len(self.numbers):
+            raise UserError(
+                f"{self.where}, {self.row} {place}: the column {self.name} holds {text}, a number "
+                "with a decimal comma; write numbers with a decimal point."
+            )
         if 2 * self.count >= len(self.numbers):
             raise UserError(
                 f"{self.where}, {self.row} {place}: {printable(text, 100)!r} in the column "
@@ -78,10 +107,39 @@ class ColumnReader:
             raise UserError(
                 f"{self.where}: the column {self.name} holds {many} different words in "
                 f"{len(self.numbers)} {self.row}s, such as {printable(text, 100)!r} in {self.row} "
-                f"{place}, too many for a feature each. Leave it out; if it is the text to "
-                "classify, call it text; if it names the clients, use --clients-by."
+                f"{place}, too many for a feature each. Leave it out with --drop-columns "
+                f"{self.name}; if it is the text to classify, call it text; if it names the "
+                "clients, use --clients-by."
             )
         return Feature(self.name, np.array(self.codes), tuple(self.words))
+
+
+def to_words(values: list[Any], where: str) -> list[str]:
+    """Return names and numbers as text, one object for each."""
+    known: dict[Any, str] = {}
+    for row, value in enumerate(values):
+        is_word = isinstance(value, str | int | float) and value == value and value != ""
+        if not is_word:
+            raise UserError(f"{where}: row {row} holds {value!r}; it must be a number or a name.")
+        if (type(value), value) not in known:
+            known[type(value), value] = str(value).strip()
+    return [known[type(value), value] for value in values]
+
+
+def refuse_missing(columns: Sequence[ColumnReader]) -> None:
+    """Refuse columns with missing values, all of them in one sentence."""
+    lacking = [column for column in columns if column.missing]
+    if not lacking:
+        return
+    total = sum(column.missing for column in lacking)
+    listed = list_names([f"{column.name} {column.missing:,}" for column in lacking])
+    first = min(lacking, key=lambda column: (column.first_missing, columns.index(column)))
+    values, row = "value" if total == 1 else "values", first.row
+    raise UserError(
+        f"{first.where}: {total:,} missing {values}: {listed}; the first in {row} "
+        f"{first.first_missing}, column {first.name}. Drop the {row}s or fill the values first, or "
+        "leave columns out with --drop-columns."
+    )
 
 
 def parse_number(text: str) -> float | None:
@@ -106,12 +164,17 @@ def encode_features(
     check_memory(4 * rows * width, where)
     x = np.empty((rows, width), np.float32)
     names: list[str] = []
-    notes = [f"The features are the columns {_list_names([f.name for f in features])}."]
+    notes = [f"The features are the columns {list_names([f.name for f in features])}."]
     for feature in features:
         if not feature.words:
             with np.errstate(over="ignore"):  # `Dataset` refuses what float32 cannot hold
                 x[:, len(names)] = feature.values
             names.append(feature.name)
+            if _is_numbering(feature.values):
+                notes.append(
+                    f"The column {feature.name} looks like a row number; "
+                    f"--drop-columns {feature.name} leaves it out."
+                )
             continue
         ordered = sorted(feature.words)
         for word in ordered:
@@ -119,26 +182,55 @@ def encode_features(
             names.append(f"{feature.name}={word}")
         notes.append(
             f"The column {feature.name} holds words, each of which becomes a feature of zeros and "
-            f"ones: {_list_names(ordered)}."
+            f"ones: {list_names(ordered)}."
         )
     return x, tuple(printable(name, 100) for name in names), tuple(notes)
 
 
-def _list_names(names: Sequence[str]) -> str:
-    shown = ", ".join(printable(name, 50) for name in names[:10])
-    return shown if len(names) <= 10 else f"{shown} … ({len(names):,} in all)"
+def _is_numbering(values: Array) -> bool:
+    """Tell whether a column merely numbers the rows."""
+    if len(values) < _FEW_ROWS or values.max() - values.min() != len(values) - 1:
+        return False
+    return bool((np.diff(np.sort(values)) == 1).all())
 
 
-def encode_targets(values: Sequence[str], where: str) -> tuple[Array, tuple[str, ...]]:
-    """Return labels and their names; numbers that are not all whole are targets to predict."""
+def list_names(names: Sequence[str]) -> str:
+    """Return names as text: so many that a table can be checked by them."""
+    shown = ", ".join(printable(name, 50) for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
+
+
+def describe_classes(column: str, class_names: Sequence[str]) -> tuple[str, ...]:
+    """Say that many whole numbers are read as classes, which may not be meant."""
+    if len(class_names) <= _FEW_CLASSES or not all(map(str.isdigit, class_names)):
+        return ()
+    return (
+        f"The label {printable(column, 100)} holds {len(class_names):,} whole numbers, which are "
+        "read as classes; --loss mse, mae or huber predicts them as numbers.",
+    )
+
+
+def encode_targets(
+    values: Sequence[str], where: str, *, is_regression: bool = False
+) -> tuple[Array, tuple[str, ...]]:
+    """Return labels and their names; numbers that are not all whole are targets to predict.
+
+    With `is_regression`, whole numbers are, too.
+    """
     texts = set(values)
     numbers = {text: parse_number(text) for text in texts}
-    if any(number is None for number in numbers.values()):
+    words = [text for text in texts if numbers[text] is None]
+    if words and all(_DECIMAL_COMMA.fullmatch(word) for word in words):
+        raise UserError(
+            f"{where} holds {min(words)}, a number with a decimal comma; write numbers with a "
+            "decimal point."
+        )
+    if words:
         return encode_labels(list(values))
     targets = np.array([numbers[text] for text in values], dtype=np.float64)
     if not np.isfinite(targets).all():
         raise UserError(f"{where} holds targets that are not finite numbers; all must be.")
-    if (targets != np.floor(targets)).any():
+    if is_regression or (targets != np.floor(targets)).any():
         with np.errstate(over="ignore"):  # `Dataset` refuses what float32 cannot hold
             return targets.astype(np.float32), ()
     return encode_labels([str(int(number)) for number in targets.tolist()])

@@ -21,6 +21,7 @@ from fedala.runs.config_values import (
     flatten_settings,
     flatten_sweep,
     join_list,
+    split_names,
     toml,
 )
 
@@ -75,6 +76,9 @@ class Config:
     )
     label_column: str | None = option(
         None, "the column that holds the labels; without it, label, class, target or y"
+    )
+    drop_columns: str | None = option(
+        None, "columns of a table that are not features, separated by commas: they are not read"
     )
     resize: int | None = option(
         None, "side in pixels to which images are resized on loading", least=1, most=4096
@@ -131,7 +135,8 @@ class Config:
     )
     lr: float | None = option(
         None,
-        "local learning rate; without it, the paper's, or the usual one of the model",
+        "local learning rate; without it, the paper's, or the usual one of the model; 0.001 for "
+        "adam and adamw",
         above=0,
         most=1e9,
     )
@@ -371,7 +376,11 @@ class Config:
 
     @property
     def import_names(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in (self.imports or "").split(",") if name.strip())
+        return split_names(self.imports)
+
+    @property
+    def dropped_columns(self) -> tuple[str, ...]:
+        return split_names(self.drop_columns)
 
     @property
     def has_own_model(self) -> bool:

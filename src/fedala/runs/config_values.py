@@ -45,8 +45,8 @@ def flatten_sweep(table: Any) -> dict[str, str]:
 
 #: Options that are lists, and what separates their values in a text.
 SEPARATORS = {
-    "method": ",", "imports": ",", "evaluate": ",", "augment": ",", "class_weights": ",",
-    "normalize": "/",
+    "method": ",", "imports": ",", "drop_columns": ",", "evaluate": ",", "augment": ",",
+    "class_weights": ",", "normalize": "/",
 }  # fmt: skip
 
 
@@ -59,6 +59,11 @@ def join_list(name: str, value: Any) -> Any:
         return str(value) if name == "imports" and isinstance(value, Path) else value
     words = [",".join(map(_word, one)) if isinstance(one, list) else _word(one) for one in value]
     return SEPARATORS[name].join(words)
+
+
+def split_names(text: str | None) -> tuple[str, ...]:
+    """Return names that are separated by commas."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def _word(value: Any) -> str:

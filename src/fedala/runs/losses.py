@@ -10,7 +10,8 @@ from fedala.lanes.losses import CrossEntropy, Loss, LossFunction, MultiLabel, Re
 from fedala.options import suggest
 from fedala.runs.config import Config
 
-LOSSES = ("cross_entropy", "multilabel", "mse", "mae", "huber")
+REGRESSIONS = ("mse", "mae", "huber")
+LOSSES = ("cross_entropy", "multilabel", *REGRESSIONS)
 
 
 def make_loss(config: Config, federation: Federation, own: LossFunction | None = None) -> Loss:
@@ -45,7 +46,7 @@ def _check_fit(name: str, data: Dataset) -> None:
         if data.kind == "classes":
             others = "cross_entropy"
     elif name not in ("cross_entropy", "multilabel") and data.kind == "classes":
-        wanted, others = "float targets", "cross_entropy"
+        wanted, others = "float targets", "cross_entropy, or give the labels as floats"
     if wanted:
         raise UserError(
             f"The loss {name} needs {wanted}, and {data.name} has {data.targets}: use {others}."

@@ -33,6 +33,7 @@ from fedala.runs.build import build_task, count_lanes
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import check_method, parse_epochs
+from fedala.runs.losses import REGRESSIONS
 from fedala.runs.models import pack_model
 from fedala.runs.own_code import import_given
 from fedala.runs.plan import plan
@@ -198,7 +199,12 @@ def _load(finished: FinishedRun, data: str | Path | Dataset) -> Dataset:
             str(data),
             names,
             config.resize,
-            Wanted(config.clients_by, config.label_column),
+            Wanted(
+                config.clients_by,
+                config.label_column,
+                config.dropped_columns,
+                config.loss in REGRESSIONS,
+            ),
             tokens=fed.tokens if fed else (),
             feature_names=fed.feature_names if fed else (),
         )

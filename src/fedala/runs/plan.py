@@ -33,7 +33,7 @@ from fedala.models import build_model
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
 from fedala.runs.holdout import check_options, rehearse_newcomers
-from fedala.runs.losses import make_loss
+from fedala.runs.losses import REGRESSIONS, make_loss
 from fedala.runs.members import (
     Group,
     Member,
@@ -234,7 +234,15 @@ def _choose_device(name: str) -> torch.device:
 def load_dataset(config: Config) -> Dataset:
     """Load the dataset that a config names."""
     folder = Path(config.data_dir) if config.data_dir else None
-    return load(config.dataset, folder, config.resize, config.clients_by, config.label_column)
+    return load(
+        config.dataset,
+        folder,
+        config.resize,
+        config.clients_by,
+        config.label_column,
+        config.dropped_columns,
+        is_regression=config.loss in REGRESSIONS,
+    )
 
 
 def _federate(config: Config, dataset: Dataset | None) -> Federation:

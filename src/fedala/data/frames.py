@@ -1,0 +1,120 @@
+"""Frames of pandas, read as a csv file with the same content. They may come in several pieces."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedala.data.columns import Wanted, assign_roles, describe_clients, parse_parts
+from fedala.data.tabular import ColumnReader, Feature, encode_features, refuse_missing, to_words
+from fedala.errors import UserError
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns that will be features. What their words are is known when all pieces are together."""
+
+    columns: Mapping[str, Array]
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def encode(self, where: str) -> tuple[Array, tuple[str, ...], tuple[str, ...]]:
+        """Return the features as float32 N×D, their names, and sentences about them."""
+        readers = [ColumnReader(name, where, "row") for name in self.columns]
+        features: list[Feature | ColumnReader] = []
+        for reader, values in zip(readers, self.columns.values(), strict=True):
+            if values.dtype.kind == "f":
+                features.append(reader.finish_numbers(values))
+                continue
+            for place, value in enumerate(values.tolist()):
+                reader.add(str(value), place)
+            features.append(reader)
+        refuse_missing(readers)
+        done = [one.finish() if isinstance(one, ColumnReader) else one for one in features]
+        return encode_features(done, where)
+
+
+class Frame:
+    """The columns of a frame, by what they say."""
+
+    def __init__(self, frame: Any, where: str, wanted: Wanted) -> None:
+        self.frame, self.where = frame, where
+        self.names = _check_names(frame, where)
+        self.roles = assign_roles(self.names, wanted, where)
+        if self.roles.label is None:
+            raise UserError(
+                f"{where} has no column label, class, target or y: name the one with "
+                f"label_column=…. It has {', '.join(self.names)[:200]}."
+            )
+        if not (self.roles.input or self.roles.features):
+            raise UserError(f"{where} has no columns besides the label and the client.")
+
+    def inputs(self) -> "Table | list[str]":
+        """Return the features, or the texts."""
+        if self.roles.input:
+            return self._read_words(self.roles.input)
+        return read_table(self.frame, self.where, self.roles.features)
+
+    def labels(self) -> Array:
+        """Return the label of each row, as text."""
+        return np.array(self._read_words(str(self.roles.label)), dtype=object)
+
+    def clients(self) -> tuple[str, ...] | None:
+        name = self.roles.clients
+        return tuple(self._read_words(name)) if name else None
+
+    def split(self) -> Array | None:
+        name = self.roles.split
+        return parse_parts(self._read_words(name), f"{self.where}: {name}") if name else None
+
+    def notes(self) -> tuple[str, ...]:
+        owners, name = self.clients(), self.roles.clients
+        return (describe_clients(name, owners),) if name and owners else ()
+
+    def _read_words(self, name: str) -> list[str]:
+        series = self.frame.iloc[:, self.names.index(name)]
+        values = series.astype(object).where(~series.isna(), None).tolist()
+        whole = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
+        return to_words(whole, f"{self.where}, column {name}")
+
+
+def is_frame(data: Any) -> bool:
+    """Tell whether this is a frame of pandas, without importing it."""
+    kind = type(data)
+    return kind.__name__ == "DataFrame" and kind.__module__.split(".")[0] == "pandas"
+
+
+def read_table(frame: Any, where: str, chosen: Sequence[str] | None = None) -> Table:
+    """Read columns as float64, or as text; a missing value is NaN, or empty."""
+    names = _check_names(frame, where)
+    columns = {}
+    for place, name in enumerate(names):
+        if chosen is not None and name not in chosen:
+            continue
+        series = frame.iloc[:, place]
+        if getattr(series.dtype, "kind", "O") in "biuf":
+            columns[name] = series.to_numpy(np.float64, na_value=np.nan)
+        else:
+            columns[name] = series.astype(object).where(~series.isna(), "").to_numpy(object)
+    return Table(columns, len(frame))
+
+
+def join_tables(tables: Sequence[Table]) -> Table:
+    """Put pieces together that have the same columns."""
+    columns = {
+        name: np.concatenate([table.columns[name] for table in tables])
+        for name in tables[0].columns
+    }
+    return Table(columns, sum(map(len, tables)))
+
+
+def _check_names(frame: Any, where: str) -> list[str]:
+    names = [str(column) for column in frame.columns]
+    if len(set(names)) < len(names):
+        raise UserError(f"{where} has two columns of the same name.")
+    return names
