@@ -217,7 +217,14 @@ def _execute(
 def _show(result: RunResult) -> None:
     """Print the table of results and the notes that explain it."""
     config = result.config
-    tables.show(tables.results(result.summaries()))
+    sweeps = find_sweeps(config.sweep, result.methods)
+    decisive = {
+        label: sweep.criterion(label)
+        for sweep in sweeps
+        if sweep.is_validated
+        for label in sweep.results
+    }
+    tables.show(tables.results(result.summaries(), decisive))
     metric = next(iter(result.methods.values())).metric
     formula = "Σ correct" if metric == ACCURACY else "sum over samples"
     print(
@@ -231,7 +238,7 @@ def _show(result: RunResult) -> None:
             "Unseen clients took no part in training: these are their scores at the last "
             "evaluation, after so many local epochs of their own."
         )
-    for sweep in find_sweeps(config.sweep, result.methods):
+    for sweep in sweeps:
         for sentence in tables.describe_sweep(sweep):
             print(sentence)
     if any(row.diverged for method in result.methods.values() for row in method.history):
