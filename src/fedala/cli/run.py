@@ -15,6 +15,7 @@ from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
+from fedala.report.gains import describe_gains
 from fedala.report.progress_bars import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
@@ -238,6 +239,8 @@ def _show(result: RunResult) -> None:
             "Unseen clients took no part in training: these are their scores at the last "
             "evaluation, after so many local epochs of their own."
         )
+    for sentence in describe_gains(result):
+        print_line(sentence)
     for sweep in sweeps:
         for sentence in tables.describe_sweep(sweep):
             print(sentence)

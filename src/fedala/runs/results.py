@@ -307,6 +307,8 @@ class RunResult:
     config: Config
     methods: dict[str, MethodResult]
     folder: Path | None = None
+    client_names: tuple[str, ...] = ()
+    """By client; empty if the data do not name them."""
 
     def summaries(self) -> dict[str, dict[str, Any]]:
         """Return the summary of each method."""
