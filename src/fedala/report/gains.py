@@ -31,7 +31,8 @@ def compare_clients(own: MethodResult, base: MethodResult) -> Gains | None:
     )
     if mine.shape != others.shape:
         return None
-    gains = mine - others if own.metric.higher_is_better else others - mine
+    with np.errstate(invalid="ignore"):  # infinite under both
+        gains = mine - others if own.metric.higher_is_better else others - mine
     is_known = np.isfinite(gains)  # a client without test samples has no score
     signs = [is_known & (gains > 0), is_known & (gains == 0), is_known & (gains < 0)]
     return Gains(*(np.flatnonzero(chosen).tolist() for chosen in signs))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import check_accuracies, read_json
 from fedala.methods import make
@@ -72,6 +73,9 @@ class Run:
     """Sentences about files that no digest covers."""
     client_names: dict[int, str] = field(default_factory=dict)
     """By number; empty if clients have no names."""
+
+    preprocessing: Preprocessing | None = None
+    """What the models are fed; None if an older version wrote the folder."""
 
     def name_client(self, number: int) -> str:
         """Return a client's number, and its name if it has one: `4 (VP-07)`."""
@@ -268,6 +272,7 @@ def read_run(path: Path) -> Run:
         resumed=_read_table(folder, "resumed.csv"),
         summary=summary,
         client_names=_read_names(folder, split),
+        preprocessing=folder.preprocessing(),
         unverified=folder.list_unverified(),  # after all tables have been read
     )
 

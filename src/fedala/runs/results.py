@@ -254,7 +254,9 @@ class MethodResult:
 
 def describe_spread(values: np.ndarray) -> dict[str, Any]:
     """Return mean, standard deviation and values of a figure that each run has."""
-    return {"mean": float(values.mean()), "std": float(values.std()), "runs": values.tolist()}
+    with np.errstate(invalid="ignore"):  # the scores of runs that diverged may be infinite
+        mean, std = float(values.mean()), float(values.std())
+    return {"mean": mean, "std": std, "runs": values.tolist()}
 
 
 def are_validated(results: Iterable[MethodResult]) -> bool:

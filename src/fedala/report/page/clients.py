@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedala.metrics import LABEL_ACCURACY
+from fedala.report.arrays import Array
 from fedala.report.page.views import (
     MOST_CLIENTS,
     Chart,
@@ -91,12 +92,17 @@ def _list_compared(series: Sequence[Series], base: Series) -> list[Series]:
     ]
 
 
+def _subtract(one: Series, base: Series) -> Array:
+    with np.errstate(invalid="ignore"):  # infinite under both
+        return one.client_scores - base.client_scores
+
+
 def _make_difference_tables(series: Sequence[Series], base: Series) -> list[Table]:
     """Return every client's difference to FedAvg or Local; nothing if there is none to compare."""
     compared, metric = _list_compared(series, base), base.metric
     if not compared:
         return []
-    differences = [one.client_scores - base.client_scores for one in compared]
+    differences = [_subtract(one, base) for one in compared]
     rows: list[Row] = []
     for client in range(min(MOST_CLIENTS, len(base.client_scores))):
         own = [float(values[client]) for values in differences]
@@ -112,7 +118,7 @@ def _make_gain_table(series: Sequence[Series], base: Series) -> Table:
     metric = base.metric
     rows: list[Row] = []
     for one in _list_compared(series, base):
-        difference = one.client_scores - base.client_scores
+        difference = _subtract(one, base)
         difference = difference[np.isfinite(difference)]
         if difference.size:
             gains = difference if metric.higher_is_better else -difference
