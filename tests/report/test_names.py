@@ -74,6 +74,8 @@ def test_gains_are_counted_and_named():
         "Against local, x helps 1 of 3 clients (a), 1 equal, 1 lose.",
         "Against local, y helps 0 of 3 clients, 0 equal, 3 lose.",
     ]
+    lost = {name: made_up(name, [np.nan]) for name in ("local", "x")}
+    assert describe_gains(RunResult(Config(), lost)) == []
     del methods["local"]
     assert describe_gains(RunResult(Config(), methods)) == []
     many = {"fedavg": made_up("fedavg", [0] * 20), "x": made_up("x", [1] * 20)}

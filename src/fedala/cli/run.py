@@ -249,6 +249,11 @@ def _show(result: RunResult) -> None:
             "Some clients diverged: their updates in these rounds do not count "
             f"(--on-divergence {config.on_divergence}). See faults.csv."
         )
+        if config.normalize == "none":
+            print(
+                "The features are not scaled (--normalize none): if they are large, leave that "
+                "option out, or lower --lr."
+            )
     if config.join_ratio < 1:
         clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
         print(

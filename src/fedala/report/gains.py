@@ -46,8 +46,8 @@ def describe_gains(result: RunResult) -> list[str]:
     sentences = []
     for one in result.methods.values():
         gains = None if one is base else compare_clients(one, base)
-        if gains is not None:
-            count = len(gains.better) + len(gains.equal) + len(gains.worse)
+        count = sum(map(len, (gains.better, gains.equal, gains.worse))) if gains else 0
+        if gains and count:
             names = _list_names(gains.better, result.client_names)
             sentences.append(
                 f"Against {base.title}, {one.title} helps {len(gains.better)} of {count} "
