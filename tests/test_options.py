@@ -28,6 +28,8 @@ class Sample:
         ("1e-3", float, 0.001),
         (2, float, 2.0),
         (None, float | None, None),
+        ("2", int | str, 2),
+        ("fc2,conv1", int | str, "fc2,conv1"),
         ("2", float | None, 2.0),
         ("False", bool, False),
         ("yes", bool, True),

@@ -54,15 +54,18 @@ class ClientSettings(Settings):
 
 @dataclass(frozen=True)
 class Report:
-    """What one client's ALA did in one round."""
+    """What one client's ALA did in one round: what `ALA.initialize` returns."""
 
     epochs: int
+    """Epochs of weight learning: several in the initial stage, one in every later round, 0 if it
+    was skipped."""
     losses: tuple[float, ...] = field(repr=False)
     """Mean loss of each epoch of weight learning."""
     initial: bool
-    """Whether this was the client's initial stage."""
-    converged: bool
-    """Whether the initial stage ended by its criterion."""
+    """Whether this was the client's initial stage: its first weight learning."""
+    converged: bool | None
+    """Whether the initial stage ended by its criterion; None in every other round, which has none.
+    """
     capped: bool
     """Whether the initial stage ended by `max_epochs`."""
     weight_mean: float
@@ -86,8 +89,8 @@ def make_reports(outcome: Outcome, settings: Settings) -> list[Report]:
     columns = (tensor.tolist() for tensor in outcome)
     for epochs, losses, is_initial, mean, fault in zip(*columns, strict=True):
         own = tuple(losses[:epochs])
-        converged = is_initial and has_settled(own, settings)
-        capped = is_initial and not converged
+        converged = has_settled(own, settings) if is_initial else None
+        capped = converged is False
         reports.append(Report(epochs, own, is_initial, converged, capped, mean, FAULTS[fault]))
     return reports
 
@@ -257,7 +260,7 @@ class ALA:
         """Return the report of a round in which nothing was done."""
         learned = self._state["weights"] if self._state else {}
         mean = float(average_weights(learned)) if learned else 1.0
-        return Report(0, (), False, False, False, mean, fault)
+        return Report(0, (), False, None, False, mean, fault)
 
     def _state_for(self, received: Params, governed: Sequence[str]) -> dict[str, Any]:
         """Return this client's state in the model's order, on the device of `received`."""

@@ -61,20 +61,31 @@ def convert(value: Any, kind: Any, name: str) -> Any:
 
     Infinity, NaN and numbers beyond float32 or 64 bits are refused: no option has a use for them.
     """
+    kinds = [kind]
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        arms = typing.get_args(kind)
-        if value is None and type(None) in arms:
+        kinds = [arm for arm in typing.get_args(kind) if arm is not type(None)]
+        if value is None and len(kinds) < len(typing.get_args(kind)):
             return None
-        [kind] = [arm for arm in arms if arm is not type(None)]
     # Python may refuse to print such a number, so it is not tried.
     is_large = isinstance(value, int) and abs(value) >= 2**63
     converters = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
-    if not is_large and kind in converters:
+    if len(kinds) > 1:
+        converters[str] = _to_words  # a number is none of the other kinds by mistake
+    for one in kinds if not is_large else ():
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            return converters[kind](value)
+            return converters[one](value)
     nouns = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     what = "a number of more than 64 bits" if is_large else repr(value)
-    raise UserError(f"{name} must be {nouns.get(kind, kind)}, not {what}.")
+    expected = " or ".join(str(nouns.get(one, one)) for one in kinds)
+    raise UserError(f"{name} must be {expected}, not {what}.")
+
+
+def _to_words(value: Any) -> str:
+    """Return a text that does not read as a number."""
+    with contextlib.suppress(ValueError):
+        float(value)
+        raise TypeError
+    return _to_str(value)
 
 
 def _to_bool(value: Any) -> bool:
@@ -116,6 +127,8 @@ def _check(value: Any, field: "dataclasses.Field[Any]", name: str) -> Any:
     least, above, most, choices = (limits.get(k) for k in ("least", "above", "most", "choices"))
     if choices is not None and value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
+    if isinstance(value, str):
+        return value
     if least is not None and value < least:
         raise UserError(f"{name} must be at least {least}, not {value}.")
     if above is not None and value <= above:

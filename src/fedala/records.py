@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from fedala.errors import printable
 from fedala.metrics import ACCURACY, Metric, find_metric
 
 #: The model that is always evaluated: the initialised personal model, before training.
@@ -157,10 +158,12 @@ class Fault:
     step: int | None
     """The first training step of the round with such a number, from 1; None if it is not known."""
     run: int = 0
+    client_name: str = ""
 
     def __str__(self) -> str:
         step = f", first in step {self.step}" if self.step else ""
+        name = f"{printable(self.client_name, 100)}; " if self.client_name else ""
         return (
-            f"client {self.client} (seed {self.seed}, lane {self.lane}) "
+            f"client {self.client} ({name}seed {self.seed}, lane {self.lane}) "
             f"diverged in round {self.round}{step}"
         )

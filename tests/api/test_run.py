@@ -127,7 +127,8 @@ def test_progress_is_lines_if_asked_for_and_the_page_is_announced(
     out, err = capfd.readouterr()
     lines = err.splitlines()
     assert out == ""
-    assert lines[0].startswith("Runs stop by their score on test samples")
+    assert lines[0].startswith("toy: 120 samples of 3 classes")
+    assert lines[1].startswith("Runs stop by their score on test samples")
     assert any(line.startswith("FedAvg: round 1/1  accuracy ") for line in lines)
     assert lines[-1] == f"Report: {tmp_path / 'run' / 'report.html'}"
     assert "FedAvg on toy" in (result.folder / "report.html").read_text(encoding="utf-8")

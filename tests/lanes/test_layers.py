@@ -126,6 +126,7 @@ def test_upper_by_patterns():
         "fc2.weight",
         "fc2.bias",
     )
+    assert upper(model, "fc2, conv1") == upper(model, ["fc2", "conv1"])
     assert upper(model, [r"fc\d\.bias"]) == ("fc1.bias", "fc2.bias")
     assert upper(model, ["fc"]) == ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
@@ -135,7 +136,10 @@ def test_upper_by_patterns():
     [
         (5, "0 and 4.*5"),
         (-1, "0 and 4.*-1"),
-        (["fc2", "c2"], "'c2'.*fc2.weight"),
+        (["fc2", "c2"], r"'c2'.*from the start of a name \(did you mean fc2\?\)"),
+        (["fc2.wieght"], r"did you mean fc2\.weight"),
+        (["top"], r"the model has conv1, conv2, fc1, fc2\.$"),
+        ("fc2,,conv1", "patterns of parameters' names, separated by commas"),
         (["fc("], "'fc\\('.*pattern"),
     ],
 )

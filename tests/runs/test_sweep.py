@@ -17,7 +17,7 @@ from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.members import group_members, make_members
 from fedala.runs.observer import Stopped
-from fedala.runs.results import MethodResult
+from fedala.runs.results import MethodResult, find_leaders
 from fedala.runs.sweep import config_at, list_labels, list_points, split_label
 from fedala.runs.sweep_results import find_sweeps
 
@@ -86,6 +86,7 @@ def test_random_points_are_drawn_from_their_range_and_stay_the_same():
         ({"fedala.eta": "1,0"}, r"fedala\.eta must be greater than 0"),
         ({"fedala.wrong": "1,2"}, r"There is no option fedala\.wrong"),
         ({"lr": ",".join(map(str, range(1, 1200)))}, "1199 points, and the most is 1000"),
+        ({"fedala.layers": "1,conv[12]"}, "cannot have"),
         (3, "sweep must be a table"),
     ],
 )
@@ -238,6 +239,23 @@ def test_validation_picks_the_point_and_the_round_and_the_test_score_is_of_that_
     assert "edge of the grid (lr=1 is the smallest)" in sentences[1]
 
 
+def test_the_headline_takes_the_point_that_the_sweep_takes():
+    results = [
+        made_up("m[lr=1]", [0.9], [0.4]),
+        made_up("m[lr=2]", [0.8], [0.99]),
+        made_up("n", [0.1], [0.3]),
+    ]
+    assert find_leaders(results) == ("validation_picked", [results[0]])
+    tied = [*results[:2], made_up("n", [0.1], [0.4])]
+    assert find_leaders(tied)[1] == [tied[0], tied[2]]
+
+
+def test_points_that_are_equal_are_named():
+    results = {f"m[lr={k}]": made_up(f"m[lr={k}]", [0.5], [k / 10]) for k in (1, 2, 3)}
+    [sweep] = find_sweeps({"lr": "1,2,3"}, results)
+    assert "Equal on these samples: m[lr=2], m[lr=3]." in describe_sweep(sweep)[1]
+
+
 def test_without_validation_the_choice_is_called_optimistic():
     results = {
         f"m[lr={k}]": made_up(f"m[lr={k}]", [None, None], scores)
@@ -265,6 +283,8 @@ def test_the_summary_and_the_page_have_the_grid(tmp_path):
     assert "lr = 0.02" in text
     assert "fedala.eta = 0.1" in text
     assert "is the best of 4 points" in text
+    assert "FedALA: test accuracy" in text
+    assert "(of each sweep, the point that its test samples pick)" in text
     assert "unfinished" not in text
     assert "has not begun" not in text
 

@@ -3,9 +3,11 @@
 import html
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fedala.errors import printable
+from fedala.lanes.normalization import is_standard
 from fedala.report.progress import RunProgress
 from fedala.runs.observer import write_to_stderr
 from fedala.runs.plan import Plan
@@ -53,6 +55,23 @@ def choose_progress(plan: Plan, progress: bool | None) -> RunProgress | None:
     except ImportError:
         return RunProgress(plan)
     return ProgressBars(Console(stderr=True), plan)
+
+
+def describe_plan(plan: Plan, options: Mapping[str, Any]) -> str:
+    """Say what is run, and which values are defaults; `options` are those that were given."""
+    config, rate = plan.config, "lr: several"
+    if "lr" not in config.sweep:
+        is_default = options and "lr" not in options
+        rate = f"lr {config.lr:g}{' (the default here; lr=… changes it)' if is_default else ''}"
+    scaling = ""
+    if is_standard(config.normalize):
+        scaling = "; features standardised by the training samples"
+        scaling += "" if "normalize" in options else ' (default; normalize="none": as is)'
+    return (
+        f"{plan.federation.dataset.describe()}, {config.partition} over {config.clients} clients; "
+        f"{config.model}, {rate}, rounds: {config.rounds}, runs of each method: {config.seeds}, "
+        f"on {plan.device.type}{scaling}"
+    )
 
 
 class NotebookProgress(RunProgress):

@@ -77,6 +77,8 @@ class Result(RunResult):
                     row[method.metric.name] = float(score)
                     if counts is not None:
                         row["samples"] = int(counts[client, 2])
+                    if self.client_names:
+                        row["client_name"] = self.client_names[client]
                     rows.append(row)
         return self._make_frame(rows)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fedala.api.display import announce, choose_progress, is_interactive
+from fedala.api.display import announce, choose_progress, describe_plan, is_interactive
 from fedala.api.result import Result
 from fedala.data import Dataset, Federation, make_dataset
 from fedala.errors import UserError
@@ -75,6 +75,8 @@ def run(
     folder = Path(chosen) if chosen else None
     display = choose_progress(checked, progress)
     with display or nullcontext():
+        if display:
+            display.say(describe_plan(checked, options))
         observer = _make_observer(display, on_row)
         source = Path(resume) if resume else None
         given = {"dataset": data, "model": model, "loss": loss}

@@ -4,8 +4,8 @@ import html
 from pathlib import Path
 
 from fedala.errors import printable
-from fedala.report.headline import HEADLINES, SCORES, format_figure
-from fedala.runs.results import RunResult, find_best
+from fedala.report.headline import HEADLINES, SCORES, count_things, format_figure, join_words
+from fedala.runs.results import RunResult, find_leaders
 
 #: The most methods of a table, and letters of a name.
 _MOST_ROWS, _MOST_LETTERS = 8, 40
@@ -15,7 +15,7 @@ def _describe(result: RunResult) -> str:
     """Return what was run, in one line."""
     config = result.config
     dataset = printable(Path(str(config.dataset)).name, _MOST_LETTERS)
-    parts = [f"{config.clients} clients", f"{config.rounds} rounds"]
+    parts = [count_things(config.clients, "client"), count_things(config.rounds, "round")]
     if config.seeds > 1:
         parts.append(f"{config.seeds} runs of each method")
     folder = f"; in {printable(str(result.folder), 80)}" if result.folder else ""
@@ -42,11 +42,16 @@ def _make_notes(result: RunResult, message: str) -> list[str]:
     notes = []
     if len(result.methods) > _MOST_ROWS:
         notes.append(f"… and {len(result.methods) - _MOST_ROWS} more in result.methods.")
-    key, best = find_best(list(result.methods.values()))
-    if best is not None and len(result.methods) > 1:
+    key, leaders = find_leaders(list(result.methods.values()))
+    if leaders and len(result.methods) > 1:
         meaning = next(one.meaning for one in HEADLINES.values() if one.key == key)
-        title = printable(best.title, _MOST_LETTERS)
-        notes.append(f"{title} has the {best.metric.superlative} {best.metric.title} {meaning}.")
+        metric = leaders[0].metric
+        names = [printable(one.title, _MOST_LETTERS) for one in leaders]
+        more = [f"{len(names) - 3} more"] if len(names) > 4 else []
+        titles = join_words([*names[:3], *more] if more else names)
+        best = f"the {metric.superlative} {metric.title} {meaning}"
+        is_tie = len(leaders) > 1
+        notes.append(f"{titles} are equal: {best}." if is_tie else f"{titles} has {best}.")
     return [*notes, *([message] if message else [])]
 
 

@@ -38,6 +38,6 @@ def layers(
     division = {"method": "fedavg", "partition": "iid", "clients": "1"}
     planned = plan(Config.from_values({**given_options(values), **division}))
     model = planned.make_skeleton()
-    chosen = int(layers) if layers.lstrip("-").isdigit() else layers.split(",")
+    chosen = int(layers) if layers.lstrip("-").isdigit() else layers
     for line in describe_layers(model, upper(model, chosen)).splitlines():
         print_line(line)

@@ -15,6 +15,7 @@ from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
+from fedala.report.gains import describe_gains
 from fedala.report.progress_bars import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
@@ -219,7 +220,14 @@ def _execute(
 def _show(result: RunResult) -> None:
     """Print the table of results and the notes that explain it."""
     config = result.config
-    tables.show(tables.results(result.summaries()))
+    sweeps = find_sweeps(config.sweep, result.methods)
+    decisive = {
+        label: sweep.criterion(label)
+        for sweep in sweeps
+        if sweep.is_validated
+        for label in sweep.results
+    }
+    tables.show(tables.results(result.summaries(), decisive))
     metric = next(iter(result.methods.values())).metric
     formula = "Σ correct" if metric == ACCURACY else "sum over samples"
     print(
@@ -233,7 +241,9 @@ def _show(result: RunResult) -> None:
             "Unseen clients took no part in training: these are their scores at the last "
             "evaluation, after so many local epochs of their own."
         )
-    for sweep in find_sweeps(config.sweep, result.methods):
+    for sentence in describe_gains(result):
+        print_line(sentence)
+    for sweep in sweeps:
         for sentence in tables.describe_sweep(sweep):
             print(sentence)
     if any(row.diverged for method in result.methods.values() for row in method.history):
@@ -241,6 +251,11 @@ def _show(result: RunResult) -> None:
             "Some clients diverged: their updates in these rounds do not count "
             f"(--on-divergence {config.on_divergence}). See faults.csv."
         )
+        if config.normalize == "none":
+            print(
+                "The features are not scaled (--normalize none): if they are large, leave that "
+                "option out, or lower --lr."
+            )
     if config.join_ratio < 1:
         clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
         print(

@@ -16,7 +16,7 @@ def describe_layers(model: nn.Module, governed: Collection[str] = ()) -> str:
     for number, layer in enumerate(layers_of(model), 1):
         own = {name: parameters[name] for name in layer if name in parameters}
         modules = [
-            unit or "(the model itself)"
+            unit or ", ".join(name for name in names if name in own)  # the model's own parameters
             for unit, names in reversed(units.items())
             if not own.keys().isdisjoint(names)
         ]

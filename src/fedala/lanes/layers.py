@@ -7,6 +7,7 @@ module says `fedala.lanes.layer_units`. Only its last layer can be cut off, and 
 shows that this changes nothing.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,12 +18,14 @@ from torch.func import functional_call
 
 from fedala.errors import UserError
 from fedala.lanes.layer_units import HasLayers, find_module, layers_of, trainable_names
+from fedala.lanes.parameters import list_few
 from fedala.lanes.trees import take
+from fedala.options import suggest
 
 State = Mapping[str, Tensor]
 
 
-__all__ = ["Cut", "Layered", "call", "layers_of", "upper"]
+__all__ = ["Cut", "Layered", "call", "layers_of", "split_patterns", "upper"]
 
 
 class Layered(HasLayers):
@@ -43,12 +46,12 @@ class Layered(HasLayers):
         return x
 
 
-def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
+def upper(model: nn.Module, layers: int | str | Sequence[str]) -> tuple[str, ...]:
     """Return the parameters of the upper layers, or those that match a pattern, in model order.
 
     A number of layers takes those of their parameters that learn, a pattern all that match. A
     pattern is a regular expression that must match from the start of the name: `"fc"` takes
-    `fc.weight` and `fc.bias`.
+    `fc.weight` and `fc.bias`. A text has patterns separated by commas.
     """
     parameters = [name for name, _ in model.named_parameters()]
     if isinstance(layers, int):
@@ -62,20 +65,49 @@ def upper(model: nn.Module, layers: int | Sequence[str]) -> tuple[str, ...]:
         chosen.intersection_update(trainable_names(model))
     else:
         chosen = set()
-        for pattern in layers:
-            try:
-                matches = {name for name in parameters if re.match(pattern, name)}
-            except (re.error, TypeError) as error:
-                raise UserError(
-                    f"{pattern!r} is not a pattern for the names of parameters: {error}."
-                ) from error
-            if not matches:
-                raise UserError(
-                    f"No parameter matches the pattern {pattern!r}; the model has "
-                    f"{', '.join(parameters)}."
-                )
-            chosen |= matches
+        for pattern in split_patterns(layers) if isinstance(layers, str) else layers:
+            chosen |= _match(pattern, parameters)
     return tuple(name for name in parameters if name in chosen)
+
+
+def split_patterns(text: str) -> list[str]:
+    """Return the patterns of a text, which commas separate."""
+    patterns = [pattern.strip() for pattern in text.split(",")]
+    if not all(patterns):
+        raise UserError(
+            "layers must be a number of layers, or patterns of parameters' names, separated by "
+            f"commas, such as fc2,conv1; not {text!r}."
+        )
+    return patterns
+
+
+def _match(pattern: str, parameters: Sequence[str]) -> set[str]:
+    """Return the parameters that a pattern matches, at least one."""
+    try:
+        matches = {name for name in parameters if re.match(pattern, name)}
+    except (re.error, TypeError) as error:
+        raise UserError(
+            f"{pattern!r} is not a pattern for the names of parameters: {error}."
+        ) from error
+    if not matches:
+        raise UserError(
+            f"No parameter matches the pattern {pattern!r}{_suggest_names(pattern, parameters)}."
+        )
+    return matches
+
+
+def _suggest_names(pattern: str, parameters: Sequence[str]) -> str:
+    """Return the end of a sentence: the modules or parameters that the pattern may have meant."""
+    prefixes: dict[str, None] = {}
+    for name in parameters:
+        parts = name.split(".")
+        prefixes |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    inside = [name for name in prefixes if pattern in name.rpartition(".")[2]]
+    if inside:
+        return f", which must match from the start of a name (did you mean {list_few(inside)}?)"
+    tops = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
+    close = difflib.get_close_matches(pattern, prefixes, n=1)
+    return suggest(pattern, prefixes) if close else f"; the model has {list_few(tops)}"
 
 
 def call(model: nn.Module, state: State, x: Any, **kwargs: Any) -> Any:

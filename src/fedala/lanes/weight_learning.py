@@ -38,8 +38,11 @@ class Settings:
 
     lane_numbers: ClassVar[frozenset[str]] = frozenset({"eta"})
 
-    layers: int = option(
-        1, "p: how many layers ALA governs, counted from the output; 0 switches it off", least=0
+    layers: int | str = option(
+        1,
+        "p: how many layers ALA governs, counted from the output; 0 switches it off; or patterns "
+        "of parameters' names, separated by commas",
+        least=0,
     )
     eta: float = option(1.0, "η: learning rate of the aggregation weights W", above=0)
     sample: float = option(

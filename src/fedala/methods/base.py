@@ -193,7 +193,7 @@ class Method:
 
     # --- ALA -----------------------------------------------------------------------------------
 
-    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+    def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
         """Return the names that ALA blends if it replaces this method's initialisation."""
         return upper(model, layers)
 

@@ -64,12 +64,17 @@ class FedRep(Method):
         head = [name for name in task.trainable if name in task.layers[0]]
         return {"head": head, "local": [name for name in task.trainable if name not in head]}
 
-    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+    def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
         """Return the upper layers of the body: the head is not received, so it is not blended."""
+        head = upper(model, 1)
+        if isinstance(layers, str):
+            chosen = tuple(name for name in upper(model, layers) if name not in head)
+            if not chosen:
+                raise UserError(f"layers={layers} takes FedRep's head alone, which never travels.")
+            return chosen
         body = len(layers_of(model)) - 1
         if not 0 <= layers <= body:
             raise UserError(
                 f"layers must be between 0 and {body}, the layers of FedRep's body, not {layers}."
             )
-        head = upper(model, 1)
         return tuple(name for name in upper(model, layers + 1) if name not in head)

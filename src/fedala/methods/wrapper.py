@@ -111,7 +111,7 @@ class Wrapper(Method):
         change: dict[str, Any] = {"base": base}
         return self if base is self.base else replace(self, **change)
 
-    def ala_parameters(self, model: nn.Module, layers: int) -> tuple[str, ...]:
+    def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
         return self.base.ala_parameters(model, layers)
 
     def ala_weights(self, state: State) -> Params:

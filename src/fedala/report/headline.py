@@ -1,7 +1,7 @@
 """The headline of a method: which figure a table shows, how it is written, and which is better."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,16 @@ def format_figure(metric: Metric, figure: Mapping[str, Any] | None) -> str:
         return "–"
     deviation = f" ± {metric.format(figure['std'])}" if len(figure["runs"]) > 1 else ""
     return metric.format(figure["mean"]) + deviation
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Return words as in a sentence: `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def count_things(number: object, noun: str) -> str:
+    """Return a number with its noun in the singular or the plural."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def has_number(figure: Mapping[str, Any]) -> bool:

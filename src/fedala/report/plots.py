@@ -158,8 +158,10 @@ def draw_curves(curves: Mapping[str, tuple[Sequence[int], Array]], ylabel: str) 
     return figure
 
 
-def draw_client_scores(values: Mapping[str, Array], metric: Metric = ACCURACY) -> "Figure":
-    """Draw every client's score by label, client by client."""
+def draw_client_scores(
+    values: Mapping[str, Array], metric: Metric = ACCURACY, names: Mapping[int, str] | None = None
+) -> "Figure":
+    """Draw every client's score by label, client by client; `names` of clients by number."""
     clients = max(len(own) for own in values.values())
     figure = new_figure(float(np.clip(0.32 * clients, 6, 14)), 3.4)
     axes = figure.add_subplot()
@@ -175,7 +177,11 @@ def draw_client_scores(values: Mapping[str, Array], metric: Metric = ACCURACY) -
         style["marker"] = _MARKERS[i % 9]
         axes.scatter(np.arange(clients) + offset, scores[i], s=18, label=label, **style)
     axes.set(xlabel="client", ylabel=f"test {metric.title}{_unit(metric)}")
-    axes.set_xticks(range(0, clients, _step(clients)))
+    ticks = range(0, clients, _step(clients))
+    axes.set_xticks(ticks)
+    if names:
+        texts = [names.get(client, str(client)) for client in ticks]
+        axes.set_xticklabels(texts, rotation=90, parse_math=False)
     style_axes(axes)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
@@ -244,7 +250,8 @@ def draw_runs(runs: Sequence[Run]) -> dict[str, "Figure"]:
         scores = {label: values for label, values in scores.items() if len(values)}
         if scores:
             name = "clients" if len(metrics) == 1 else f"clients-{metric.name}"
-            figures[name] = draw_client_scores(scores, metric)
+            owners = next(one.run.client_names for one in series if one.metric == metric)
+            figures[name] = draw_client_scores(scores, metric, owners)
     splits = distinct_splits(runs)
     for run in splits:
         counts, _, names = run.count_samples()

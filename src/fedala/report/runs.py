@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import check_accuracies, read_json
 from fedala.methods import make
@@ -70,6 +71,16 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     unverified: list[str] = field(default_factory=list)
     """Sentences about files that no digest covers."""
+    client_names: dict[int, str] = field(default_factory=dict)
+    """By number; empty if clients have no names."""
+
+    preprocessing: Preprocessing | None = None
+    """What the models are fed; None if an older version wrote the folder."""
+
+    def name_client(self, number: int) -> str:
+        """Return a client's number, and its name if it has one: `4 (VP-07)`."""
+        name = self.client_names.get(number)
+        return f"{number} ({name})" if name else str(number)
 
     @property
     def rounds(self) -> int:
@@ -248,6 +259,7 @@ def read_run(path: Path) -> Run:
     for result in results.values():
         result.read_tables(clients, metrics)
         result.read_newcomers(*newcomers)
+    split = _read_table(folder, "split.csv")
     return Run(
         path=path,
         name=path.resolve().name,
@@ -255,12 +267,22 @@ def read_run(path: Path) -> Run:
         config_text=text,
         results=results,
         clients=clients,
-        split=_read_table(folder, "split.csv"),
+        split=split,
         weights=_read_table(folder, "weights.csv"),
         resumed=_read_table(folder, "resumed.csv"),
         summary=summary,
+        client_names=_read_names(folder, split),
+        preprocessing=folder.preprocessing(),
         unverified=folder.list_unverified(),  # after all tables have been read
     )
+
+
+def _read_names(folder: RunFolder, split: Rows) -> dict[int, str]:
+    """Return the names of the clients; older folders have them in the split alone."""
+    names = dict(enumerate(folder.client_names()))
+    if not names:
+        names = {row["client"]: row["client_name"] for row in split if row.get("client_name")}
+    return {client: printable(name, 60) for client, name in names.items()}
 
 
 def _read_config_and_summary(folder: RunFolder) -> tuple[str, dict[str, Any], dict[str, Any]]:

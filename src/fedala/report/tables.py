@@ -66,10 +66,11 @@ def _find_least_width(table: Table, screen: Console) -> int:
     return width
 
 
-def results(methods: Mapping[str, Any]) -> Table:
+def results(methods: Mapping[str, Any], validation: Mapping[str, float] | None = None) -> Table:
     """Show the `methods` of a run's summary.
 
-    Scores are mean ± standard deviation over the runs, in percent if they are shares.
+    Scores are mean ± standard deviation over the runs, in percent if they are shares. `validation`
+    has the scores by which points of a sweep are picked.
     """
     metric = find_metric(next(iter(methods.values()), {}))
     known = {key for method in methods.values() for key in method[metric.name]}
@@ -77,6 +78,8 @@ def results(methods: Mapping[str, Any]) -> Table:
     table = _table(metric.heading)
     for key in shown:
         table.add_column(SCORES[key], justify="right", no_wrap=True)
+    if validation:
+        table.add_column("validation\nsamples, which\npick the point", justify="right")
     epochs = list_newcomer_epochs(metric, methods.values())
     for count in epochs:
         unit = "epoch" if count == "1" else "epochs"
@@ -86,8 +89,10 @@ def results(methods: Mapping[str, Any]) -> Table:
     diverged = any(method.get("client_rounds_that_diverged") for method in methods.values())
     if diverged:
         table.add_column("client rounds\nthat diverged", justify="right")
-    for method in methods.values():
+    for label, method in methods.items():
         scores = [format_figure(metric, method[metric.name].get(key)) for key in shown]
+        if validation:
+            scores.append(metric.format(validation[label]) if label in validation else "–")
         unseen = method.get("newcomers", {}).get(metric.name, {})
         scores += [format_figure(metric, unseen.get(count)) for count in epochs]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"
@@ -122,6 +127,11 @@ def describe_sweep(sweep: Sweep) -> list[str]:
         f"{winner.title} is the best of {len(sweep.points)} points, picked by {by}: "
         f"test {winner.metric.title} {score}{winner.metric.unit}."
     ]
+    if len(equals := sweep.equals) > 1:
+        others = ", ".join(one.title for one in equals[1:6]) + (", …" if len(equals) > 6 else "")
+        sentences.append(
+            f"Equal on these samples: {others}. The first in the order of the sweep is taken."
+        )
     if edges := sweep.edges():
         sentences.append(
             f"Its place is at the edge of the grid ({', '.join(edges)}): "

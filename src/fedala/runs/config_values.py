@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,26 @@ def flatten_settings(table: Any, prefix: str = "") -> dict[str, str | float]:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and not prefix:
             flat |= flatten_settings(value, f"{name}.")
+        elif isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+            flat[name] = _join_patterns(name, value)
         elif isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
             flat[name] = value
         else:
             raise UserError(
-                f"set {name} must be a number, text, true or false, and is none of them."
+                f"set {name} must be a number, text, true or false, or a list of texts, and is "
+                "none of them."
             )
     return flat
+
+
+def _join_patterns(name: str, values: Sequence[str]) -> str:
+    """Return the text of a hyperparameter that is a list of texts, such as `ala.layers`."""
+    if not values or not all(one and "," not in one for one in values):
+        raise UserError(
+            f"set {name} has a list: it must have texts in it, without commas in them, such as "
+            "fedala.layers = ['cls_head']."
+        )
+    return ",".join(values)
 
 
 def flatten_sweep(table: Any) -> dict[str, str]:

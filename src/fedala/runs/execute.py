@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -62,7 +62,7 @@ def execute(
                 "Only the models of the last evaluation are saved, because those of the best one "
                 "take much memory, or do not fit on the disk: --save-best saves them as well."
             )
-    result = RunResult(plan.config, {}, out)
+    result = RunResult(plan.config, {}, out, plan.federation.client_names)
     began = time.time()
     devices = [plan.device] if plan.device.type == "cuda" else []
     with ExitStack() as stack:
@@ -303,14 +303,16 @@ class _BatchRun:
         if is_last:
             result.add_clients(row.seed, evaluation.client_scores)
             if self.folder:
-                self.folder.tables.add_clients(name, row, evaluation.client_scores)
+                names = self.plan.federation.client_names
+                self.folder.tables.add_clients(name, row, evaluation.client_scores, names)
         self.observer.on_row(name, row)
 
     def _add_newcomers(
         self, result: MethodResult, evaluation: Evaluation, *, is_last: bool
     ) -> None:
         lines = list_newcomers(evaluation)
-        clients = list_newcomer_clients(evaluation) if is_last else []
+        names = self.plan.federation.client_names
+        clients = list_newcomer_clients(evaluation, names) if is_last else []
         result.newcomers += lines
         result.newcomer_clients += clients
         if self.folder:
@@ -337,6 +339,8 @@ class _BatchRun:
 
     def _add_fault(self, fault: Fault) -> None:
         name = self._find_result(fault.run).method
+        if names := self.plan.federation.client_names:
+            fault = replace(fault, client_name=names[fault.client])
         if self.folder:
             self.folder.tables.add_fault(name, fault, self.plan.config.on_divergence)
         self.observer.on_fault(name, fault)

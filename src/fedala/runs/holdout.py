@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedala.data.holdout import check_holdout, count_held_out
-from fedala.errors import UserError
+from fedala.errors import UserError, spreadsheet_safe
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
 from fedala.methods import Method, ServerRound
@@ -80,8 +80,11 @@ def list_newcomers(evaluation: Evaluation) -> list[Line]:
     return lines
 
 
-def list_newcomer_clients(evaluation: Evaluation) -> list[Line]:
-    """Return the lines of `newcomer_clients.csv` of an evaluation, without the method."""
+def list_newcomer_clients(evaluation: Evaluation, names: Sequence[str] = ()) -> list[Line]:
+    """Return the lines of `newcomer_clients.csv` of an evaluation, without the method.
+
+    `names`: the names of all clients, if they have any.
+    """
     row, first = evaluation.row, len(evaluation.client_scores)
     lines = []
     for epochs, scores, _ in evaluation.newcomers:
@@ -89,6 +92,8 @@ def list_newcomer_clients(evaluation: Evaluation) -> list[Line]:
             line: Line = {"seed": row.seed, "round": row.round, "epochs": epochs}
             line |= {"client": client, "samples": int(samples)}
             line |= {row.metric.name: _share(score, samples), "loss": _share(loss, samples)}
+            if names:
+                line["client_name"] = spreadsheet_safe(names[client])
             lines.append(line)
     return lines
 

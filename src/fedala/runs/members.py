@@ -32,6 +32,27 @@ class Member:
         return Variant(self.method, self.config.recipe())
 
 
+def check_optimizers(members: Sequence[Member]) -> None:
+    """Refuse an optimiser that some methods cannot train with, and say which methods can."""
+    refusals: dict[str, UserError] = {}
+    for member in members:
+        try:
+            member.method.check_optimizer(UpdateRule.of([member.config.recipe().optimizer]))
+        except UserError as error:
+            refusals.setdefault(member.config.method, error)
+    if not refusals:
+        return
+    first = next(iter(refusals.values()))
+    names = dict.fromkeys(member.config.method for member in members)
+    others = [name for name in names if name not in refusals]
+    if not others:
+        raise first
+    raise UserError(
+        f"{first} Leave out {', '.join(refusals)}, as in --method {','.join(others)}, "
+        "or train with plain SGD."
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class Group:
     """Members that run side by side, as lanes: they differ in numbers only."""

@@ -24,7 +24,6 @@ from fedala.lanes.normalization import (
     is_standard,
     parse_normalization,
 )
-from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.parameters import model_state
 from fedala.lanes.task import Task
 from fedala.lanes.trees import count_bytes
@@ -38,6 +37,7 @@ from fedala.runs.members import (
     Group,
     Member,
     check_effects,
+    check_optimizers,
     check_schedule,
     check_settings,
     group_members,
@@ -200,9 +200,9 @@ def plan(
     layers = learn_order(skeleton, first_inputs(skeleton, federation.dataset))
     note_layers(rehearsed, layers)
     members = make_members(config)
+    check_optimizers(members)
     for member in members:
         member.method.check_model(skeleton)
-        member.method.check_optimizer(UpdateRule.of([member.config.recipe().optimizer]))
         check_schedule(member.config)
     if loss is not None:
         try_loss(chosen_loss, rehearsed, federation.dataset)

@@ -146,7 +146,8 @@ def command() -> str:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {platform.machine()}, {threads} thread{'s' * (threads != 1)}"
 
 
 def _commit() -> str | None:

@@ -15,6 +15,7 @@ from fedala.records import HistoryRow
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
 from fedala.runs.seconds import average_seconds, sum_seconds
+from fedala.runs.sweep import split_label
 
 Models = dict[tuple[int, int | None], dict[str, Tensor]]
 
@@ -253,22 +254,52 @@ class MethodResult:
 
 def describe_spread(values: np.ndarray) -> dict[str, Any]:
     """Return mean, standard deviation and values of a figure that each run has."""
-    return {"mean": float(values.mean()), "std": float(values.std()), "runs": values.tolist()}
+    with np.errstate(invalid="ignore"):  # the scores of runs that diverged may be infinite
+        mean, std = float(values.mean()), float(values.std())
+    return {"mean": mean, "std": std, "runs": values.tolist()}
+
+
+def are_validated(results: Iterable[MethodResult]) -> bool:
+    """Tell whether validation samples pick the round of every method, and the point of a sweep."""
+    return all(one.validation_picked is not None for one in results)
+
+
+def find_winners(points: Sequence[MethodResult]) -> list[MethodResult]:
+    """Find the best points of a sweep: several if equal; the first if none is a number.
+
+    Validation samples decide if there are any, and otherwise test samples.
+    """
+    is_validated = are_validated(points)
+    means = [float((one.best_validation if is_validated else one.best).mean()) for one in points]
+    best = points[0].metric.pick_best(means)
+    return [one for one, mean in zip(points, means, strict=True) if mean == best] or [points[0]]
+
+
+def find_leaders(results: Sequence[MethodResult]) -> tuple[str, list[MethodResult]]:
+    """Find the methods with the best mean score, by the key of the score that compares them.
+
+    That is `validation_picked` if validation samples have picked every method's round, else `best`.
+    A sweep takes part with the point that its own samples pick. There are several if they are
+    equal, and none if no score is a number.
+    """
+    sweeps: dict[str, list[MethodResult]] = {}
+    for one in results:
+        if one.history:
+            method, point = split_label(one.method)
+            sweeps.setdefault(f"{method}[]" if point else method, []).append(one)
+    compared = []
+    for name, points in sweeps.items():
+        compared += find_winners(points)[:1] if name.endswith("[]") else points
+    key = "validation_picked" if compared and are_validated(compared) else "best"
+    means = [one.scores()[key]["mean"] for one in compared]
+    best = compared[0].metric.pick_best(means) if compared else math.nan
+    return key, [one for one, mean in zip(compared, means, strict=True) if mean == best]
 
 
 def find_best(results: Sequence[MethodResult]) -> tuple[str, MethodResult | None]:
-    """Find the method with the best mean score, by the key of the score that compares them.
-
-    That is `validation_picked` if validation samples have picked every method's round, else `best`.
-    None if no score is a number.
-    """
-    evaluated = [one for one in results if one.history]
-    scores = [one.scores() for one in evaluated]
-    is_validated = all("validation_picked" in own for own in scores)
-    key = "validation_picked" if evaluated and is_validated else "best"
-    means = [own[key]["mean"] for own in scores]
-    best = evaluated[0].metric.pick_best(means) if evaluated else math.nan
-    return key, evaluated[means.index(best)] if best in means else None
+    """Find the first of the methods with the best mean score; see `find_leaders`."""
+    key, leaders = find_leaders(results)
+    return key, leaders[0] if leaders else None
 
 
 @dataclass(repr=False)
@@ -278,6 +309,8 @@ class RunResult:
     config: Config
     methods: dict[str, MethodResult]
     folder: Path | None = None
+    client_names: tuple[str, ...] = ()
+    """By client; empty if the data do not name them."""
 
     def summaries(self) -> dict[str, dict[str, Any]]:
         """Return the summary of each method."""

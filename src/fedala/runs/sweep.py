@@ -89,6 +89,11 @@ def _read_dimension(name: str, text: str) -> Dimension:
     values = tuple(value.strip() for value in text.split(","))
     if not all(values) or len(set(map(_to_number, values))) < len(values):
         raise UserError(f"sweep {name}: give different values, separated by commas, not {text!r}.")
+    if any(character in text for character in "[]="):
+        raise UserError(
+            f"sweep {name}: the values name the points in tables and files, so they cannot have "
+            f"[, ] or = in them, as {text!r} has."
+        )
     return Dimension(name, values)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedala.runs.results import MethodResult, describe_spread
+from fedala.runs.results import MethodResult, are_validated, describe_spread, find_winners
 from fedala.runs.sweep import Dimension, Point, read_dimensions, split_label
 
 
@@ -23,7 +23,7 @@ class Sweep:
     @property
     def is_validated(self) -> bool:
         """Whether validation samples pick the round and the point."""
-        return all(result.validation_picked is not None for result in self.results.values())
+        return are_validated(self.results.values())
 
     def criterion(self, label: str) -> float:
         """Return the figure by which points are compared: the mean over the seeds."""
@@ -41,11 +41,17 @@ class Sweep:
     @property
     def winner(self) -> str:
         """The label of the best point: the first of equals, or the first if none is a number."""
-        metric = next(iter(self.results.values())).metric
-        criteria = {label: self.criterion(label) for label in self.results}
-        best = metric.pick_best(criteria.values())
-        equal = (label for label, value in criteria.items() if value == best)
-        return next(equal, next(iter(criteria)))
+        return self.equals[0].method
+
+    @property
+    def equals(self) -> list[MethodResult]:
+        """The best points: the winner first, then those that are equal to it."""
+        return find_winners(list(self.results.values()))
+
+    @property
+    def title(self) -> str:
+        """The title of the method."""
+        return split_label(self.results[self.winner].title)[0]
 
     def edges(self) -> list[str]:
         """Say at which ends of the grid the winner stands, such as `lr=0.1 is the largest`."""

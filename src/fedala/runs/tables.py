@@ -57,8 +57,10 @@ class Tables:
         """Append an evaluation, so that a later fault does not lose it."""
         self.append("history.csv", [{"method": method, **row.columns()}])
 
-    def add_clients(self, method: str, row: HistoryRow, scores: np.ndarray) -> None:
-        """Append each client's score and loss.
+    def add_clients(
+        self, method: str, row: HistoryRow, scores: np.ndarray, names: Sequence[str] = ()
+    ) -> None:
+        """Append each client's score and loss, and its name if clients have names.
 
         `scores`: [client, (summed score, summed loss, samples)].
         """
@@ -67,6 +69,8 @@ class Tables:
             shares = (score / samples, loss / samples) if samples else (np.nan, np.nan)
             line = {"method": method, "seed": row.seed, "round": row.round, "client": client}
             line |= {"samples": int(samples), row.metric.name: shares[0], "loss": shares[1]}
+            if names:
+                line["client_name"] = spreadsheet_safe(names[client])
             lines.append(line)
         self.append("clients.csv", lines)
 
@@ -99,6 +103,8 @@ class Tables:
         """Append a client that diverged, and what follows from it."""
         line = {"method": method, "round": fault.round, **asdict(fault), "policy": policy}
         del line["run"]  # method and seed say which it is
+        if name := line.pop("client_name"):
+            line["client_name"] = spreadsheet_safe(name)
         self.append("faults.csv", [line])
 
     def append(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:

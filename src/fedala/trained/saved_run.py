@@ -89,7 +89,8 @@ def _choose_method(
     if method is None:
         if len(labels) > 1:
             raise UserError(
-                f"{path} has models of several methods: name one of {_list_few(labels)}."
+                f"{path} has models of several methods: name one of {_list_few(labels)}, as in "
+                f'method="{labels[-1]}" (--method {labels[-1]}).'
             )
         return labels[0]
     chosen = method.strip().lower()

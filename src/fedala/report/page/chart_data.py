@@ -31,10 +31,17 @@ def collect_chart_data(runs: Sequence[Run], series: Sequence[Series]) -> dict[st
         "metrics": [_describe_metric(one.metric) for one in series],
         "clients": [_round_values(one.client_scores[:MOST_CLIENTS]) for one in series],
         "samples": [_to_counts(one.run.test_samples()) for one in series],
+        "names": [_list_names(one) for one in series],
         "kinds": [one.group for one in series],
         "splits": [_collect_split(run) for run in distinct_splits(runs)],
         "weights": [_collect_weights(one) for one in series if one.weights is not None],
     }
+
+
+def _list_names(one: Series) -> list[str]:
+    """Return how the chart names each client; nothing if clients have no names."""
+    count = min(MOST_CLIENTS, len(one.client_scores)) if one.run.client_names else 0
+    return [one.run.name_client(client) for client in range(count)]
 
 
 def _describe_metric(metric: Metric) -> dict[str, Any]:
@@ -78,6 +85,7 @@ def _collect_weights(one: Series) -> dict[str, Any]:
         "seeds": seeds,
         "rounds": rounds,
         "clients": clients[:MOST_CLIENTS],
+        "names": [one.run.name_client(client) for client in clients[:MOST_CLIENTS]],
         "parameters": parameters,
         # [seed][round][client][parameter]
         "mean": _round_values(array[:, :, :MOST_CLIENTS, :, 0]),

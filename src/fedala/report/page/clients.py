@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedala.metrics import LABEL_ACCURACY
+from fedala.report.arrays import Array
 from fedala.report.page.views import (
     MOST_CLIENTS,
     Chart,
@@ -55,6 +56,8 @@ def view_clients(series: Sequence[Series]) -> Clients | None:
     tables = []
     for group in dict.fromkeys(groups):
         tables.append(_make_score_table([one for one in known if one.group == group]))
+    for base in baselines:
+        tables += _make_difference_tables(known, base)
     caption = f"Every client's test {title} in the last round, mean of the runs."
     chart = Chart("clients-chart", "clients", caption, tables, controls)
     gains = [_make_gain_table(known, one) for one in baselines]
@@ -71,23 +74,51 @@ def _make_score_table(series: Sequence[Series]) -> Table:
             own = one.client_scores
             has_value = client < len(own) and np.isfinite(own[client])
             cells.append(metric.format(own[client]) if has_value else "–")
-        rows.append([client, f"{samples[client]:.0f}", *cells])
+        rows.append([series[0].run.name_client(client), f"{samples[client]:.0f}", *cells])
     caption = f"{metric.heading.capitalize()} by client"
     if len(samples) > MOST_CLIENTS:
         caption += f"; the first {MOST_CLIENTS} of {len(samples)}, all of them in clients.csv"
     return Table(caption, ["Client", "Test samples", *(one.label for one in series)], rows)
 
 
+def _list_compared(series: Sequence[Series], base: Series) -> list[Series]:
+    """Return the methods that are compared with FedAvg or Local, client by client."""
+    return [
+        one
+        for one in series
+        if one is not base
+        and find_baseline(one, base.result.method, series) is base
+        and one.client_scores.shape == base.client_scores.shape
+    ]
+
+
+def _subtract(one: Series, base: Series) -> Array:
+    with np.errstate(invalid="ignore"):  # infinite under both
+        return one.client_scores - base.client_scores
+
+
+def _make_difference_tables(series: Sequence[Series], base: Series) -> list[Table]:
+    """Return every client's difference to FedAvg or Local; nothing if there is none to compare."""
+    compared, metric = _list_compared(series, base), base.metric
+    if not compared:
+        return []
+    differences = [_subtract(one, base) for one in compared]
+    rows: list[Row] = []
+    for client in range(min(MOST_CLIENTS, len(base.client_scores))):
+        own = [float(values[client]) for values in differences]
+        cells = [difference_cell(metric, value if np.isfinite(value) else None) for value in own]
+        rows.append([base.run.name_client(client), *cells])
+    unit = f"in points of {metric.title}" if metric.is_share else metric.title
+    caption = f"Difference to {base.label} by client, {unit}"
+    return [Table(caption, ["Client", *(one.label for one in compared)], rows, style="figures")]
+
+
 def _make_gain_table(series: Sequence[Series], base: Series) -> Table:
     """Return how many clients have a better or worse score than with FedAvg or Local."""
     metric = base.metric
     rows: list[Row] = []
-    for one in series:
-        own = one.client_scores
-        is_compared = find_baseline(one, base.result.method, series) is base
-        if one is base or not is_compared or own.shape != base.client_scores.shape:
-            continue
-        difference = own - base.client_scores
+    for one in _list_compared(series, base):
+        difference = _subtract(one, base)
         difference = difference[np.isfinite(difference)]
         if difference.size:
             gains = difference if metric.higher_is_better else -difference
@@ -125,10 +156,10 @@ def _make_split_table(run: Run) -> Table:
     counts, clients, names = run.count_samples()
     names = names[:_MOST_CLASSES]
     rows: list[Row] = []
-    owners = {row["client"]: row["client_name"] for row in run.split if "client_name" in row}
     for client, own in zip(clients[:MOST_CLIENTS], counts, strict=False):
-        shown = f"{client} ({owners[client]})" if client in owners else client
-        rows.append([shown, *(f"{n:.0f}" for n in own[: len(names)]), f"{own.sum():.0f}"])
+        rows.append(
+            [run.name_client(client), *(f"{n:.0f}" for n in own[: len(names)]), f"{own.sum():.0f}"]
+        )
     rest = "" if counts.shape == (len(rows), len(names)) else "; the rest is in split.csv"
     what = _name_classes(run)
     caption = f"Samples by client and {what}, {run.name}{rest}"

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fedala.report.headline import HEADLINES
+from fedala.report.headline import HEADLINES, count_things, join_words
 from fedala.report.page.results import SCORES, task_of
 from fedala.report.page.views import Cell, label_cell, score_cell
 from fedala.report.runs import Run
 from fedala.report.series import Series, list_metrics
-from fedala.runs.results import find_best
+from fedala.runs.results import find_leaders
+from fedala.runs.sweep import split_label
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Best:
     scores: list[tuple[str, Cell]]
     """By what they are."""
     unit: str
+    equal: str = ""
+    """The other methods that score the same."""
 
 
 def make_title(runs: Sequence[Run]) -> str:
@@ -30,8 +33,12 @@ def make_title(runs: Sequence[Run]) -> str:
     titles: dict[str, None] = {}
     for run in runs:
         titles |= dict.fromkeys(result.title for result in run.results.values())
-    shown = list(titles) if len(titles) <= 4 else [f"{len(titles)} methods"]
-    methods = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    points = sum(1 for title in titles if split_label(title)[1])
+    if len(titles) > 4 and points:
+        names = list(dict.fromkeys(split_label(title)[0] for title in titles))
+        methods = f"{names[0] if len(names) == 1 else f'{len(names)} methods'}, {points} points"
+    else:
+        methods = join_words(list(titles)) if len(titles) <= 4 else f"{len(titles)} methods"
     datasets = [Path(str(run.config.get("dataset", "unknown data"))).name for run in runs]
     return f"{methods} on {', '.join(dict.fromkeys(datasets))}"
 
@@ -41,8 +48,9 @@ def view_best(runs: Sequence[Run], series: Sequence[Series]) -> Best | None:
     if len(list_metrics(series)) > 1 or len(set(map(task_of, runs))) > 1:
         return None
     metric = series[0].metric
-    rule, winner = find_best([one.result for one in series])
-    best = next((one for one in series if one.result is winner), series[0])
+    rule, leaders = find_leaders([one.result for one in series])
+    leading = [one for one in series if any(one.result is other for other in leaders)]
+    best = leading[0] if leading else series[0]
     if not np.isfinite(best.scores[rule]["runs"]).all():
         return None
     scores = [
@@ -52,7 +60,12 @@ def view_best(runs: Sequence[Run], series: Sequence[Series]) -> Best | None:
     ]
     meaning = next(one.meaning for one in HEADLINES.values() if one.key == rule)
     heading = f"{metric.superlative.capitalize()} test {metric.title} {meaning}"
-    return Best(heading, label_cell(best), scores, metric.unit)
+    if any(run.sweeps for run in runs):
+        by = "validation" if rule == "validation_picked" else "test"
+        heading += f" (of each sweep, the point that its {by} samples pick)"
+    others = [one.label for one in leading[1:]]
+    equal = f"equal: {join_words(others)}" if others else ""
+    return Best(heading, label_cell(best), scores, metric.unit, equal)
 
 
 def list_facts(runs: Sequence[Run]) -> list[str]:
@@ -72,19 +85,15 @@ def _describe(run: Run) -> str:
     if config.get("eval_clients") == "joined":
         evaluated = "only the participants of a round"
     parts = [
-        f"{config.get('clients', '?')} clients",
+        count_things(config.get("clients", "?"), "client"),
         str(config.get("partition", "")),
         str(config.get("model", "")),
-        _count(run.rounds, "round"),
-        _count(config.get("seeds", 1), "run") + " of each method",
+        count_things(run.rounds, "round"),
+        count_things(config.get("seeds", 1), "run") + " of each method",
         f"ρ = {ratio:g}, {evaluated} evaluated" if isinstance(ratio, float) and ratio < 1 else "",
         "" if config.get("shuffle", True) else "fixed order of the samples",
     ]
     return " · ".join(filter(None, parts))
-
-
-def _count(number: object, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def list_warnings(runs: Sequence[Run]) -> list[str]:
@@ -114,7 +123,7 @@ def _warn(run: Run) -> list[str]:
         warnings.append(f"The data of {run.name}: {note}.")
     for result in run.results.values():
         if diverged := sum(row.diverged for row in result.history):
-            count = _count(diverged, "client round")
+            count = count_things(diverged, "client round")
             warnings.append(f"{result.title} in {run.name}: {count} diverged and did not count.")
     if run.pending_methods:
         warnings.append(f"{run.name} has not begun with {', '.join(run.pending_methods)}.")

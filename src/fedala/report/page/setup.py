@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedala.data.preprocessing import PREPROCESSING
+from fedala.errors import printable
+from fedala.report.page.views import Row, Table
 from fedala.report.runs import Run
+
+_MOST_FEATURES = 30
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,8 @@ class RunSetup:
     command: object
     facts: list[tuple[str, Any]]
     config: str
+    scaling: Table | None = None
+    """The mean and standard deviation of every feature or channel."""
 
 
 def view_setup(runs: Sequence[Run]) -> list[RunSetup]:
@@ -26,9 +33,27 @@ def view_setup(runs: Sequence[Run]) -> list[RunSetup]:
             run.summary.get("command"),
             _list_facts(run),
             run.config_text,
+            _make_scaling_table(run),
         )
         for run in runs
     ]
+
+
+def _make_scaling_table(run: Run) -> Table | None:
+    """Return what scales each feature on its way to the model; None if nothing does."""
+    fed = run.preprocessing
+    if fed is None or fed.normalization is None:
+        return None
+    means, stds = fed.normalization.mean, fed.normalization.std
+    names = fed.feature_names if len(fed.feature_names) == len(means) else range(len(means))
+    rows: list[Row] = []
+    for name, mean, std in list(zip(names, means, stds, strict=True))[:_MOST_FEATURES]:
+        rows.append([printable(str(name), 60), f"{mean:.6g}", f"{std:.6g}"])
+    noun = "feature" if fed.feature_names else "channel"
+    caption = f"The model is fed (x − mean) / std of each {noun}"
+    if len(means) > len(rows):
+        caption += f"; the first {len(rows)} of {len(means)}, all of them in {PREPROCESSING}"
+    return Table(caption, [noun.capitalize(), "Mean", "Std"], rows, style="figures")
 
 
 def _list_facts(run: Run) -> list[tuple[str, Any]]:

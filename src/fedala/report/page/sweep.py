@@ -36,7 +36,7 @@ def _make_table(sweep: Sweep) -> Table:
     by = "validation samples" if sweep.is_validated else "test samples"
     metric = sweep.results[sweep.winner].metric
     caption = (
-        f"{sweep.method}: test {metric.heading} in the round that {by} pick. "
+        f"{sweep.title}: test {metric.heading} in the round that {by} pick. "
         "The best point is emphasised."
     )
     names = [one.name for one in sweep.dimensions]

@@ -64,7 +64,7 @@ def _make_round_table(one: Series) -> Table:
     mean = mean_std(array[..., 0, 0])[0]
     rows = []
     for i, client in enumerate(clients[:MOST_CLIENTS]):
-        rows.append([client, *(f"{mean[index, i]:.3f}" for index in chosen)])
+        rows.append([one.run.name_client(client), *(f"{mean[index, i]:.3f}" for index in chosen)])
     heads = ["Client", *(f"round {rounds[index]}" for index in chosen)]
     return Table(f"{one.label}, mean of W, {parameters[0]}", heads, rows)
 
@@ -88,7 +88,7 @@ def _make_parameter_table(one: Series) -> Table:
     mean = mean_std(array[..., 0])[0][-1]
     rows = []
     for i, client in enumerate(clients[:MOST_CLIENTS]):
-        rows.append([client, *(f"{value:.3f}" for value in mean[i])])
+        rows.append([one.run.name_client(client), *(f"{value:.3f}" for value in mean[i])])
     caption = f"{one.label}, mean of W in round {rounds[-1]}"
     return Table(caption, ["Client", *parameters], rows)
 

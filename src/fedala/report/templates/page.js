@@ -274,7 +274,7 @@
       const aside = Math.min(2 * radius, (0.8 * (X(1) - X(0))) / there.length);
       there.forEach(([place, value], k) => drawMark(root, place, X(i) + (k - (there.length - 1) / 2) * aside, Y(value), radius, { "data-series": place }));
       const rows = there.sort((a, b) => b[1] - a[1]).map(([place, value]) => [series[place].label, format(value)]);
-      marks.push({ i, j: 0, x: X(i), title: `Client ${client}${oneSplit ? `, ${samples[client]} test samples` : ""}`, rows });
+      marks.push({ i, j: 0, x: X(i), title: `Client ${oneSplit && lines.length ? data.names[lines[0].place][client] ?? client : client}${oneSplit ? `, ${samples[client]} test samples` : ""}`, rows });
     });
     element.chart = chart;
     explore(element, marks);
@@ -346,7 +346,7 @@
     const values = found.clients.map((_, c) => found.rounds.map((_, r) => average((s) => found.mean[s][r][c][parameter])));
     heat(element, {
       values, rows: found.clients, columns: found.rounds, low: floor(values), high: 1, rowLabel: "client", columnLabel: "round",
-      format: threeDigits, what: `mean of W, ${found.parameters[parameter]}`, title: (j, i) => `Client ${found.clients[j]}, round ${found.rounds[i]}`,
+      format: threeDigits, what: `mean of W, ${found.parameters[parameter]}`, title: (j, i) => `Client ${found.names[j]}, round ${found.rounds[i]}`,
     });
   };
   const weightHistogram = (element) => {
@@ -367,7 +367,7 @@
     const values = found.parameters.map((_, p) => found.clients.map((_, c) => average((s) => found.mean[s][round][c][p])));
     heat(element, {
       values, rows: found.parameters, columns: found.clients, low: floor(values), high: 1, rowLabel: "parameter", columnLabel: "client",
-      format: threeDigits, what: "mean of W", title: (j, i) => `${found.parameters[j]}, client ${found.clients[i]}`,
+      format: threeDigits, what: "mean of W", title: (j, i) => `${found.parameters[j]}, client ${found.names[i]}`,
     });
   };
 
