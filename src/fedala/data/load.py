@@ -68,9 +68,10 @@ def load_more(
     wanted: Wanted = USUAL,
     *,
     tokens: Sequence[str] = (),
+    length: int | None = None,
     feature_names: Sequence[str] = (),
 ) -> Dataset:
-    """Load further samples of a dataset whose classes, words and columns are known."""
+    """Load further samples of a dataset whose classes, words, length and columns are known."""
     try:
         raw = _read_own(name, wanted, resize)
         if not isinstance(raw.x, torch.Tensor):
@@ -82,7 +83,7 @@ def load_more(
         if raw.y.ndim == 1 and raw.y.dtype.kind != "f":
             y = match_classes(raw.y, raw.class_names, class_names, name)
             raw = raw._replace(y=y, class_names=tuple(class_names))
-        dataset = build_dataset(name, raw, tokens=tuple(tokens))
+        dataset = build_dataset(name, raw, tokens=tuple(tokens), length=length)
         return dataset if resize is None else resize_images(dataset, resize)
     except MemoryError:
         raise UserError(f"{name} does not fit into the memory of this machine.") from None
@@ -224,16 +225,21 @@ def build_dataset(
     raw: RawData,
     known: KnownDataset | None = None,
     tokens: tuple[str, ...] | None = None,
+    length: int | None = None,
 ) -> Dataset:
     """Build a dataset; if it is a known one, check its classes and the shape of its samples.
 
-    With `tokens`, these are the vocabulary of its texts.
+    With `tokens`, these are the vocabulary of its texts; `length` is theirs, by default that of the
+    longest text.
     """
+    notes: tuple[str, ...] = raw.notes
     if isinstance(raw.x, torch.Tensor):
         x, vocabulary, tokens = raw.x, None, ()
     else:
-        x, tokens = encode_texts(raw.x, tokens)
+        x, tokens = encode_texts(raw.x, tokens, known.shape[0] if known else length)
         vocabulary = len(tokens) + 1
+        if known is None:
+            notes = (*notes, f"Texts are read as up to {x.shape[1]} tokens.")
     names, note = raw.class_names, ""
     if known is None:
         classes = len(names) or _count_targets(name, raw.y)
@@ -258,7 +264,7 @@ def build_dataset(
     names = tuple(printable(label, 100) for label in names)
     clients, client_names = _number_clients(raw)
     # The paper pools the parts of the datasets that it uses.
-    split, notes = (None, ()) if known else _check_split(raw)
+    split, remarks = (None, ()) if known else _check_split(raw)
     return Dataset(
         name,
         x,
@@ -272,7 +278,7 @@ def build_dataset(
         split,
         raw.feature_names,
         tokens,
-        (*raw.notes, *notes),
+        (*notes, *remarks),
     )
 
 

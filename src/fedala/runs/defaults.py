@@ -12,6 +12,8 @@ from fedala.runs.config import Config
 ROUNDS = 100
 #: Learning rates of models that have the same for all datasets.
 RATES = {"resnet18": 0.1, "fasttext": 0.1}
+#: Own texts are mostly shorter than the news that 0.1 is for.
+OWN_TEXTS = {"fasttext": 0.5}
 TABULAR = {"mlp": 0.1, "cnn1d": 0.1, "lstm": 0.5}
 
 
@@ -25,6 +27,8 @@ def resolve(config: Config, federation: Federation, *, has_own_model: bool = Fal
     usual = known.lr if known else 0.005 if dataset.vocabulary is None else 0.1
     # Nothing is known of a user's own model.
     values["lr"] = usual if has_own_model else _choose_rate(dataset, config.model or model, usual)
+    if known is None and not has_own_model:
+        values["lr"] = OWN_TEXTS.get(config.model or model, values["lr"])
     # Images stay as usual: as bytes, or as the floats that the user has made.
     if not has_own_model and dataset.x.is_floating_point() and dataset.x.ndim < 4:
         values["normalize"] = "standard"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedala.data import Dataset, Federation
+from fedala.data.catalogue import LENGTH
 from fedala.data.columns import Wanted
 from fedala.data.dataset import PARTS
 from fedala.data.federation import split_share
@@ -200,6 +201,7 @@ def _load(finished: FinishedRun, data: str | Path | Dataset) -> Dataset:
             config.resize,
             Wanted(config.clients_by, config.label_column),
             tokens=fed.tokens if fed else (),
+            length=fed.shape[0] if fed else LENGTH,
             feature_names=fed.feature_names if fed else (),
         )
     if data.kind != "classes":
