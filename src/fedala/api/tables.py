@@ -15,7 +15,10 @@ def _describe(result: RunResult) -> str:
     """Return what was run, in one line."""
     config = result.config
     dataset = printable(Path(str(config.dataset)).name, _MOST_LETTERS)
-    parts = [f"{config.clients} clients", f"{config.rounds} rounds"]
+    parts = [
+        f"{config.clients} clients",
+        f"{config.rounds} round{'' if config.rounds == 1 else 's'}",
+    ]
     if config.seeds > 1:
         parts.append(f"{config.seeds} runs of each method")
     folder = f"; in {printable(str(result.folder), 80)}" if result.folder else ""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedala.data.columns import CLIENTS, PART_WORDS, describe_clients
+from fedala.data.columns import CLIENTS, PART_WORDS, MissingColumn, describe_clients
 from fedala.data.dataset import RawData
 from fedala.errors import UserError, first_line
 from fedala.io.untrusted import check_expansion, check_memory, open_file
@@ -126,9 +126,10 @@ def _find_owners(
         if set(keys) <= set(names):
             return stem, keys
         if wanted or not {stem, *keys}.isdisjoint(names):
-            raise UserError(
+            raise MissingColumn(
                 f"{path} holds {', '.join(names)[:200]}; to name the clients, it needs "
-                f"{' and '.join(keys)}, with a client for every sample."
+                f"{' and '.join(keys)}, with a client for every sample.",
+                "--clients-by",
             )
     return None, []
 

@@ -81,17 +81,22 @@ def make_dataset(
     part = _read(data, name, columns)
     if columns != _Columns() and not part.feature_names:
         raise UserError("label_column and clients_by are for a pandas DataFrame.")
-    return _build(part, name)
+    dataset = build_dataset(name, _to_raw(part, name))
+    return replace(dataset, vocabulary=part.vocabulary) if part.vocabulary else dataset
 
 
-def _build(part: _Part, name: str) -> Dataset:
+def make_raw(data: Any, name: str, **columns: str | None) -> RawData:
+    """Read what `make_dataset` takes; its words and classes are not yet numbers."""
+    names = _Columns(columns.get("label_column"), columns.get("clients_by"))
+    return _to_raw(_read(data, name, names), name)
+
+
+def _to_raw(part: _Part, name: str) -> RawData:
     x = part.x if isinstance(part.x, list) else torch.from_numpy(_make_writeable(part.x))
     y, class_names = _make_writeable(part.y), part.class_names
     if y.dtype.kind == "U":
         y, class_names = encode_labels(y.tolist())
-    raw = RawData(name, x, y, class_names, part.clients, part.split, part.feature_names)
-    dataset = build_dataset(name, raw)
-    return replace(dataset, vocabulary=part.vocabulary) if part.vocabulary else dataset
+    return RawData(name, x, y, class_names, part.clients, part.split, part.feature_names)
 
 
 def _make_writeable(array: Array) -> Array:
@@ -103,7 +108,7 @@ def _read(data: Any, where: str, columns: _Columns) -> _Part:
     """Read data of any kind."""
     if isinstance(data, Dataset):
         return _read_own_dataset(data)
-    if _is_frame(data):
+    if is_frame(data):
         return _read_frame(data, where, columns)
     if isinstance(data, tuple) and len(data) in (2, 3):
         return _read_pair(data, where)
@@ -168,7 +173,7 @@ def _read_torch_dataset(data: "TorchDataset[Any]", where: str) -> _Part:
     return _read_pair((xs, ys), where)
 
 
-def _is_frame(data: Any) -> bool:
+def is_frame(data: Any) -> bool:
     """Tell whether this is a frame of pandas, without importing it."""
     kind = type(data)
     return kind.__name__ == "DataFrame" and kind.__module__.split(".")[0] == "pandas"
@@ -327,7 +332,7 @@ def _to_array(values: Any, where: str, what: str) -> Array:
 
 def _convert_samples(values: Any, where: str) -> "Array | list[str]":
     """Return samples as `Dataset` holds them, or a list of texts."""
-    if _is_frame(values):  # whole numbers in a table are features
+    if is_frame(values):  # whole numbers in a table are features
         values = _read_features(values, range(len(values.columns)), where)
     x = _to_array(values, where, "x")
     if x.ndim == 0:

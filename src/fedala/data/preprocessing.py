@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedala.data.text import encode_texts
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import parse_json
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
+from fedala.version import __version__
 
 #: The name of the file in a run folder.
 PREPROCESSING = "preprocessing.json"
@@ -199,6 +200,15 @@ class Preprocessing:
 
     def _format_shape(self) -> str:
         return _format(self.shape)
+
+    def metadata(self, about: Mapping[str, Any]) -> dict[str, str]:
+        """Return what a file with a model says of it; `about` says whose it is."""
+        return {
+            "fedala": __version__,
+            **{name: "" if value is None else str(value) for name, value in about.items()},
+            "class_names": json.dumps(list(self.class_names), ensure_ascii=False),
+            "preprocessing": self.to_json(),
+        }
 
     # --- as a file -----------------------------------------------------------------------------
 

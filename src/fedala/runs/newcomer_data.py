@@ -30,7 +30,8 @@ def make_federation(finished: FinishedRun, data: Any, first: int) -> Federation:
         own = _divide(dataset, finished.config, first)
     nothing = (np.arange(0),) * first
     parts: dict[str, Any] = {part: (*nothing, *getattr(own, part)) for part in PARTS}
-    return Federation(dataset, **parts, held_out=len(own.train))
+    names = tuple(map(str, range(first))) + own.client_names if own.client_names else ()
+    return Federation(dataset, **parts, client_names=names, held_out=len(own.train))
 
 
 def _load(finished: FinishedRun, data: Any) -> Dataset:
@@ -50,8 +51,8 @@ def _load(finished: FinishedRun, data: Any) -> Dataset:
     if not is_frame(data):
         raw = make_raw(data, "The new data")
     else:
-        has_clients = wanted.clients in map(str, data.columns)
-        clients_by = wanted.clients if has_clients else None
+        columns = [str(column) for column in data.columns]
+        clients_by = wanted.clients if wanted.clients in columns else None
         raw = make_raw(data, "The new data", label_column=wanted.label, clients_by=clients_by)
     dataset = build_more("The new data", raw, names, **known)
     is_tokens = dataset.vocabulary is not None and fed is not None
@@ -84,4 +85,4 @@ def _divide(dataset: Dataset, config: Config, first: int) -> Federation:
             given = dataset.split.numpy()[share]
             splits.append({part: share[given == i] for i, part in enumerate(PARTS)})
     parts: dict[str, Any] = {part: tuple(own[part] for own in splits) for part in PARTS}
-    return Federation(dataset, **parts)
+    return Federation(dataset, **parts, client_names=dataset.client_names)
