@@ -11,8 +11,8 @@ import fedala
 
 def main(folder: str, client: str, *paths: str) -> None:
     """Print what the client's model says of the samples in each file or folder."""
-    path, _, method = folder.partition(":")
-    trained = fedala.load(path, method or None, best=True)
+    run, _, method = folder.partition(":")
+    trained = fedala.load(run, method or None, best=True)
     for path in paths:
         print(f"{path}: {', '.join(map(str, trained.predict(path, client)))}")
 

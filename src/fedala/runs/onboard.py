@@ -6,14 +6,14 @@ model, trains on its own samples and keeps its personal model. The data of the r
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save as pack_tensors
-from torch import Tensor, nn
+from torch import nn
 
 from fedala.data import Dataset, Federation
 from fedala.errors import UserError, printable
