@@ -50,9 +50,10 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence: ` (did you mean x?)`, or the list of known names."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    folded = {one.lower(): one for one in reversed(known)}
+    close = difflib.get_close_matches(name.lower(), folded, n=1)
     if close:
-        return f" (did you mean {close[0]}?)"
+        return f" (did you mean {folded[close[0]]}?)"
     return f"; choose from {', '.join(known)}" if known else "; there are none"
 
 

@@ -127,7 +127,7 @@ def test_unknown_words_are_0_and_ids_are_taken_as_they_are():
         ("texts", "The cat", "put it into a list"),
         ("texts", [[1, 2]], "shape 200"),
         ("short texts", [[1, 99]], "from 0 to"),
-        ("short texts", [[0.5, 1.0]], "from 0 to"),
+        ("short texts", [[0.5, 1.0]], "takes texts: give a list"),
         ("bytes", PIXELS / 255, "images of bytes.*float64"),
         ("bytes", [PIXELS[0], PIXELS[1][:, :2]], "differ in size"),
         ("bytes", PIXELS.astype(int) * 2, "0 to 255"),
@@ -197,3 +197,16 @@ def test_more_tokens_than_the_embedding_has_rows_are_refused():
     for text in ("", "[]", "{", "1" * 30, '{"format": NaN}'):
         with pytest.raises(UserError, match=r"preprocessing\.json"):
             Preprocessing.from_json(text)
+
+
+def test_refusals_say_what_the_model_takes():
+    windows = Dataset("w", torch.zeros(4, 2, 6), torch.arange(4) % 2, 2)
+    texts = Dataset("t", torch.ones(4, 3, dtype=torch.int32), torch.arange(4) % 2, 2)
+    for data, raw, sentence in (
+        (windows, np.zeros((2, 6)), "single sample of shape 2×6 was given: add a first dimension"),
+        (windows, ["a", "b"], "samples of shape 2×6, and it holds texts"),
+        (texts, ["a", 0.5], "takes texts: give a list of strings"),
+        (texts, np.zeros((2, 4, 6), int), "takes texts, as strings or as rows of token ids"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            Preprocessing.of(data, None).prepare(raw)

@@ -3,10 +3,11 @@
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedala.data.text import build_vocabulary, encode_texts, tokenize
+from fedala.data.text import build_vocabulary, encode_texts, fit_ids, tokenize
 
 
 def reference(text):
@@ -58,3 +59,16 @@ def test_ids_are_cut_and_padded_to_200():
     assert tokens == ("a", "b")
     again, _ = encode_texts(["b c a"], tokens)
     assert again[0, :3].tolist() == [2, 0, 1]
+
+
+def test_without_a_length_it_is_that_of_the_longest_text():
+    assert encode_texts(["a b c", "a", ""], length=None)[0].shape == (3, 3)
+    assert encode_texts(["a " * 300], length=None)[0].shape == (1, 200)
+    assert encode_texts([""], length=None)[0].shape == (1, 1)
+
+
+def test_encoded_texts_get_the_ids_and_the_length_of_others():
+    ids, tokens = encode_texts(["b c a", "d d"], length=None)
+    known = ("a", "b", "d")
+    assert torch.equal(fit_ids(ids, tokens, known, 5), encode_texts(["b c a", "d d"], known, 5)[0])
+    assert torch.equal(fit_ids(ids, tokens, known, 2), encode_texts(["b c a", "d d"], known, 2)[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from small import Net, assert_close
 from typer.testing import CliRunner
@@ -198,7 +199,7 @@ def test_the_command_prints_before_and_after_and_saves_the_model(images, monkeyp
     assert answer.exit_code == 0, answer.output
     assert "received" in answer.output
     assert "after 2 epochs" in answer.output
-    assert "after 1 rounds" in answer.output
+    assert "after 1 round:" in answer.output
     found = fedala.onboard("runs/mine", "new.npz", device="cpu")
     [client] = found.clients
     assert (client.number, client.train_samples, client.test_samples) == (3, 9, 3)
@@ -216,7 +217,26 @@ def test_the_command_prints_before_and_after_and_saves_the_model(images, monkeyp
     )
     both = fedala.onboard("runs/mine", named, out="models", epochs=1, device="cpu")
     assert [client.name for client in both.clients] == ["a", "b"]
-    assert (images / "models" / "client-00004.safetensors").is_file()
+    assert (images / "models" / "client-00004-b.safetensors").is_file()
+    trained = fedala.load("runs/mine").with_weights("m.safetensors")
+    new = np.load("new.npz")
+    outputs = trained.global_model()(trained.preprocessing.prepare(new["x"]))
+    assert np.array_equal(trained.predict(new["x"]), outputs.argmax(1).numpy())
+    assert [one.client for one in trained.evaluate("new.npz")] == ["3"]
+    for command in (
+        ["predict", "runs/mine", "--data", "new.npz", "--weights", "m.safetensors"],
+        ["export", "runs/mine", "--out", "n.safetensors", "--weights", "m.safetensors"],
+        ["onboard", "runs/mine", "--data", "new.npz", "--out", "m.safetensors", "--force"],
+    ):
+        answer = CliRunner().invoke(app, command)
+        assert answer.exit_code == 0, answer.output
+    assert load_file("n.safetensors").keys() == saved.keys()
+    with safe_open("m.safetensors", "pt") as file, safe_open("n.safetensors", "pt") as other:
+        assert file.metadata() == other.metadata()
+    with pytest.raises(UserError, match=r"not a \.safetensors file"):
+        trained.with_weights("new.npz")
+    with pytest.raises(UserError, match="leave out the client"):
+        trained.predict(new["x"], client=1)
 
 
 def test_the_python_of_the_page_runs(images, monkeypatch, capsys):
@@ -234,6 +254,7 @@ def test_what_cannot_be_onboarded_is_refused_in_a_sentence(images, tmp_path):
         "no seed 7": {"seed": 7},
         "number must be at least 2": {"number": 1},
         "epochs must be whole numbers": {"epochs": "1,x"},
+        "must be a .safetensors file, or a folder": {"out": tmp_path / "a.pt"},
         "exists already": {"out": new.with_suffix(".safetensors")},
     }
     new.with_suffix(".safetensors").touch()
@@ -355,3 +376,43 @@ def test_newcomers_have_their_own_names_and_samples_as_they_are(tmp_path):
     for client, rows in zip(found, federation.test, strict=True):
         alone = trained.evaluate((x[rows], y[rows]))
         assert alone[None].loss == pytest.approx(client.losses[0], rel=1e-5)
+
+
+def test_new_data_may_be_a_file_or_in_memory_and_need_not_name_their_client(tmp_path):
+    rows = [f"{'ab'[i % 2]},{'ab'[i % 2]} w{i % 5} x,s{i % 2}" for i in range(40)]
+    for name, head, end in (("run", "kind,text,shop", None), ("new", "kind,text", -3)):
+        lines = [head, *(row[:end] for row in rows)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "other.csv").write_text("sort,text\na,b\n")
+    fedala.run(
+        dataset=tmp_path / "run.csv",
+        clients_by="shop",
+        label_column="kind",
+        method="fedavg",
+        rounds=1,
+        device="cpu",
+        out=tmp_path / "r",
+    )
+    texts, labels = zip(*((row.split(",")[1], row[0]) for row in rows), strict=True)
+    found = [
+        fedala.onboard(tmp_path / "r", data, epochs=[0, 1], device="cpu")
+        for data in (
+            tmp_path / "new.csv",
+            (list(texts), list(labels)),
+            fedala.data.make_dataset((["a longer text than those", *texts], ["a", *labels])),
+        )
+    ]
+    assert found[0].clients[0].losses == found[1].clients[0].losses
+    assert found[2].clients[0].train_samples == 30
+    assert re.search("new.csv has no shop, .* it is one client", found[0].notes[0])
+    for shown in (repr(found[0]), found[0]._repr_html_(), repr(found[0].clients)):
+        assert "tensor" not in shown
+        assert len(shown) < 700
+    assert "initialised  after 1 epoch\n" in repr(found[0])
+    for data, sentence in (
+        (tmp_path / "other.csv", "no column kind, which holds the labels in the run"),
+        (3, "The new data is of the type int; data are a pair"),
+        ((np.zeros((4, 3), "float32"), ["a", "b"] * 2), "holds numbers, and .* are texts"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            fedala.onboard(tmp_path / "r", data, device="cpu")

@@ -11,7 +11,9 @@ from trained.worlds import NAMES, PIXELS, Y, features, images, linear, run
 from fedala import UserError, load
 from fedala.data import Dataset
 from fedala.data.text import encode_texts
+from fedala.metrics import ACCURACY
 from fedala.trained.federation import MOST_READY
+from fedala.trained.scores import ModelScore, Scores
 
 WORDS = ("good", "bad", "fine", "poor")
 TEXTS = [f"a {WORDS[i % 4]} day number {i % 5}" for i in range(60)]
@@ -203,3 +205,11 @@ def test_arrays_of_objects_and_other_files_are_refused(trained, tmp_path):
     ):
         with pytest.raises(UserError, match=sentence):
             trained.predict(tmp_path / name, 0)
+
+
+def test_scores_are_a_table_in_a_notebook_and_a_frame():
+    scores = Scores(ACCURACY, (ModelScore("<a>", 0.5, 1.25, 4), ModelScore(None, 1.0, 0.5, 4)))
+    shown = scores._repr_html_()
+    assert "<td>client &lt;a&gt;</td><td>50.00</td><td>1.25</td><td>4</td>" in shown
+    assert "global model" in shown
+    assert scores.to_frame()["score"].tolist() == [0.5, 1.0]

@@ -147,6 +147,10 @@ def _plan(
     if resume:
         import_given(options)
         before = RunFolder.open(Path(resume)).config()
+        if before.dataset == "own" and dataset is None:
+            raise UserError(
+                f"The data of {resume} came from a program: give them again, as dataset=…."
+            )
         own = {} if model is None or isinstance(model, str) else {"model": "own"}
         config = change_config(before, {**options, **own}, Path(resume))
     return plan(

@@ -57,6 +57,9 @@ def onboard(
             metavar="PATH",
         ),
     ] = Path(),
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="overwrite models that exist")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -83,14 +86,14 @@ def onboard(
         epochs=epochs,
         number=number,
         out=out,
+        force=force,
         device=device,
         model=model,
         imports=imports,
     )
     tables.console().print(tables.onboarding(found))
-    print_line(
-        f"{found.title}, seed {found.seed}, after {found.round} rounds: {found.metric.title} on "
-        "the new clients' own test samples."
-    )
+    print_line(found.describe())
+    for note in found.notes:
+        print_line(note)
     for client in found.clients:
         print_line(f"Personal model: {client.file}")

@@ -28,6 +28,10 @@ Client = Annotated[
 Global = Annotated[
     bool, typer.Option("--global", metavar="", help="the global model instead of a client's")
 ]
+Weights = Annotated[
+    Path | None,
+    typer.Option(help="the model of a new client, a file of fedala onboard", metavar="FILE"),
+]
 Method = Annotated[
     str | None, typer.Option(help="the method, if the run has several", metavar="NAME")
 ]
@@ -73,6 +77,7 @@ def predict(
         ),
     ],
     client: Client = None,
+    weights: Weights = None,
     is_global: Global = False,
     method: Method = None,
     seed: Seed = None,
@@ -90,8 +95,8 @@ def predict(
     """Predict the labels of new samples with a client's personal model."""
     if out:
         _check_csv(out)
-    trained = _load(run, method, seed, best, model, dataset)
-    who = _choose_client(trained, client, is_global)
+    trained = _load(run, method, seed, best, model, dataset, weights)
+    who = _choose_client(trained, client, is_global, weights)
     inputs = prepare_inputs(data, trained.preprocessing)
     names = inputs.names or tuple(map(str, range(len(inputs.x))))
     table = PredictionTable(trained.answer(inputs, who), names, probabilities)
@@ -122,6 +127,7 @@ def evaluate(
         ),
     ],
     client: Client = None,
+    weights: Weights = None,
     label_column: Annotated[
         str | None,
         typer.Option(
@@ -135,7 +141,7 @@ def evaluate(
     dataset: RunData = None,
 ) -> None:
     """Test the models of a run on new data, with the metric of the run."""
-    trained = _load(run, method, seed, best, model, dataset)
+    trained = _load(run, method, seed, best, model, dataset, weights)
     scores = trained.evaluate(data, client, label_column=label_column)
     tables.console().print(tables.model_scores(scores))
     if len(scores.personal) > 1:
@@ -163,17 +169,23 @@ def export(
         typer.Option(help="a .safetensors, .pt2 or .onnx file", metavar="FILE"),
     ],
     client: Client = None,
+    weights: Weights = None,
     is_global: Global = False,
     method: Method = None,
     seed: Seed = None,
     best: Best = False,
     model: Model = None,
     dataset: RunData = None,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="overwrite a file that exists")
+    ] = False,
 ) -> None:
     """Write a model for use without this package. Programs take raw samples."""
     check_output(out)
-    trained = _load(run, method, seed, best, model, dataset)
-    path = trained.export(out, _choose_client(trained, client, is_global))
+    if out.exists() and not force:
+        raise UserError(f"{out} exists already: choose another file, or overwrite it with --force.")
+    trained = _load(run, method, seed, best, model, dataset, weights)
+    path = trained.export(out, _choose_client(trained, client, is_global, weights))
     print_line(f"Written: {path}")
 
 
@@ -184,6 +196,7 @@ def _load(
     best: bool,
     model: str | None,
     dataset: str | None,
+    weights: Path | None,
 ) -> TrainedFederation:
     config = find_run(run, method, seed, best=best).config
     for name, given in (("model", model), ("loss", None)):
@@ -192,10 +205,17 @@ def _load(
                 f"{run} was made in Python with its own {name}: "
                 f"load it there with fedala.load(…, {name}=…)."
             )
-    return load(run, method, seed, best, model=model, dataset=dataset)
+    trained = load(run, method, seed, best, model=model, dataset=dataset)
+    return trained if weights is None else trained.with_weights(weights)
 
 
-def _choose_client(trained: TrainedFederation, client: str | None, is_global: bool) -> str | None:
+def _choose_client(
+    trained: TrainedFederation, client: str | None, is_global: bool, weights: Path | None
+) -> str | None:
+    if weights is not None:
+        if client is not None or is_global:
+            raise UserError("Give --weights, --client or --global, and only one of them.")
+        return None
     if client is not None and is_global:
         raise UserError("Give either --client or --global, not both.")
     if client is None and not is_global and trained.has_personal_models:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedala.data.columns import CLIENTS, PART_WORDS, describe_clients
-from fedala.data.dataset import RawData
+from fedala.data.columns import CLIENTS, PART_WORDS, MissingColumn, describe_clients
+from fedala.data.dataset import RawData, encode_labels
 from fedala.errors import UserError, first_line
 from fedala.io.untrusted import check_expansion, check_memory, open_file
 
@@ -62,13 +62,13 @@ def read_npz(path: Path, clients_by: str | None = None) -> RawData:
             for first, (member, _) in zip(np.cumsum([0, *sizes]), pairs, strict=False):
                 _unpack(archive, member, x[first : first + member.shape[0]], layout.arrange)
             labels = [_read_array(archive, member) for _, member in pairs]
-            y = np.concatenate([_convert_targets(part, path) for part in labels])
+            y, class_names = _convert_all_targets(labels, path)
             clients = _name_owners([_read_array(archive, member) for member in owners])
     except (UserError, MemoryError):
         raise
     except Exception as error:  # a damaged archive can raise almost any kind of error
         raise UserError(f"{path} is not a readable .npz file ({first_line(error)}).") from None
-    raw = RawData(str(path), torch.from_numpy(x), y)
+    raw = RawData(str(path), torch.from_numpy(x), y, class_names)
     if key is not None:
         raw = raw._replace(clients=clients, notes=(describe_clients(key, clients, "array"),))
     if parts != _PARTS[0]:
@@ -126,9 +126,10 @@ def _find_owners(
         if set(keys) <= set(names):
             return stem, keys
         if wanted or not {stem, *keys}.isdisjoint(names):
-            raise UserError(
+            raise MissingColumn(
                 f"{path} holds {', '.join(names)[:200]}; to name the clients, it needs "
-                f"{' and '.join(keys)}, with a client for every sample."
+                f"{' and '.join(keys)}, with a client for every sample.",
+                "clients_by",
             )
     return None, []
 
@@ -216,6 +217,8 @@ def _check_headers(pairs: list[tuple[Member, Member]], path: Path) -> Layout:
                 "they must have the same length."
             )
         _check_targets(y.shape, y.dtype, path)
+    if len({y.dtype.kind == "U" for _, y in pairs}) > 1:
+        raise UserError(f"{path}: y must hold strings in all of its parts, or in none.")
     if len({(y.dtype.kind == "f", y.shape[1:]) for _, y in pairs if not _are_labels(y)}) > 1:
         raise UserError(
             f"{path}: its train and test parts differ in the shape or type of a target; "
@@ -227,9 +230,11 @@ def _check_headers(pairs: list[tuple[Member, Member]], path: Path) -> Layout:
 def _needed_memory(shape: tuple[int, ...], layout: Layout, members: list[Member]) -> int:
     """Return the bytes for the samples, the labels, and the piece that is being unpacked."""
     targets = sum(math.prod(member.shape) for member in members[1::2])
+    names = 3 * sum(member.size for member in members[1::2] if member.dtype.kind == "U")
     whole = max((member.size for member in members if member.fortran), default=0)
     row = max(member.size // max(1, member.shape[0]) for member in members if member.shape)
-    return math.prod(shape) * layout.dtype.itemsize + 16 * targets + 2 * max(_CHUNK, row, whole)
+    pieces = 2 * max(_CHUNK, row, whole)
+    return math.prod(shape) * layout.dtype.itemsize + 16 * targets + names + pieces
 
 
 def _read_array(archive: zipfile.ZipFile, member: Member) -> Array:
@@ -301,11 +306,19 @@ def _are_labels(y: Member | Array) -> bool:
 
 
 def _check_targets(shape: tuple[int, ...], dtype: "np.dtype[Any]", path: Path) -> None:
-    if len(shape) not in (1, 2) or dtype.kind not in "biuf":
+    is_name = dtype.kind == "U" and len(shape) == 1
+    if len(shape) not in (1, 2) or not (is_name or dtype.kind in "biuf"):
         raise UserError(
             f"{path}: y is {dtype} of shape {shape}; it must be a whole number for each sample "
-            "(its class), a row of zeros and ones (its labels), or one or several floats."
+            "or a string (its class), a row of zeros and ones (its labels), or one or more floats."
         )
+
+
+def _convert_all_targets(parts: list[Array], path: Path) -> tuple[Array, tuple[str, ...]]:
+    """Return the targets of all parts, and the names of the classes if they are strings."""
+    if all(part.dtype.kind == "U" for part in parts):
+        return encode_labels([label for part in parts for label in part.tolist()])
+    return np.concatenate([_convert_targets(part, path) for part in parts]), ()
 
 
 def _convert_targets(y: Array, path: Path) -> Array:

@@ -43,6 +43,14 @@ class Wanted(NamedTuple):
 USUAL = Wanted()
 
 
+class MissingColumn(UserError):
+    """A column, or array, that was asked for by its name is not there."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 class Roles(NamedTuple):
     """Which column says what; None if there is no such column."""
 
@@ -117,7 +125,7 @@ def _find_named(
     found = find([wanted], names)
     if found is None:
         rest = suggest(wanted, [printable(name, 100) for name in names[:30]])
-        raise UserError(f"{where} has no {what} {wanted}, which {option} names{rest}.")
+        raise MissingColumn(f"{where} has no {what} {wanted}, which {option} names{rest}.", option)
     return found
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedala.data.arrays import Array, choose_layout
-from fedala.data.columns import Wanted
+from fedala.data.columns import USUAL, Wanted
 from fedala.data.dataset import Dataset, RawData, encode_labels
 from fedala.data.frames import Frame, Table, is_frame, join_tables, read_table
 from fedala.data.load import build_dataset
@@ -88,10 +88,16 @@ def make_dataset(
         raise UserError(
             "label_column, clients_by and drop_columns are for a pandas DataFrame with its labels."
         )
-    return _build(part, name, is_regression=is_regression)
+    dataset = build_dataset(name, _to_raw(part, name, is_regression=is_regression))
+    return replace(dataset, vocabulary=part.vocabulary) if part.vocabulary else dataset
 
 
-def _build(part: _Part, name: str, *, is_regression: bool) -> Dataset:
+def make_raw(data: Any, name: str, columns: Wanted = USUAL) -> RawData:
+    """Read what `make_dataset` takes; its words and classes are not yet numbers."""
+    return _to_raw(_read(data, name, columns), name, is_regression=columns.is_regression)
+
+
+def _to_raw(part: _Part, name: str, *, is_regression: bool) -> RawData:
     notes, feature_names = part.notes, part.feature_names
     if isinstance(part.x, Table):
         features, feature_names, about = part.x.encode(name)
@@ -106,9 +112,7 @@ def _build(part: _Part, name: str, *, is_regression: bool) -> Dataset:
         notes += describe_classes(part.label, class_names)
     elif y.dtype.kind in "OU":
         y, class_names = encode_labels(y.tolist())
-    raw = RawData(name, x, y, class_names, part.clients, part.split, feature_names, notes=notes)
-    dataset = build_dataset(name, raw)
-    return replace(dataset, vocabulary=part.vocabulary) if part.vocabulary else dataset
+    return RawData(name, x, y, class_names, part.clients, part.split, feature_names, notes=notes)
 
 
 def _make_writeable(array: Array) -> Array:

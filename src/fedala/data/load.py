@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 from fedala.data import natural_sets, published
 from fedala.data.arrays import read_npz
 from fedala.data.catalogue import KnownDataset, known_datasets
-from fedala.data.columns import USUAL, Wanted
+from fedala.data.columns import USUAL, MissingColumn, Wanted
 from fedala.data.csv_files import read_ag_news_csv, read_csv
 from fedala.data.dataset import PARTS, Dataset, RawData, encode_labels
 from fedala.data.images import read_image_folder, resize_images
@@ -73,27 +73,63 @@ def load_more(
     wanted: Wanted = USUAL,
     *,
     tokens: Sequence[str] = (),
+    length: int | None = None,
     feature_names: Sequence[str] = (),
 ) -> Dataset:
-    """Load further samples of a dataset whose classes, words and columns are known."""
+    """Load further samples of a dataset whose classes, words, length and columns are known."""
     try:
-        raw = _read_own(name, wanted, resize)
-        if not isinstance(raw.x, torch.Tensor):
-            if not tokens:
-                raise UserError(f"{name} holds texts, and those of the run are not.")
-        elif feature_names:
-            ordered = order_features(raw.x, raw.feature_names, feature_names)
-            raw = raw._replace(x=ordered, feature_names=tuple(feature_names))
-        if raw.y.ndim == 1 and raw.y.dtype.kind != "f":
-            y, own = name_numbers(raw.y, raw.class_names, class_names)
-            y = match_classes(y, own, class_names, name)
-            raw = raw._replace(y=y, class_names=tuple(class_names))
-        dataset = build_dataset(name, raw, tokens=tuple(tokens))
+        raw = _read_more(name, wanted, resize)
+        dataset = build_more(
+            name, raw, class_names, tokens=tokens, length=length, feature_names=feature_names
+        )
         return dataset if resize is None else resize_images(dataset, resize)
     except MemoryError:
         raise UserError(f"{name} does not fit into the memory of this machine.") from None
     except OSError as error:
         raise UserError(f"{name} cannot be read ({error}).") from None
+
+
+def _read_more(name: str, wanted: Wanted, resize: int | None) -> RawData:
+    """Read samples whose columns have the names that they had in a run.
+
+    Without the column of the clients, they are those of one client.
+    """
+    is_table = name.startswith("hub:") or Path(name).suffix.lower() not in (".npz", ".json")
+    wanted = wanted if is_table else wanted._replace(label=None)
+    try:
+        return _read_own(name, wanted, resize)
+    except MissingColumn as error:
+        if error.option == "clients_by":
+            return _read_more(name, wanted._replace(clients=None), resize)
+        raise UserError(
+            f"{name} has no column {wanted.label}, which holds the labels in the run "
+            "(label_column of its config): give the column this name."
+        ) from None
+
+
+def build_more(
+    name: str,
+    raw: RawData,
+    class_names: Sequence[str],
+    *,
+    tokens: Sequence[str] = (),
+    length: int | None = None,
+    feature_names: Sequence[str] = (),
+) -> Dataset:
+    """Build a dataset of further samples, with the classes, words and columns of a run."""
+    if not isinstance(raw.x, torch.Tensor):
+        if not tokens:
+            raise UserError(f"{name} holds texts, and those of the run are not.")
+    elif tokens and raw.x.dtype != torch.int32:
+        raise UserError(f"{name} holds numbers, and the samples of the run are texts.")
+    elif feature_names:
+        ordered = order_features(raw.x, raw.feature_names, feature_names)
+        raw = raw._replace(x=ordered, feature_names=tuple(feature_names))
+    if raw.y.ndim == 1 and raw.y.dtype.kind != "f":
+        y, own = name_numbers(raw.y, raw.class_names, class_names)
+        y = match_classes(y, own, class_names, name)
+        raw = raw._replace(y=y, class_names=tuple(class_names))
+    return build_dataset(name, raw, tokens=tuple(tokens), length=length)
 
 
 def _read_known(known: KnownDataset, data_dir: Path | None) -> RawData:
@@ -231,16 +267,21 @@ def build_dataset(
     raw: RawData,
     known: KnownDataset | None = None,
     tokens: tuple[str, ...] | None = None,
+    length: int | None = None,
 ) -> Dataset:
     """Build a dataset; if it is a known one, check its classes and the shape of its samples.
 
-    With `tokens`, these are the vocabulary of its texts.
+    With `tokens`, these are the vocabulary of its texts; `length` is theirs, by default that of the
+    longest text.
     """
+    notes: tuple[str, ...] = raw.notes
     if isinstance(raw.x, torch.Tensor):
         x, vocabulary, tokens = raw.x, None, ()
     else:
-        x, tokens = encode_texts(raw.x, tokens)
+        x, tokens = encode_texts(raw.x, tokens, known.shape[0] if known else length)
         vocabulary = len(tokens) + 1
+        if known is None:
+            notes = (*notes, f"Texts are read as up to {x.shape[1]} tokens.")
     names, note = raw.class_names, ""
     if known is None:
         classes = len(names) or _count_targets(name, raw.y)
@@ -265,7 +306,7 @@ def build_dataset(
     names = tuple(printable(label, 100) for label in names)
     clients, client_names = _number_clients(raw)
     # The paper pools the parts of the datasets that it uses.
-    split, notes = (None, ()) if known else _check_split(raw)
+    split, remarks = (None, ()) if known else _check_split(raw)
     return Dataset(
         name,
         x,
@@ -279,7 +320,7 @@ def build_dataset(
         split,
         raw.feature_names,
         tokens,
-        (*raw.notes, *notes),
+        (*notes, *remarks),
     )
 
 

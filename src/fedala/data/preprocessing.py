@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from fedala.data.text import encode_texts
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import parse_json
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
+from fedala.version import __version__
 
 #: The name of the file in a run folder.
 PREPROCESSING = "preprocessing.json"
@@ -118,7 +119,9 @@ class Preprocessing:
         return encode_texts(rows, self.tokens, self.shape[0])[0].long()
 
     def _check_ids(self, ids: Array) -> Tensor:
-        self._check_shape(ids.shape[1:], "rows of token ids")
+        if ids.dtype.kind not in "iu":
+            raise UserError("This model takes texts: give a list of strings, each a text.")
+        self._check_shape(ids.shape[1:], "texts, as strings or as rows of token ids")
         most = (self.vocabulary or 1) - 1
         if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() <= most):
             raise UserError(f"Texts must be strings, or token ids: whole numbers from 0 to {most}.")
@@ -167,7 +170,15 @@ class Preprocessing:
             raw = self._choose_columns(raw)
         numbers = _to_array(raw)
         if numbers.dtype.kind not in "biuf":
-            raise UserError(f"The input must be numbers, and it holds {numbers.dtype}.")
+            raise UserError(
+                f"The input must be numbers, samples of shape {self._format_shape()}, and it holds "
+                f"{'texts' if numbers.dtype.kind == 'U' else numbers.dtype}."
+            )
+        if numbers.shape == self.shape:
+            raise UserError(
+                f"A single sample of shape {self._format_shape()} was given: add a first dimension "
+                "for the samples, as in x[None]."
+            )
         self._check_shape(numbers.shape[1:], "samples")
         with np.errstate(over="ignore", invalid="ignore"):
             numbers = numbers.astype(np.float32)
@@ -206,6 +217,15 @@ class Preprocessing:
 
     def _format_shape(self) -> str:
         return _format(self.shape)
+
+    def metadata(self, about: Mapping[str, Any]) -> dict[str, str]:
+        """Return what a file with a model says of it; `about` says whose it is."""
+        return {
+            "fedala": __version__,
+            **{name: "" if value is None else str(value) for name, value in about.items()},
+            "class_names": json.dumps(list(self.class_names), ensure_ascii=False),
+            "preprocessing": self.to_json(),
+        }
 
     # --- as a file -----------------------------------------------------------------------------
 

@@ -39,13 +39,17 @@ def build_vocabulary(texts: list[list[str]]) -> dict[str, int]:
 
 
 def encode_texts(
-    texts: Sequence[str], tokens: Sequence[str] | None = None, length: int = LENGTH
+    texts: Sequence[str], tokens: Sequence[str] | None = None, length: int | None = LENGTH
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Return texts as int32 N×`length`, cut or padded with 0, and the tokens of ids 1, 2, ….
 
-    With `tokens`, these are the vocabulary, and other words are unknown: 0.
+    With `tokens`, these are the vocabulary, and other words are unknown: 0. Without a `length`, it
+    is that of the longest text, at most `LENGTH`: a model that averages over all positions would
+    see little of short texts among much padding.
     """
     split = [tokenize(text) for text in texts]
+    if length is None:
+        length = min(LENGTH, max(map(len, split), default=0)) or 1
     index = (
         build_vocabulary(split)
         if tokens is None
@@ -56,3 +60,17 @@ def encode_texts(
         words = words[:length]
         row[: len(words)] = [index.get(word, 0) for word in words]
     return torch.from_numpy(ids), tuple(index)
+
+
+def fit_ids(
+    ids: torch.Tensor, tokens: Sequence[str], known: Sequence[str], length: int
+) -> torch.Tensor:
+    """Return encoded texts with the ids and the length that texts have elsewhere.
+
+    `tokens` are the words of the ids, and `known` those of the new ones; unknown words are 0.
+    """
+    if tuple(tokens) != tuple(known):
+        number = {token: position for position, token in enumerate(known, start=1)}
+        table = [0, *(number.get(token, 0) for token in tokens)]
+        ids = torch.tensor(table, dtype=ids.dtype)[ids.long()]
+    return torch.nn.functional.pad(ids[:, :length], (0, max(0, length - ids.shape[1])))

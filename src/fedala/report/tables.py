@@ -15,7 +15,7 @@ from fedala.data import Federation, KnownDataset
 from fedala.methods import Entry
 from fedala.metrics import Metric, find_metric
 from fedala.report.headline import SCORES, format_figure
-from fedala.runs.onboard import Onboarding
+from fedala.runs.onboarding import Onboarding
 from fedala.runs.sweep_results import Sweep
 from fedala.trained.scores import Scores
 
@@ -142,23 +142,10 @@ def describe_sweep(sweep: Sweep) -> list[str]:
 
 def onboarding(found: Onboarding) -> Table:
     """Show what the models of newcomers score on their test samples, before and after training."""
-    metric = found.metric
-    counts = sorted({count for client in found.clients for count in client.scores})
-    names = [f"after {count} epoch{'' if count == 1 else 's'}" for count in counts if count]
-    table = _table(
-        f"client ({metric.heading})",
-        *("train", "test", "received", "initialised", *names),
-        right=True,
-    )
-    for client in found.clients:
-        scores = [client.received, *(client.scores.get(count) for count in counts)]
-        name = str(client.number) if client.name == str(client.number) else client.name
-        table.add_row(
-            escape(name),
-            f"{client.train_samples:,}",
-            f"{client.test_samples:,}",
-            *("–" if score is None else metric.format(score) for score in scores),
-        )
+    heads, rows = found.table()
+    table = _table(*heads, right=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 

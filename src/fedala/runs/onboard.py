@@ -4,21 +4,18 @@ A newcomer receives what the server would send in the round after the last one, 
 model, trains on its own samples and keeps its personal model. The data of the run are not needed.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from safetensors.torch import save as pack_tensors
+from torch import nn
 
 from fedala.data import Dataset, Federation
-from fedala.data.columns import Wanted
-from fedala.data.dataset import PARTS
-from fedala.data.federation import split_share
-from fedala.data.load import load_more
-from fedala.data.matching import match_classes
 from fedala.errors import UserError, printable
 from fedala.io import files
 from fedala.io.user_code import is_reference
@@ -28,13 +25,12 @@ from fedala.lanes.normalization import NONE, is_standard
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, take
 from fedala.methods import setting_prefixes
-from fedala.metrics import Metric
 from fedala.runs.build import build_task, count_lanes
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import check_method, parse_epochs
-from fedala.runs.losses import REGRESSIONS
-from fedala.runs.models import pack_model
+from fedala.runs.newcomer_data import make_federation
+from fedala.runs.onboarding import OnboardedClient, Onboarding
 from fedala.runs.own_code import import_given
 from fedala.runs.plan import plan
 from fedala.runs.provenance import keep_layers
@@ -45,45 +41,16 @@ from fedala.simulation.newcomers import Arrival, Newcomers
 from fedala.simulation.transport import Setup
 
 
-@dataclass(frozen=True)
-class OnboardedClient:
-    """One newcomer: what its models score on its test samples, and its personal model."""
-
-    number: int
-    name: str
-    train_samples: int
-    test_samples: int
-    received: float | None
-    """The score of the received model; None if the server sends no whole model."""
-    scores: dict[int, float]
-    """By local epochs; 0 is the initialised model. NaN without test samples."""
-    losses: dict[int, float]
-    model: dict[str, Tensor] = field(repr=False)
-    """The personal model after the most epochs, by name."""
-    file: Path | None = None
-
-
-@dataclass(frozen=True)
-class Onboarding:
-    """Clients that were onboarded to one method and seed of a run."""
-
-    title: str
-    seed: int
-    round: int
-    """How many rounds the server had been trained for."""
-    metric: Metric
-    clients: list[OnboardedClient]
-
-
 def onboard(
     run: Path | str,
-    data: str | Path | Dataset | Federation,
+    data: Any,
     *,
     method: str | None = None,
     seed: int | None = None,
-    epochs: str | int | None = None,
+    epochs: str | int | Sequence[int] | None = None,
     number: int | None = None,
     out: Path | str | None = None,
+    force: bool = False,
     device: str = "auto",
     model: str | Callable[[], nn.Module] | None = None,
     loss: LossFunction | None = None,
@@ -91,13 +58,15 @@ def onboard(
 ) -> Onboarding:
     """Onboard the clients in `data` to a run: `onboard("runs/mine", "new.npz", method="fedala")`.
 
-    `data` are the samples of one client, or of several if they name their clients; they are split
-    as they say, or 75/25. A `Federation` is taken as it is. `epochs` such as `0,1,5` are the local
+    `data` are the samples of one client, or of several if they name their clients: a path, or what
+    `fedala.run` takes as `dataset`, such as (x, y), a frame or a list of clients. They are split as
+    they say, or 75/25. A `Federation` is taken as it is. `epochs` such as `0,1,5` are the local
     epochs after which the client is tested; by default, `holdout_epochs` of the run. `number` is
     that of the first client, by default the next after the run's. `out` is the file of the
-    personal model, or a folder for those of several clients. Give code of your own that the run
-    was made with again: a `model` (a function, or its name such as `net.py:make`), a `loss`, and
-    `imports` for methods.
+    personal model, or a folder for those of several clients; with `force`, files that exist are
+    overwritten. `fedala.load(run, …).with_weights(file)` predicts with such a model. Give code of
+    your own that the run was made with again: a `model` (a function, or its name such as
+    `net.py:make`), a `loss`, and `imports` for methods.
     """
     folder = RunFolder.open(Path(run))
     _check_code_is_named(folder, model, imports)
@@ -112,8 +81,8 @@ def onboard(
             )
     counts = _choose_epochs(finished.config, epochs)
     first = _choose_number(finished, number)
-    federation = _make_federation(finished, data, first)
-    targets = _choose_files(out, range(first, first + federation.held_out))
+    federation = make_federation(finished, data, first)
+    targets = _choose_files(out, range(first, first + federation.held_out), federation, force)
     task, start = _build_task(finished, federation, device, model, loss)
     initial = start(finished.seed)
     round, server = finished.load_server(task, initial)
@@ -135,13 +104,26 @@ def onboard(
             [server], [finished.server_round(round + 1)], keeps_models=True, tests_received=True
         )
     clients = [
-        _collect(arrival, position, task, federation.client_names, targets.get(client))
+        _collect(arrival, position, task, federation.client_names)
         for arrival in arrivals
         for position, (_, client) in enumerate(arrival.lanes)
     ]
     clients.sort(key=lambda client: client.number)
+    clients = [_write(client, targets.get(client.number), finished) for client in clients]
     metric = task.loss.metric
-    return Onboarding(finished.member.title, finished.seed, round, metric, clients)
+    notes = _explain(finished, federation)
+    return Onboarding(finished.member.title, finished.seed, round, metric, clients, notes)
+
+
+def _explain(finished: FinishedRun, federation: Federation) -> tuple[str, ...]:
+    """Say aloud whose samples they are, if the run's data named their clients and these do not."""
+    column, dataset = finished.config.clients_by, federation.dataset
+    if column is None or dataset.clients is not None:
+        return ()
+    return (
+        f"{printable(dataset.name, 100)} has no {printable(column, 100)}, which named the clients "
+        "of the run, so it is one client.",
+    )
 
 
 def _check_code_is_named(folder: RunFolder, model: Any, imports: str | None) -> None:
@@ -158,7 +140,9 @@ def _check_code_is_named(folder: RunFolder, model: Any, imports: str | None) -> 
             )
 
 
-def _choose_epochs(config: Config, epochs: str | int | None) -> tuple[int, ...]:
+def _choose_epochs(config: Config, epochs: str | int | Sequence[int] | None) -> tuple[int, ...]:
+    if epochs is not None and not isinstance(epochs, str | int):
+        epochs = ",".join(map(str, epochs))
     text = config.holdout_epochs if epochs is None else str(epochs)
     return tuple(sorted({0, *parse_epochs(text, "epochs")}))
 
@@ -173,60 +157,6 @@ def _choose_number(finished: FinishedRun, number: int | None) -> int:
             f"clients that took part in the run. It may be at most {MOST_CLIENTS}, and is {number}."
         )
     return number
-
-
-def _make_federation(
-    finished: FinishedRun, data: str | Path | Dataset | Federation, first: int
-) -> Federation:
-    """Return the newcomers as the clients from a number on; the ones before have no samples."""
-    if isinstance(data, Federation):
-        own, dataset = data, data.dataset
-    else:
-        dataset = _load(finished, data)
-        own = _divide(dataset, finished.config, first)
-    nothing = (np.arange(0),) * first
-    parts: dict[str, Any] = {part: (*nothing, *getattr(own, part)) for part in PARTS}
-    names = tuple(map(str, range(first))) + own.client_names if own.client_names else ()
-    return Federation(dataset, **parts, client_names=names, held_out=len(own.train))
-
-
-def _load(finished: FinishedRun, data: str | Path | Dataset) -> Dataset:
-    """Return the new samples with the classes of the run."""
-    config, fed = finished.config, finished.folder.preprocessing()
-    names = fed.class_names if fed and fed.class_names else finished.class_names
-    if not isinstance(data, Dataset):
-        return load_more(
-            str(data),
-            names,
-            config.resize,
-            Wanted(
-                config.clients_by,
-                config.label_column,
-                config.dropped_columns,
-                config.loss in REGRESSIONS,
-            ),
-            tokens=fed.tokens if fed else (),
-            feature_names=fed.feature_names if fed else (),
-        )
-    if data.kind != "classes":
-        return data
-    y = match_classes(data.y.numpy(), data.class_names, names, data.name)
-    return replace(data, y=torch.from_numpy(y), classes=len(names), class_names=names)
-
-
-def _divide(dataset: Dataset, config: Config, first: int) -> Federation:
-    """Give each client its samples: in the order of the data if they say how they are split."""
-    owners = np.zeros(len(dataset.y)) if dataset.clients is None else dataset.clients.numpy()
-    splits = []
-    for client in range(max(1, len(dataset.client_names))):
-        share = np.flatnonzero(owners == client)
-        if dataset.split is None:
-            splits.append(split_share(share, config.partition_seed, first + client))
-        else:
-            given = dataset.split.numpy()[share]
-            splits.append({part: share[given == i] for i, part in enumerate(PARTS)})
-    parts: dict[str, Any] = {part: tuple(own[part] for own in splits) for part in PARTS}
-    return Federation(dataset, **parts, client_names=dataset.client_names)
 
 
 def _build_task(
@@ -280,7 +210,9 @@ def _balance(finished: FinishedRun, dataset: Dataset) -> str:
     return ",".join(map(repr, weights.tolist()))
 
 
-def _choose_files(out: Path | str | None, numbers: Sequence[int]) -> dict[int, Path]:
+def _choose_files(
+    out: Path | str | None, numbers: Sequence[int], federation: Federation, force: bool
+) -> dict[int, Path]:
     """Return the file of each client's model. Refuse one that exists already."""
     if out is None:
         return {}
@@ -291,11 +223,19 @@ def _choose_files(out: Path | str | None, numbers: Sequence[int]) -> dict[int, P
                 f"The data hold {len(numbers)} clients, and {path} is one file: name a folder."
             )
         targets = {numbers[0]: path}
+    elif path.suffix and not path.is_dir():
+        raise UserError(f"{path} must be a .safetensors file, or a folder.")
     else:
-        targets = {number: path / f"client-{number:05d}.safetensors" for number in numbers}
+        names = federation.client_names
+        targets = {
+            number: path / f"client-{_file_stem(number, names)}.safetensors" for number in numbers
+        }
     for target in targets.values():
-        if target.exists():
-            raise UserError(f"{target} exists already: choose another place for the model.")
+        if target.exists() and not force:
+            raise UserError(
+                f"{target} exists already: choose another place for the model, or overwrite it "
+                "with force."
+            )
     parent = path.absolute().parent if path.suffix == ".safetensors" else path
     if path.suffix == ".safetensors" and not parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
@@ -304,20 +244,40 @@ def _choose_files(out: Path | str | None, numbers: Sequence[int]) -> dict[int, P
     return targets
 
 
-def _collect(
-    arrival: Arrival, lane: int, task: Task, names: Sequence[str], target: Path | None
-) -> OnboardedClient:
-    """Return one client's results, and write its model if it has a file."""
+def _file_stem(number: int, names: Sequence[str]) -> str:
+    """Return a client's number, and its name if that can be part of a file's name."""
+    name = re.sub(r"[^\w.-]+", "_", names[number])[:50] if names else ""
+    return f"{number:05d}-{name}" if name else f"{number:05d}"
+
+
+def _write(client: OnboardedClient, target: Path | None, finished: FinishedRun) -> OnboardedClient:
+    """Write a client's model if it has a file, with what its use needs to know."""
+    if target is None:
+        return client
+    fed, config = finished.folder.preprocessing(), finished.member.config
+    about = {
+        "run": finished.folder.path.name,
+        "method": config.method,
+        "seed": finished.seed,
+        "client": client.name,
+        "model": config.model,
+    }
+    metadata = fed.metadata(about) if fed else {}
+    tensors = {name: value.contiguous() for name, value in client.model.items()}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.write_file(target, pack_tensors(tensors, {"format": "pt", **metadata}))
+    except OSError as error:
+        raise UserError(f"The model cannot be written to {target}: {error}.") from None
+    return replace(client, file=target)
+
+
+def _collect(arrival: Arrival, lane: int, task: Task, names: Sequence[str]) -> OnboardedClient:
+    """Return one client's results."""
     client = arrival.lanes[lane][1]
     figures = {count: scores[lane].tolist() for count, scores in arrival.scores.items()}
     last = max(arrival.models)
     model = drop_transient(task, take(arrival.models[last], slice(lane, lane + 1)))
-    if target:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            files.write_file(target, pack_model(model))
-        except OSError as error:
-            raise UserError(f"The model cannot be written to {target}: {error}.") from None
     received = arrival.received
     return OnboardedClient(
         client,
@@ -328,7 +288,6 @@ def _collect(
         {count: _share(score, samples) for count, (score, _, samples) in figures.items()},
         {count: _share(total, samples) for count, (_, total, samples) in figures.items()},
         {name: value[0].to("cpu", copy=True) for name, value in model.items()},
-        target,
     )
 
 

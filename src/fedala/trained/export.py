@@ -23,7 +23,6 @@ from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, first_line, import_optional
 from fedala.io.files import write_file
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
-from fedala.version import __version__
 
 #: Where a program's description is: an extra file of a .pt2, or a property of an .onnx file.
 ABOUT = "fedala.json"
@@ -59,13 +58,7 @@ def export_model(
 ) -> Path:
     """Write a model in the format of the path's ending; `about` says whose it is."""
     write = check_output(path)
-    metadata = {
-        "fedala": __version__,
-        **{name: "" if value is None else str(value) for name, value in about.items()},
-        "class_names": json.dumps(list(preprocessing.class_names), ensure_ascii=False),
-        "preprocessing": preprocessing.to_json(),
-    }
-    data = write(model, preprocessing, metadata)
+    data = write(model, preprocessing, preprocessing.metadata(about))
     try:
         write_file(path, data)
     except OSError as error:

@@ -1,6 +1,7 @@
 """A trained federation: the personal models of all clients and the global one, ready for use."""
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -20,7 +21,7 @@ from fedala.runs.config import Config
 from fedala.runs.holdout import count_known
 from fedala.trained.answers import Answers
 from fedala.trained.export import export_model
-from fedala.trained.modules import ModelBuilder, list_saved_names
+from fedala.trained.modules import ModelBuilder, list_saved_names, read_weights
 from fedala.trained.samples import NamedInputs, prepare_inputs, prepare_samples
 from fedala.trained.saved_run import SavedRun
 from fedala.trained.scores import Client, Examiner, Scores, compute_outputs, find_loss
@@ -47,6 +48,7 @@ class TrainedFederation:
         self._run, self._builder, self._loss = run, builder, loss
         self._client_names = client_names
         self._ready: dict[int | None, nn.Module] = {}
+        self._given: tuple[str, dict[str, Tensor]] | None = None
 
     # --- what it is -----------------------------------------------------------------------------
 
@@ -101,6 +103,17 @@ class TrainedFederation:
         """
         return self._builder.build(self._read(self.find_client(client)))
 
+    def with_weights(self, path: Path | str) -> "TrainedFederation":
+        """Return the same with one model only: that of a client which `fedala.onboard` wrote.
+
+        `predict`, `evaluate`, `export` and `global_model` use it, and no client is to be named.
+        """
+        weights, name = read_weights(Path(path))
+        self._builder.check(self._skeleton, weights)
+        other = copy(self)
+        other._ready, other._given = {}, (name, weights)
+        return other
+
     def global_model(self) -> nn.Module:
         """Build the global model. Some methods have none."""
         return self._builder.build(self._read(None))
@@ -123,6 +136,8 @@ class TrainedFederation:
 
     def find_client(self, client: int | str) -> int:
         """Return the number of a client that is given by its name or number."""
+        if self._given is not None:
+            raise UserError("These weights are those of one client: leave out the client.")
         count = len(self.clients)
         if isinstance(client, bool) or not isinstance(client, str | Integral):
             raise UserError(f"A client is a number or a name, not {type(client).__name__}.")
@@ -145,6 +160,8 @@ class TrainedFederation:
 
     def _read(self, client: int | None) -> dict[str, Tensor]:
         """Return the saved weights of a client, or of the global model."""
+        if self._given is not None:
+            return self._given[1]
         run = self._run
         if client is not None and not run.has_personal_models:
             client = None
@@ -217,6 +234,9 @@ class TrainedFederation:
         samples = prepare_samples(data, self.preprocessing, label_column or self._find_labels(data))
         examiner = Examiner(self._skeleton, samples, self.config.precision, loss)
         found = []
+        if self._given is not None:
+            tested = None if client is None else self.find_client(client)
+            return Scores(self.metric, (examiner.score(self._given[0], self._read(tested)),))
         for number in self._list_tested(client, has_shares=bool(shares)):
             name = None if number is None else self.clients[number]
             found.append(examiner.score(name, self._read(number), shares.get(number)))
@@ -278,6 +298,7 @@ class TrainedFederation:
             "method": self.method,
             "seed": self.seed,
             "client": None if client is None else self.clients[number or 0],
+            **({"client": self._given[0]} if self._given else {}),
             "model": self.config.model,
         }
         model = self._builder.build(self._read(number))

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from fedala.data.preprocessing import Preprocessing
-from fedala.errors import UserError, printable
+from fedala.errors import UserError, first_line, printable
 from fedala.models import MODELS, build_model
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel, make_skeleton
@@ -102,3 +104,16 @@ def _list_tensors(model: nn.Module) -> dict[str, Tensor]:
 def list_saved_names(model: nn.Module) -> set[str]:
     """Return the names of the tensors that a run saves."""
     return set(_list_tensors(model).keys() & model.state_dict().keys())
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
+    """Read the weights in a .safetensors file, and whose they are."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names, about = list(file.keys()), file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in names}
+    except OSError:
+        raise UserError(f"{path} cannot be read: there must be such a file.") from None
+    except Exception as error:  # a damaged file can raise almost any kind of error
+        raise UserError(f"{path} is not a .safetensors file ({first_line(error)}).") from None
+    return weights, printable(about.get("client") or path.stem, 100)

@@ -21,6 +21,7 @@ from fedala.data.images import read_image_folder
 from fedala.data.inputs import Columns, is_file, is_table, read_inputs
 from fedala.data.matching import match_classes, name_numbers, order_features
 from fedala.data.preprocessing import Preprocessing
+from fedala.data.text import fit_ids
 from fedala.errors import UserError
 
 Array = np.ndarray[Any, Any]
@@ -135,20 +136,11 @@ def _to_array(values: Any) -> Array:
 
 def _prepare_dataset(data: Dataset, preprocessing: Preprocessing) -> Tensor:
     if preprocessing.kind == "texts" and data.tokens:
-        return preprocessing.prepare(_renumber(data.x, data.tokens, preprocessing.tokens))
+        known, [length] = preprocessing.tokens, preprocessing.shape
+        return preprocessing.prepare(fit_ids(data.x, data.tokens, known, length))
     return preprocessing.prepare(
         order_features(data.x, data.feature_names, preprocessing.feature_names)
     )
-
-
-def _renumber(ids: Tensor, tokens: Sequence[str], known: Sequence[str]) -> Array:
-    """Return texts in the numbers that their words had in the run; 0 for unknown words."""
-    if tuple(tokens) == tuple(known):
-        return ids.numpy()
-    number = {token: position for position, token in enumerate(known, start=1)}
-    table = np.array([0, *(number.get(token, 0) for token in tokens)])
-    renumbered: Array = table[ids.numpy()]
-    return renumbered
 
 
 # --- targets --------------------------------------------------------------------------------------

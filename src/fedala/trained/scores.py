@@ -1,13 +1,15 @@
 """What the models of a run score on new data, measured as the run measured it."""
 
+import html
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.errors import UserError, printable
+from fedala.errors import UserError, import_optional, printable
 from fedala.lanes.evaluation import MIXED_BATCH, score_lanes
 from fedala.lanes.features import Sharing
 from fedala.lanes.losses import (
@@ -95,6 +97,24 @@ class Scores:
         shown = [f"{_title(one.client)} {self._format(one)}" for one in self.models[:3]]
         rest = f", … ({len(self.models)} models)" if len(self.models) > 3 else ""
         return f"Scores({self.metric.title}: {', '.join(shown)}{rest})"
+
+    def _repr_html_(self) -> str:
+        heads = ("model", self.metric.heading, "loss", "samples")
+        rows = [
+            (_title(one.client), self.metric.format(one.score), f"{one.loss:.4g}", one.samples)
+            for one in self.models
+        ]
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heads)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>"
+            for row in rows
+        )
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame: client (None: the global model), score, loss, samples."""
+        pandas = import_optional("pandas", "pandas", "notebook", "A frame")
+        return pandas.DataFrame([asdict(one) for one in self.models])
 
     def _format(self, one: ModelScore) -> str:
         return f"{self.metric.format(one.score)}{self.metric.unit}"
