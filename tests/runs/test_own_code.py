@@ -216,3 +216,28 @@ def test_an_option_is_given_or_swept(files):
     Path("my.toml").write_text("[sweep]\nlr = [0.1, 0.2]\n")
     answer = call("run", "--config", "my.toml", "--lr", 0.3)
     assert (answer.exit_code, "lr is both given and swept" in answer.stderr) == (2, True)
+
+
+AVERAGE = """
+from dataclasses import dataclass
+from fedala.methods import Method
+
+@dataclass(frozen=True)
+class Average(Method):
+    name = "average"
+    title = "Average"
+    summary = "FedAvg"
+"""
+
+
+def test_a_method_says_whether_clients_have_models_of_their_own(own_code):
+    """With few participants, FedAvg under another name scores like FedAvg, or is refused."""
+    options = {**OPTIONS, "model": "mlp", "join_ratio": 0.4, "clients": 5, "rounds": 2}
+    (own_code / "average.py").write_text(AVERAGE)
+    with pytest.raises(UserError, match="has_personal_models = False"):
+        run(method="average", imports="average.py", **options)
+    run(method="average+ala", imports="average.py", **options)  # ALA keeps the clients' models
+    (own_code / "average.py").write_text(AVERAGE + "    has_personal_models = False\n")
+    result = run(method="average,fedavg", imports="average.py", **options)
+    own, fedavg = (one.history for one in result.methods.values())
+    assert [row.score for row in own] == [row.score for row in fedavg]
