@@ -22,6 +22,7 @@ class Mine(Method):
     name = "{name}"
     title = "Mine"
     summary = "FedAvg [by another name]"
+    has_personal_models = False
     number: int = option(1, "a number", least=1)
 """
 

@@ -242,7 +242,7 @@ def test_what_a_run_is_cannot_change(tmp_path):
         run(resume=tmp_path / "run", seed=3)
     other = federation()
     other.dataset.x[0, 0, 0, 0] += 1
-    with pytest.raises(UserError, match="another configuration"):
+    with pytest.raises(UserError, match="a run with other data"):
         run(resume=tmp_path / "run", dataset=other, model=Net)
     assert rows_of(tmp_path / "run") == before
 

@@ -23,7 +23,7 @@ from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
 from fedala.runs.results import RunResult
-from fedala.runs.resumable_options import change_config
+from fedala.runs.resumable_options import change_config, is_data_path
 from fedala.runs.resume import resume_advice
 from fedala.runs.seconds import MEANING
 from fedala.runs.sweep_results import find_sweeps
@@ -126,7 +126,12 @@ def run(
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
     import_given(given)
-    config = change_config(RunFolder.open(resume).config(), given, resume)
+    before = RunFolder.open(resume).config()
+    config = change_config(before, given, resume)
+    if str(given.get("method")).startswith("+") and config.method == before.method:
+        say(f"The run has {', '.join(config.methods)} already: there is no method to add.")
+    if config.partition != "own" and is_data_path(config.dataset):
+        _check_data_are_there(config.dataset, resume)
     for name in ("model", "loss", "partition"):
         if getattr(config, name) == "own":
             raise UserError(
@@ -134,6 +139,14 @@ def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
                 "resume it there with run(resume=…)."
             )
     return config
+
+
+def _check_data_are_there(dataset: str, resume: Path) -> None:
+    if not Path(dataset).expanduser().exists():
+        raise UserError(
+            f"{dataset}, the data of the run in {resume}, is not there: if it has moved, name its "
+            "new place with --dataset."
+        )
 
 
 def _folder_name(config: Config) -> str:

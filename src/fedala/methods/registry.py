@@ -197,6 +197,20 @@ def setting_prefixes(name: str) -> tuple[str, ...]:
     return PREFIXES.get(name) or tuple(name.split("+"))
 
 
+def hyperparameters(method: Method) -> dict[str, Any]:
+    """Return every hyperparameter of a method, as settings name them: `{"fedprox.mu": 0.01}`."""
+    found: dict[str, Any] = {}
+    for one in fields(method):
+        value = getattr(method, one.name)
+        if isinstance(value, Method):
+            found |= hyperparameters(value)
+        elif isinstance(value, Settings):
+            found |= {f"ala.{own.name}": getattr(value, own.name) for own in fields(value)}
+        elif isinstance(value, bool | int | float | str):
+            found[f"{method.name}.{one.name}"] = value
+    return found
+
+
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
     """Make a method (`fedprox`, `ditto+ala`, …) from settings such as `{"fedprox.mu": 0.01}`."""
     chosen: dict[str, dict[str, Any]] = {}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedala.data import known_datasets
 from fedala.errors import UserError
 from fedala.io.user_code import is_reference
 from fedala.methods import list_methods, setting_prefixes
@@ -44,6 +45,11 @@ def change_config(config: Config, changes: Mapping[str, Any], folder: Path) -> C
         additions.add("set")
     if config.has_own_model and changed.has_own_model:
         additions.add("model")  # the function may lie in another place by now
+    # The same data and the same lists may lie in another place; their content is compared later.
+    if is_data_path(config.dataset) and is_data_path(changed.dataset):
+        additions.add("dataset")
+    if _is_list_of_clients(config.partition) and _is_list_of_clients(changed.partition):
+        additions.add("partition")
     differences = config.differences(changed)
     refused = [
         f"{name} ({change})"
@@ -83,6 +89,20 @@ def _check_code_is_named(config: Config, changes: Mapping[str, Any], folder: Pat
             f"The run in {folder} names code, which is executed only if you name it again: "
             f"use {resume_command(config, folder)} if you trust it."
         )
+
+
+def is_data_path(dataset: str) -> bool:
+    """Tell whether a dataset is given as a file or folder, and not by a name."""
+    return not dataset.startswith("hub:") and all(dataset != row.name for row in known_datasets())
+
+
+def _is_list_of_clients(partition: str | None) -> bool:
+    return partition is not None and partition.endswith(".json")
+
+
+def has_moved(before: Config, after: Config) -> bool:
+    """Tell whether the data, or the lists of the clients' samples, lie in another place."""
+    return (before.dataset, before.partition) != (after.dataset, after.partition)
 
 
 def has_additions(before: Config, after: Config) -> bool:
