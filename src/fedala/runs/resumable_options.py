@@ -2,13 +2,14 @@
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedala.data import known_datasets
 from fedala.errors import UserError
-from fedala.io.user_code import is_reference
-from fedala.methods import list_methods, setting_prefixes
+from fedala.io.user_code import is_reference, module_name
+from fedala.methods import find_package, list_methods, setting_prefixes
 from fedala.methods.registry import ALIASES
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings
@@ -29,8 +30,15 @@ def change_config(config: Config, changes: Mapping[str, Any], folder: Path) -> C
     Methods and seeds may be added: `method` names them all, or after a `+` only the further ones.
     A config that names code is refused unless the changes name it, too. `folder` is the run's.
     """
-    _check_code_is_named(config, changes, folder)
     changes = dict(changes)
+    if "imports" not in changes and (names := config.import_names):
+        # Files whose methods an installed package brings by now are not needed.
+        needed = [name for name in names if not find_package(module_name(name))]
+        if len(needed) < len(names):
+            config = replace(config, imports=",".join(needed) or None)
+            if not needed:
+                changes["imports"] = None
+    _check_code_is_named(config, changes, folder)
     if isinstance(changes.get("method"), str):
         changes["method"] = _merge_methods(config, changes["method"])
     settings = {**config.set, **flatten_settings(changes.get("set", {}))}
