@@ -17,6 +17,7 @@ from fedala.io import files, tensor_files
 from fedala.methods import list_methods
 from fedala.runs.checkpoint import Checkpoint
 from fedala.runs.config import Config
+from fedala.report.progress import RunProgress
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped
@@ -790,3 +791,13 @@ def test_by_default_checkpoints_take_a_hundredth_of_the_time(tmp_path, monkeypat
     assert not large.is_due(1)
     now += 2
     assert large.is_due(1)
+
+
+def test_progress_knows_the_rounds_before_a_resume(tmp_path, capsys):
+    execute(planned(rounds=3, seeds=2), tmp_path / "run")
+    more = planned(rounds=4, seeds=2)
+    with RunProgress(more) as progress:
+        observer = RunObserver(progress.row, on_begin=progress.begin, on_earlier=progress.earlier)
+        result = execute(more, tmp_path / "run", resume=True, observer=observer)
+    best = result.methods["fedala"].best.mean()
+    assert f"best {100 * best:.2f} %" in capsys.readouterr().err

@@ -216,7 +216,12 @@ def _execute(
                 live.row(method, row)
 
             observer = RunObserver(
-                show_row, watch.fault, watch.say, lambda: bool(signals), watch.begin
+                show_row,
+                watch.fault,
+                watch.say,
+                lambda: bool(signals),
+                watch.begin,
+                watch.earlier,
             )
             return execute(checked, folder, force=force, resume=resume, observer=observer)
     except Stopped as stopped:
@@ -256,10 +261,11 @@ def _show(result: RunResult) -> None:
         clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
         print(
             f"With ρ = {config.join_ratio:g}, {metric.title} is that of {clients}, "
-            "unless the heading says otherwise."
+            "unless the heading says otherwise. An absent client is tested with the model that its "
+            "last round left it, after training, or with the global one if it has no other."
         )
     if config.seeds > 1:
         print(
             f"Mean ± standard deviation of {config.seeds} runs; "
-            "the seconds are for all of them together."
+            "the seconds are for all of them together, without seeds that were added later."
         )

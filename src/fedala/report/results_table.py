@@ -154,7 +154,17 @@ def make_table(
     for column in range(len(runs)):
         _rank(metric, cells, column)
     heads, titles = _name(runs), _titles(runs)
-    return ResultsTable(metric, figure, list(runs), heads, titles, cells, baseline, paired, chosen if winners else ())
+    return ResultsTable(
+        metric,
+        figure,
+        list(runs),
+        heads,
+        titles,
+        cells,
+        baseline,
+        paired,
+        chosen if winners else (),
+    )
 
 
 def keep_winners(run: Run) -> Run:
