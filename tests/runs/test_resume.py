@@ -15,9 +15,9 @@ from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.io import files, tensor_files
 from fedala.methods import list_methods
+from fedala.report.progress import RunProgress
 from fedala.runs.checkpoint import Checkpoint
 from fedala.runs.config import Config
-from fedala.report.progress import RunProgress
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped

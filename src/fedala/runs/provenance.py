@@ -55,7 +55,7 @@ def describe(plan: Plan, origin: Mapping[str, Any] | None = None) -> Digests:
 
 def _list_own_hyperparameters(plan: Plan) -> dict[str, str]:
     """Return the hyperparameters of methods that are not this package's: their code may change."""
-    found = {}
+    found: dict[str, str] = {}
     for name in plan.config.methods:
         if find_code(name)[0]:
             values = hyperparameters(make(name, plan.config.set))
