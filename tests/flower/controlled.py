@@ -17,6 +17,7 @@ class Controlled(Method):
     name = "controlled"
     title = "Controlled"
     summary = "FedAvg with control variates"
+    has_personal_models = True
 
     def extra_template(self, task, initial):
         moves = {name: torch.zeros_like(initial[name]) for name in task.trainable}

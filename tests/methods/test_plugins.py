@@ -1,7 +1,9 @@
 """Methods of installed packages, by their entry points."""
 
+import importlib
 import json
 import sys
+import warnings
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +11,7 @@ from typer.testing import CliRunner
 from fedala import run
 from fedala.cli.app import app
 from fedala.errors import PluginWarning
-from fedala.methods import catalogue, make, registry
+from fedala.methods import catalogue, find_code, make, registry
 
 METHOD = """
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ class Mine(Method):
     name = "{name}"
     title = "Mine"
     summary = "FedAvg [by another name]"
+    has_personal_models = False
     number: int = option(1, "a number", least=1)
 """
 
@@ -95,3 +98,24 @@ def test_the_command_line_says_so_in_one_line(install):
         "Warning: The methods of plug_in 0.1 are left out, because plug_in cannot be used: "
         "ZeroDivisionError: division by zero.\n"
     )
+
+
+def test_a_run_that_began_with_a_file_continues_with_the_package(install, own_code, monkeypatch):
+    """The module is imported first, which is no reason for a warning."""
+    source = METHOD.format(name="mine", decorator="@register")
+    small = {"clients": 2, "batch_size": 200, "device": "cpu", "model": "mlp"}
+    (own_code / "files").mkdir()
+    (own_code / "files" / "plug_in.py").write_text(source)
+    run(method="mine", imports="files/plug_in.py", rounds=1, out="run", **small)
+    del sys.modules["plug_in"], registry._classes()["mine"]
+    install("plug_in", "1.2", source, "mine = plug_in:Mine")
+    monkeypatch.setattr(sys, "path", [str(own_code), *sys.path])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.import_module("plug_in")
+    assert find_code("mine") == ("plug_in", ("plug_in", "1.2"))
+    command = ["run", "--resume", "run", "--rounds", "2"]
+    answer = CliRunner().invoke(app, [*command, "--import", "files/plug_in.py"])
+    assert "leave --import files/plug_in.py out to use them" in answer.stderr
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert CliRunner().invoke(app, ["run", "--resume", "run", "--rounds", "3"]).exit_code == 0

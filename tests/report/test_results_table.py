@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 from scipy import stats
 from typer.testing import CliRunner
 
+from fedala import run
 from fedala.cli.app import app
 from fedala.errors import UserError
 from fedala.records import HistoryRow
@@ -253,3 +254,23 @@ def test_the_command_refuses(tmp_path, options, sentence):
     assert answer.exit_code == 2
     assert sentence in answer.stderr
     assert answer.stdout == ""
+
+
+def test_winners_of_a_sweep(tmp_path):
+    """A row for each method, at the point that its sweep picks; the baseline is tuned, too."""
+    path = tmp_path / "sweep"
+    options = {"method": "fedavg,local", "sweep": {"lr": "0.0001,0.1"}, "seeds": 2, "rounds": 2}
+    small = {"model": "mlp", "clients": 3, "batch_size": 100, "device": "cpu", "validation": 0.2}
+    run(**options, **small, out=path)
+    [read] = find_runs([path])
+    table = make_table([read], baseline="fedavg", winners=True)
+    assert list(table.titles.items()) == [("fedavg", "FedAvg"), ("local", "Local")]
+    winners = {sweep.method: sweep.test_score(sweep.winner) for sweep in read.sweeps}
+    assert {name: cell.figure["mean"] for (name, _), cell in table.cells.items()} == {
+        name: score["mean"] for name, score in winners.items()
+    }
+    assert table.cells["local", 0].p_value is not None
+    assert "picked by validation samples: FedAvg[lr=" in " ".join(table.notes())
+    answer = CliRunner().invoke(app, ["report", str(path), "--winners", "--baseline", "fedavg"])
+    assert answer.exit_code == 0
+    assert answer.stdout.count("| FedAvg") == 1

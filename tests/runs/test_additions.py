@@ -231,7 +231,7 @@ def test_other_data_are_refused_also_after_an_addition(tmp_path):
     other.dataset.x[0, 0, 0, 0] += 1
     for options in ({"seeds": 2}, {}, {"method": "+local"}):
         before = content(path)
-        with pytest.raises(UserError, match="another configuration"):
+        with pytest.raises(UserError, match="a run with other data"):
             run(resume=path, dataset=other, model=Net, **options)
         assert content(path) == before
         resumed(path, **options)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from proof import fedper
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedala import run
 from fedala.cli.app import app
-from fedala.data import Dataset
+from fedala.data import Dataset, federate, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue, list_methods
 from fedala.paper.running import _continue_config
@@ -91,7 +92,7 @@ def test_other_code_is_noted_and_another_place_is_not_another_run(files):
         "--rounds", 2,
     )  # fmt: skip
     assert answer.exit_code == 0, answer.output
-    assert "This run began with another version (model: sha256:" in answer.stderr
+    assert "The run continues with another version (model: sha256:" in answer.stderr
     [row] = RunFolder(Path("one")).rows("resumed.csv")
     assert "imports: mine.py → moved/mine.py" in row["changed"]
     assert "model: sha256:" in row["changed"]
@@ -216,3 +217,70 @@ def test_an_option_is_given_or_swept(files):
     Path("my.toml").write_text("[sweep]\nlr = [0.1, 0.2]\n")
     answer = call("run", "--config", "my.toml", "--lr", 0.3)
     assert (answer.exit_code, "lr is both given and swept" in answer.stderr) == (2, True)
+
+
+AVERAGE = """
+from dataclasses import dataclass
+from fedala.methods import Method
+
+@dataclass(frozen=True)
+class Average(Method):
+    name = "average"
+    title = "Average"
+    summary = "FedAvg"
+"""
+
+
+def test_a_method_says_whether_clients_have_models_of_their_own(own_code):
+    """With few participants, FedAvg under another name scores like FedAvg, or is refused."""
+    options = {**OPTIONS, "model": "mlp", "join_ratio": 0.4, "clients": 5, "rounds": 2}
+    (own_code / "average.py").write_text(AVERAGE)
+    with pytest.raises(UserError, match="has_personal_models = False"):
+        run(method="average", imports="average.py", **options)
+    run(method="average+ala", imports="average.py", **options)  # ALA keeps the clients' models
+    (own_code / "average.py").write_text(AVERAGE + "    has_personal_models = False\n")
+    result = run(method="average,fedavg", imports="average.py", **options)
+    own, fedavg = (one.history for one in result.methods.values())
+    assert [row.score for row in own] == [row.score for row in fedavg]
+
+
+def test_every_hyperparameter_is_recorded_and_a_changed_default_is_said(own_code):
+    (own_code / "mine.py").write_text(SOURCE)
+    options = {**OPTIONS, "model": "mlp"}
+    run(method="mine,ditto+ala,fedprox", imports="mine.py", rounds=1, out="run", **options)
+    methods = json.loads(Path("run/summary.json").read_text())["methods"]
+    assert methods["mine"]["hyperparameters"] == {"mine.layers": 1}
+    assert methods["fedprox"]["hyperparameters"] == {"fedprox.mu": 0.001}
+    assert methods["ditto+ala"]["hyperparameters"].keys() >= {"ditto.lam", "ala.eta", "ala.layers"}
+    assert "mine: mine.layers = 1" in Path("run/report.html").read_text()
+    (own_code / "mine.py").write_text(SOURCE.replace("option(1,", "option(2,"))
+    run(resume="run", imports="mine.py", rounds=2)
+    assert "mine.layers: 1 → 2" in Path("run/resumed.csv").read_text()
+
+
+def test_data_may_move_and_must_not_change(own_code):
+    """The data and the lists of clients lie elsewhere: the run continues to the bit."""
+    random = np.random.default_rng(0)
+    data = {"x": random.normal(size=(60, 4)).astype("f4"), "y": np.arange(60) % 3}
+    np.savez("one.npz", **data)
+    write_partition(federate(load("one.npz"), "iid", 2), "lists.json")
+    options = {"model": "mlp", "partition": "lists.json", "batch_size": 10, "device": "cpu"}
+    options |= {"method": "fedala", "checkpoint_every": 1, "dataset": "one.npz"}
+    run(rounds=3, out="whole", **options)
+    run(rounds=1, out="parts", **options)
+    Path("one.npz").rename("two.npz")
+    Path("lists.json").rename("other.json")
+    answer = call("run", "--resume", "parts", "--rounds", "2")
+    assert "is not there: if it has moved, name its new place with --dataset" in answer.stderr
+    moved = ["--dataset", "two.npz", "--partition", "other.json"]
+    assert call("run", "--resume", "parts", "--rounds", "2", *moved).exit_code == 0
+    assert "dataset: one.npz → two.npz" in Path("parts/resumed.csv").read_text()
+    assert call("run", "--resume", "parts", "--rounds", "3").exit_code == 0
+    assert results(Path("parts")) == results(Path("whole"))
+    data["x"][0, 0] += 1
+    np.savez("three.npz", **data)
+    answer = call("run", "--resume", "parts", "--rounds", "4", "--dataset", "three.npz")
+    assert answer.exit_code == 2
+    assert "belongs to a run with other data" in answer.stderr
+    answer = call("run", "--resume", "parts", "--dataset", "digits")
+    assert "would change dataset (two.npz → digits)" in answer.stderr

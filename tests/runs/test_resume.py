@@ -15,6 +15,7 @@ from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.io import files, tensor_files
 from fedala.methods import list_methods
+from fedala.report.progress import RunProgress
 from fedala.runs.checkpoint import Checkpoint
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
@@ -242,7 +243,7 @@ def test_what_a_run_is_cannot_change(tmp_path):
         run(resume=tmp_path / "run", seed=3)
     other = federation()
     other.dataset.x[0, 0, 0, 0] += 1
-    with pytest.raises(UserError, match="another configuration"):
+    with pytest.raises(UserError, match="a run with other data"):
         run(resume=tmp_path / "run", dataset=other, model=Net)
     assert rows_of(tmp_path / "run") == before
 
@@ -790,3 +791,13 @@ def test_by_default_checkpoints_take_a_hundredth_of_the_time(tmp_path, monkeypat
     assert not large.is_due(1)
     now += 2
     assert large.is_due(1)
+
+
+def test_progress_knows_the_rounds_before_a_resume(tmp_path, capsys):
+    execute(planned(rounds=3, seeds=2), tmp_path / "run")
+    more = planned(rounds=4, seeds=2)
+    with RunProgress(more) as progress:
+        observer = RunObserver(progress.row, on_begin=progress.begin, on_earlier=progress.earlier)
+        result = execute(more, tmp_path / "run", resume=True, observer=observer)
+    best = result.methods["fedala"].best.mean()
+    assert f"best {100 * best:.2f} %" in capsys.readouterr().err

@@ -173,7 +173,9 @@ def _make_observer(
         if on_row:
             on_row(method, row)
 
-    return RunObserver(show_row, display.fault, display.say, on_begin=display.begin)
+    return RunObserver(
+        show_row, display.fault, display.say, on_begin=display.begin, on_earlier=display.earlier
+    )
 
 
 def _carry_out(

@@ -33,6 +33,8 @@ class $title(Method):
     name = "$name"
     title = "$title"
     summary = "FedAvg that starts from a mixture of the global model and the client's own"
+    # False for a variant of FedAvg: absent clients are then tested with the global model.
+    has_personal_models = True
     lane_numbers = frozenset({"keep"})  # the points of a sweep over keep run side by side
 
     keep: float = option(0.5, "k: share of the client's own model", least=0, most=1)

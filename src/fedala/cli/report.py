@@ -25,6 +25,7 @@ _TABLE = "Tables for a paper"
   fedala report runs --out all.html         # every run folder in runs
   fedala report runs/mine --plots figures   # .png and .pdf for a paper
   fedala report runs/one runs/two --latex   # a table: a row for each method, a column for each run
+  fedala report runs/sweep --winners --baseline fedavg       # tuned methods, a row for each
   fedala report runs/mine --latex --csv --baseline fedavg --out tables""")
 )
 def report(
@@ -88,6 +89,15 @@ def report(
             rich_help_panel=_TABLE,
         ),
     ] = None,
+    winners: Annotated[
+        bool,
+        typer.Option(
+            "--winners",
+            metavar="",
+            help="keep only the best point of each method's sweep in the table",
+            rich_help_panel=_TABLE,
+        ),
+    ] = False,
     paired: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +116,8 @@ def report(
     _check_choice("paired", paired, PAIRINGS)
     wanted = {"latex": latex, "markdown": markdown, "csv": csv}
     formats = [name for name, is_wanted in wanted.items() if is_wanted]
+    if winners and not formats:
+        formats = ["markdown"]
     if not formats and (figure or baseline or paired):
         raise UserError(
             "--figure, --baseline and --paired are about a table: add --latex, --markdown or --csv."
@@ -115,7 +127,7 @@ def report(
     if plots_:
         plots.check_folder(plots_)
     if formats:
-        _write_table(folders, out, formats, figure, baseline, paired or "seeds")
+        _write_table(folders, out, formats, figure, baseline, paired or "seeds", winners=winners)
     else:
         print_line(f"Written: {page.write(folders, out, say=say)}")
     if plots_:
@@ -136,13 +148,15 @@ def _write_table(
     figure: str | None,
     baseline: str | None,
     paired: str,
+    *,
+    winners: bool,
 ) -> None:
     """Print the table in every format, or write it into the folder `out`."""
     runs = find_runs(folders)
     for run in runs:
         for sentence in run.unverified:
             say(sentence)
-    table = make_table(runs, figure=figure, baseline=baseline, paired=paired)
+    table = make_table(runs, figure=figure, baseline=baseline, paired=paired, winners=winners)
     if out is None:
         print("\n".join(results_formats.FORMATS[name][1](table) for name in formats), end="")
         return

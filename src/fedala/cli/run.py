@@ -24,7 +24,7 @@ from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
 from fedala.runs.results import RunResult
-from fedala.runs.resumable_options import change_config
+from fedala.runs.resumable_options import change_config, is_data_path
 from fedala.runs.resume import resume_advice
 from fedala.runs.seconds import MEANING
 from fedala.runs.sweep_results import find_sweeps
@@ -127,7 +127,12 @@ def run(
 def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     """Return the config of a run folder with the changes that the command line gives."""
     import_given(given)
-    config = change_config(RunFolder.open(resume).config(), given, resume)
+    before = RunFolder.open(resume).config()
+    config = change_config(before, given, resume)
+    if str(given.get("method")).startswith("+") and config.method == before.method:
+        say(f"The run has {', '.join(config.methods)} already: there is no method to add.")
+    if config.partition != "own" and is_data_path(config.dataset):
+        _check_data_are_there(config.dataset, resume)
     for name in ("model", "loss", "partition"):
         if getattr(config, name) == "own":
             raise UserError(
@@ -135,6 +140,14 @@ def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
                 "resume it there with run(resume=…)."
             )
     return config
+
+
+def _check_data_are_there(dataset: str, resume: Path) -> None:
+    if not Path(dataset).expanduser().exists():
+        raise UserError(
+            f"{dataset}, the data of the run in {resume}, is not there: if it has moved, name its "
+            "new place with --dataset."
+        )
 
 
 def _folder_name(config: Config) -> str:
@@ -206,7 +219,12 @@ def _execute(
                 live.row(method, row)
 
             observer = RunObserver(
-                show_row, watch.fault, watch.say, lambda: bool(signals), watch.begin
+                show_row,
+                watch.fault,
+                watch.say,
+                lambda: bool(signals),
+                watch.begin,
+                watch.earlier,
             )
             return execute(checked, folder, force=force, resume=resume, observer=observer)
     except Stopped as stopped:
@@ -260,10 +278,11 @@ def _show(result: RunResult) -> None:
         clients = "all clients" if config.eval_clients == "all" else "the participants of a round"
         print(
             f"With ρ = {config.join_ratio:g}, {metric.title} is that of {clients}, "
-            "unless the heading says otherwise."
+            "unless the heading says otherwise. An absent client is tested with the model that its "
+            "last round left it, after training, or with the global one if it has no other."
         )
     if config.seeds > 1:
         print(
             f"Mean ± standard deviation of {config.seeds} runs; "
-            "the seconds are for all of them together."
+            "the seconds are for all of them together, without seeds that were added later."
         )

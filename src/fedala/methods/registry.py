@@ -7,6 +7,7 @@ package that names it among its entry points (`fedala.methods`).
 import importlib
 import pkgutil
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from fedala.errors import PluginWarning, UserError
-from fedala.io.user_code import describe_error, load_code
+from fedala.io.user_code import describe_error, load_code, module_name
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method
 from fedala.methods.with_ala import WithALA
@@ -35,6 +36,8 @@ GROUP = "fedala.methods"
 _has_loaded_plugins = False
 #: By class: the name and version of the installed package that it came from.
 _packages: dict[type[Method], tuple[str, str]] = {}
+#: By module that is being imported: the package of the methods that it is about to register.
+_pending: dict[str, tuple[str, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ def register(cls: type[M]) -> type[M]:
     if cls.name in catalogue() and not is_same:
         raise UserError(f"There is a method {cls.name} already: give yours another name.")
     _classes()[cls.name] = cls
+    if cls.__module__ in _pending:
+        _packages[cls] = _pending[cls.__module__]
     catalogue.cache_clear()
     return cls
 
@@ -103,6 +108,7 @@ def register_module(module: ModuleType) -> list[str]:
 def import_methods(names: Iterable[str]) -> None:
     """Execute the files and modules that a user names, and register their methods."""
     for name in names:
+        _check_not_installed(name)
         try:
             found = register_module(load_code(name))
         except UserError as error:
@@ -111,6 +117,25 @@ def import_methods(names: Iterable[str]) -> None:
             raise UserError(
                 f"imports: {name} has no method: it needs a class that derives from "
                 "fedala.methods.Method and has a name."
+            )
+
+
+def find_package(module: str) -> str:
+    """Return the installed package that brings a module's methods; empty if none does."""
+    _load_plugins()
+    own = (package for cls, (package, _) in _packages.items() if cls.__module__ == module)
+    return next(own, "")
+
+
+def _check_not_installed(name: str) -> None:
+    """Refuse a file if an installed package has brought its methods: they cannot be there twice."""
+    module = module_name(name)
+    if module != name and (package := find_package(module)):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is None or Path(file).resolve() != Path(name).expanduser().resolve():
+            raise UserError(
+                f"imports: the installed package {package} has the methods of {module} already: "
+                f"leave --import {name} out to use them, or uninstall {package} to use the file."
             )
 
 
@@ -152,6 +177,12 @@ def _load_plugins() -> None:
 
 def _load_plugin(point: EntryPoint) -> None:
     """Register what an entry point names: a class, or all methods of a module."""
+    module = sys.modules.get(point.module)
+    if getattr(getattr(module, "__spec__", None), "_initializing", False):
+        # The user imports it first; it registers its methods in a moment.
+        if point.dist:
+            _pending[point.module] = (point.dist.name, point.dist.version)
+        return
     loaded = point.load()
     if isinstance(loaded, ModuleType):
         found = [_classes()[name] for name in register_module(loaded)]
@@ -195,6 +226,20 @@ def setting_prefixes(name: str) -> tuple[str, ...]:
     """Return the prefixes of the settings that belong to a method, such as `fedprox`."""
     name = ALIASES.get(name, name)
     return PREFIXES.get(name) or tuple(name.split("+"))
+
+
+def hyperparameters(method: Method) -> dict[str, Any]:
+    """Return every hyperparameter of a method, as settings name them: `{"fedprox.mu": 0.01}`."""
+    found: dict[str, Any] = {}
+    for one in fields(method):
+        value = getattr(method, one.name)
+        if isinstance(value, Method):
+            found |= hyperparameters(value)
+        elif isinstance(value, Settings):
+            found |= {f"ala.{own.name}": getattr(value, own.name) for own in fields(value)}
+        elif isinstance(value, bool | int | float | str):
+            found[f"{method.name}.{one.name}"] = value
+    return found
 
 
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:

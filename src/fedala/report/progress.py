@@ -35,6 +35,9 @@ class RunProgress:
         self.diverged: set[tuple[int, int]] = set()
         self.scores: dict[str, dict[int, float]] = {}  # by label and seed
         self.best: dict[str, dict[int, float]] = {}
+        self.best_before: dict[str, dict[int, float]] = {}  # the resume
+        self.seeds = range(plan.config.seed, plan.config.seed + plan.config.seeds)
+        self.which_seeds = ""
         self.rows: list[HistoryRow] = []  # of the first run of the group, in this process
         self.metric = ACCURACY
         self.print_time = time.monotonic()
@@ -49,6 +52,17 @@ class RunProgress:
         """Show rounds of these seeds from now on."""
         self.last_seed = seeds[-1]
         self.group = -1  # the next row is the first of another series
+        if len(seeds) < len(self.seeds):
+            several = f"seeds {seeds[0]} to {seeds[-1]}"
+            self.which_seeds = f", {several if len(seeds) > 1 else f'seed {seeds[0]}'}"
+        else:
+            self.which_seeds = ""
+
+    def earlier(self, method: str, rows: Sequence[HistoryRow]) -> None:
+        """Take into account what was evaluated before a resume."""
+        best = self.best_before[method] = dict[int, float]()
+        for row in rows:
+            best[row.seed] = row.metric.pick_best([row.score, best.get(row.seed, row.score)])
 
     def row(self, method: str, row: HistoryRow) -> None:
         """Show one run's evaluation of a round.
@@ -57,7 +71,9 @@ class RunProgress:
         """
         group = self.groups[method]
         if group != self.group:
-            self.group, self.scores, self.best = group, {}, {}
+            self.group, self.scores = group, {}
+            own = [label for label, number in self.groups.items() if number == group]
+            self.best = {label: dict(self.best_before.get(label, {})) for label in own}
             self.rows, self.diverged = [], set()
         seed, round, self.metric = row.seed, row.round, row.metric
         self.scores.setdefault(method, {})[seed] = row.score
@@ -73,7 +89,7 @@ class RunProgress:
         now = time.monotonic()
         if round == self.rounds or now - self.print_time >= self.every:
             self.print_time = now
-            self.say(f"{self.names[group]}: {text}")
+            self.say(f"{self.names[group]}{self.which_seeds}: {text}")
 
     def fault(self, method: str, fault: Fault) -> None:
         """Name a client that diverged, once; the table of results counts how often it did."""
@@ -87,7 +103,7 @@ class RunProgress:
 
     def _find_best_mean(self, by_label: dict[str, dict[int, float]]) -> float:
         """Return the mean over the seeds, of the best point if it is a sweep."""
-        means = [float(np.mean(list(values.values()))) for values in by_label.values()]
+        means = [float(np.mean(list(values.values()))) for values in by_label.values() if values]
         return self.metric.pick_best(means)
 
     def _describe(self, round: int) -> str:

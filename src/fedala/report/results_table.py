@@ -1,6 +1,7 @@
 """The headlines of several methods in several run folders as one table, in any format."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fedala.report.headline import HEADLINES, Headline, has_number, rank_means
 from fedala.report.runs import Run
 from fedala.report.statistics import paired_t_test, wilcoxon_test
 from fedala.runs.results import MethodResult
+from fedala.runs.sweep import split_label
 
 #: What may be paired to test a method against the baseline, and the sentence about the test.
 PAIRINGS = {
@@ -61,6 +63,8 @@ class ResultsTable:
     """By method and column."""
     baseline: str | None = None
     paired: str = "seeds"
+    winners: tuple[str, ...] = ()
+    """If only the best point of each sweep is shown: which it is, a sentence for each folder."""
 
     @property
     def columns(self) -> range:
@@ -78,7 +82,7 @@ class ResultsTable:
                 f"{', '.join(marks)}: differs from {self.titles[self.baseline]} "
                 f"({PAIRINGS[self.paired]}; not corrected for multiple comparisons)."
             )
-        return [*notes, *self._list_unfinished()]
+        return [*notes, *self.winners, *self._list_unfinished()]
 
     def _describe_seeds(self) -> str:
         by_column = []
@@ -121,12 +125,19 @@ def make_table(
     figure: str | None = None,
     baseline: str | None = None,
     paired: str = "seeds",
+    winners: bool = False,
 ) -> ResultsTable:
     """Return the table of these runs: a row for each method, a column for each folder.
 
     `figure` is the headline. By default, it is the validation-picked score if every folder has
-    it, and otherwise that of the best round. Every method is tested against the `baseline`.
+    it, and otherwise that of the best round. Every method is tested against the `baseline`. With
+    `winners`, a method that was swept is there once, under its plain name, at its best point.
     """
+    chosen = tuple(describe_winners(run, is_only=len(runs) == 1) for run in runs if run.sweeps)
+    if winners:
+        if not chosen:
+            raise UserError("--winners is about sweeps, and there is none in these folders.")
+        runs = [keep_winners(run) for run in runs]
     if baseline is not None:
         baseline = baseline.lower()
         _check_baseline(runs, baseline)
@@ -143,7 +154,41 @@ def make_table(
     for column in range(len(runs)):
         _rank(metric, cells, column)
     heads, titles = _name(runs), _titles(runs)
-    return ResultsTable(metric, figure, list(runs), heads, titles, cells, baseline, paired)
+    return ResultsTable(
+        metric,
+        figure,
+        list(runs),
+        heads,
+        titles,
+        cells,
+        baseline,
+        paired,
+        chosen if winners else (),
+    )
+
+
+def keep_winners(run: Run) -> Run:
+    """Return a run with only the best point of each sweep, under the plain name of its method."""
+    winners = {sweep.winner for sweep in run.sweeps}
+    swept = {label for sweep in run.sweeps for label in sweep.points}
+    results = {}
+    for label, result in run.results.items():
+        if label in winners:
+            tuned = copy(result)
+            tuned.title = split_label(result.title)[0]
+            results[split_label(label)[0]] = tuned
+        elif label not in swept:
+            results[label] = result
+    return replace(run, results=results)
+
+
+def describe_winners(run: Run, *, is_only: bool) -> str:
+    """Say which points of a run's sweeps won, and what picked them."""
+    titles = ", ".join(run.results[sweep.winner].title for sweep in run.sweeps)
+    is_validated = all(sweep.is_validated for sweep in run.sweeps)
+    by = "validation samples" if is_validated else "test samples, which is optimistic"
+    where = "" if is_only else f" in {run.name}"
+    return f"Each method at the best point of its sweep{where}, picked by {by}: {titles}."
 
 
 def _find_common_metric(runs: Sequence[Run]) -> Metric:

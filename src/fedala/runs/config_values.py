@@ -87,6 +87,9 @@ def _word(value: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
+    """Return the value of an option for a sentence."""
+    if value is None or value == {}:
+        return "none"
     return (
         ", ".join(f"{key} = {item}" for key, item in value.items())
         if isinstance(value, Mapping)

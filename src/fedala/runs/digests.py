@@ -86,7 +86,10 @@ class Digests:
     probe: list[float] = field(default_factory=list)
     """What the initial model computes from the first samples."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """`method`, `set` and `seeds` of the run as it began, if some were added: its identity."""
+    """`method`, `set` and `seeds` of the run as it began, if some were added: its identity.
+
+    If its data have moved, also their first place, `dataset` and `partition`.
+    """
     batches: list[int] = field(default_factory=list)
     """How many seeds each batch has, if there are several."""
 
@@ -178,6 +181,7 @@ def _origin(values: Mapping[str, Any]) -> dict[str, Any]:
         "method": str(values["method"]),
         "set": flatten_settings(values["set"]),
         "seeds": _size(values["seeds"]),
+        **{name: str(values[name]) for name in ("dataset", "partition") if name in values},
     }
 
 

@@ -165,6 +165,7 @@ class _BatchRun:
         if not (progress and progress.is_finished):
             for label in self.results:
                 self.observer.on_begin(label, self.batch.seeds)
+                self.observer.on_earlier(label, progress.histories[label] if progress else [])
             self._run(progress, simulate)
         self._note_ends()
 

@@ -30,6 +30,8 @@ class RunObserver:
     """Called after every round."""
     on_begin: Callable[[str, Sequence[int]], None] = lambda method, seeds: None
     """Called before the rounds of some seeds of a method, which run side by side."""
+    on_earlier: Callable[[str, Sequence[HistoryRow]], None] = lambda method, rows: None
+    """Called next, with the evaluations of these seeds before a resume."""
 
 
 def write_to_stderr(line: str) -> None:

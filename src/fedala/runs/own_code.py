@@ -15,7 +15,10 @@ from fedala.io.user_code import (
     load_function,
     module_of,
 )
-from fedala.methods import find_code, import_methods
+from fedala.lanes import State
+from fedala.methods import Method, find_code, import_methods
+from fedala.methods.with_ala import InitializedByALA
+from fedala.methods.wrapper import Wrapper
 from fedala.models import Samples
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings, flatten_sweep
@@ -43,6 +46,30 @@ def configure(given: Mapping[str, Any], file: Mapping[str, Any] | None = None) -
 def import_given(values: Mapping[str, Any]) -> None:
     """Execute the imports among a user's options, and register their methods."""
     import_methods(Config.from_values({"imports": values.get("imports")}).import_names)
+
+
+def check_personal_models(method: Method, state: State) -> None:
+    """Refuse a user's method that leaves open which model an absent client is tested with.
+
+    `state` is a client's before its first round. Nothing is open if the state holds a model, or if
+    the class says it: in `has_personal_models`, or by a function that returns the model.
+    """
+    if isinstance(method, InitializedByALA):
+        return  # ALA keeps each client's model
+    if isinstance(method, Wrapper):
+        return check_personal_models(method.base, state)
+    answers = ("has_personal_models", "model_when_absent", "model_to_evaluate")
+    classes = type(method).__mro__[: type(method).__mro__.index(Method)]
+    if any(name in vars(cls) for cls in classes for name in answers):
+        return
+    is_own = not type(method).__module__.startswith("fedala.")
+    if is_own and not state.keys() & {"local", "personal"}:
+        raise UserError(
+            f"{method.title} does not say whether each client has a model of its own: set "
+            "has_personal_models = False in the class if clients are tested with the global "
+            "model, or keep the client's model in its state under local (or set it to True, and "
+            "a client that is absent is tested with its last upload)."
+        )
 
 
 def load_model_function(reference: str) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ from fedala.runs.model_trial import (
     try_loss,
     try_model,
 )
-from fedala.runs.own_code import fit_model, load_model_function
+from fedala.runs.own_code import check_personal_models, fit_model, load_model_function
 from fedala.runs.sweep import SWEPT_OPTIONS
 from fedala.simulation.client_round import init_client_state
 
@@ -293,7 +293,9 @@ def _rehearse(
         method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
         if federation.held_out:
             rehearse_newcomers(method, task, start)
-        state_bytes[member.label] = count_bytes(init_client_state(method, task, start))
+        state = init_client_state(method, task, start)
+        check_personal_models(method, state)
+        state_bytes[member.label] = count_bytes(state)
     return state_bytes
 
 

@@ -18,6 +18,7 @@ from fedala.errors import printable
 from fedala.lanes.layer_units import list_registered_layers
 from fedala.lanes.outputs import scores_of
 from fedala.lanes.randomness import torch_seed
+from fedala.methods import find_code, hyperparameters, make
 from fedala.runs.digests import Digests
 from fedala.runs.model_trial import first_output
 from fedala.runs.own_code import code_versions
@@ -44,11 +45,22 @@ def describe(plan: Plan, origin: Mapping[str, Any] | None = None) -> Digests:
         versions={
             **versions(),
             **code_versions(plan.config),
+            **_list_own_hyperparameters(plan),
             **(LAYERS if plan.config.has_own_model else {}),
         },
         probe=_probe(plan),
         origin=dict(origin or {}),
     )
+
+
+def _list_own_hyperparameters(plan: Plan) -> dict[str, str]:
+    """Return the hyperparameters of methods that are not this package's: their code may change."""
+    found: dict[str, str] = {}
+    for name in plan.config.methods:
+        if find_code(name)[0]:
+            values = hyperparameters(make(name, plan.config.set))
+            found |= {key: f"{value}" for key, value in values.items()}
+    return found
 
 
 def keep_layers(plan: Plan, record: Digests | None) -> Plan:
@@ -106,8 +118,12 @@ def _shorten(version: str) -> str:
 def summarize(plan: Plan, result: RunResult, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json`."""
     sweeps = find_sweeps(result.config.sweep, result.methods)
+    values = {member.label: hyperparameters(member.method) for member in plan.members}
     return {
-        "methods": result.summaries(),
+        "methods": {
+            label: {**summary, "hyperparameters": values[label]}
+            for label, summary in result.summaries().items()
+        },
         **({"sweep": {one.method: one.summary() for one in sweeps}} if sweeps else {}),
         "note": "best: the best round, picked on test data as in the paper; final: the last round",
         "rounds": result.config.rounds,

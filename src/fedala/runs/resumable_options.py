@@ -2,12 +2,14 @@
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedala.data import known_datasets
 from fedala.errors import UserError
-from fedala.io.user_code import is_reference
-from fedala.methods import list_methods, setting_prefixes
+from fedala.io.user_code import is_reference, module_name
+from fedala.methods import find_package, list_methods, setting_prefixes
 from fedala.methods.registry import ALIASES
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings
@@ -28,8 +30,15 @@ def change_config(config: Config, changes: Mapping[str, Any], folder: Path) -> C
     Methods and seeds may be added: `method` names them all, or after a `+` only the further ones.
     A config that names code is refused unless the changes name it, too. `folder` is the run's.
     """
-    _check_code_is_named(config, changes, folder)
     changes = dict(changes)
+    if "imports" not in changes and (names := config.import_names):
+        # Files whose methods an installed package brings by now are not needed.
+        needed = [name for name in names if not find_package(module_name(name))]
+        if len(needed) < len(names):
+            config = replace(config, imports=",".join(needed) or None)
+            if not needed:
+                changes["imports"] = None
+    _check_code_is_named(config, changes, folder)
     if isinstance(changes.get("method"), str):
         changes["method"] = _merge_methods(config, changes["method"])
     settings = {**config.set, **flatten_settings(changes.get("set", {}))}
@@ -44,6 +53,11 @@ def change_config(config: Config, changes: Mapping[str, Any], folder: Path) -> C
         additions.add("set")
     if config.has_own_model and changed.has_own_model:
         additions.add("model")  # the function may lie in another place by now
+    # The same data and the same lists may lie in another place; their content is compared later.
+    if is_data_path(config.dataset) and is_data_path(changed.dataset):
+        additions.add("dataset")
+    if _is_list_of_clients(config.partition) and _is_list_of_clients(changed.partition):
+        additions.add("partition")
     differences = config.differences(changed)
     refused = [
         f"{name} ({change})"
@@ -83,6 +97,20 @@ def _check_code_is_named(config: Config, changes: Mapping[str, Any], folder: Pat
             f"The run in {folder} names code, which is executed only if you name it again: "
             f"use {resume_command(config, folder)} if you trust it."
         )
+
+
+def is_data_path(dataset: str) -> bool:
+    """Tell whether a dataset is given as a file or folder, and not by a name."""
+    return not dataset.startswith("hub:") and all(dataset != row.name for row in known_datasets())
+
+
+def _is_list_of_clients(partition: str | None) -> bool:
+    return partition is not None and partition.endswith(".json")
+
+
+def has_moved(before: Config, after: Config) -> bool:
+    """Tell whether the data, or the lists of the clients' samples, lie in another place."""
+    return (before.dataset, before.partition) != (after.dataset, after.partition)
 
 
 def has_additions(before: Config, after: Config) -> bool:

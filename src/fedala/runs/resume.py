@@ -20,7 +20,12 @@ from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan
 from fedala.runs.provenance import LAYERS, describe, list_program_changes
-from fedala.runs.resumable_options import change_config, has_additions, resume_command
+from fedala.runs.resumable_options import (
+    change_config,
+    has_additions,
+    has_moved,
+    resume_command,
+)
 from fedala.runs.room import check_room
 from fedala.runs.tables import TABLES
 from fedala.simulation.client_states import NOTHING
@@ -94,7 +99,7 @@ def reopen(
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
         for change in (program_changes := list_program_changes(folder.record, about)):
             observer.on_message(
-                f"This run began with another version ({change}); "
+                f"The run continues with another version ({change}): "
                 "its results may differ from now on."
             )
         changes += program_changes
@@ -104,7 +109,8 @@ def reopen(
         else:
             stack.enter_context(source_lock.pop_all())
     _drop_unfinished(folder, about, batches, progress)
-    folder.tables.add_resumption("; ".join(changes))
+    if changes or not all(one.is_finished for one in progress.values()):
+        folder.tables.add_resumption("; ".join(changes))
     folder.write_config(after)  # after the record, which knows what the run was before
     return Reopened(folder, about, batches, progress)
 
@@ -115,8 +121,10 @@ def _describe(
     """Return what the run is, by what it was when it began, and its batches of seeds."""
     record = folder.record or Digests()
     origin = record.origin
-    if not origin and has_additions(before, after):
+    if not origin and (has_additions(before, after) or has_moved(before, after)):
         origin = {"method": before.method, "set": dict(before.set), "seeds": before.seeds}
+    if has_moved(before, after):
+        origin = {"dataset": before.dataset, "partition": before.partition, **origin}
     about = describe(plan, origin)
     if not record.versions.items() >= LAYERS.items():
         about.versions = {n: one for n, one in about.versions.items() if n not in LAYERS}
@@ -185,8 +193,8 @@ def _inspect(
             observer.on_message(sentence)
     elif folder.record.identity not in ("", about.identity):
         raise UserError(
-            f"{folder.path} belongs to a run with another configuration: "
-            "its options or its data are not the ones given now."
+            f"{folder.path} belongs to a run with other data: the samples of {before.dataset}, "
+            "or which client has which of them, are not the ones given now."
         )
     history = folder.history()
     for name in TABLES:

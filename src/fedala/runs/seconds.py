@@ -8,8 +8,9 @@ from fedala.records import HistoryRow
 
 #: What the seconds per round leave out, as a sentence for a footnote.
 MEANING = (
-    "Seconds per round: the mean wall time of a round with its evaluation, without the first two "
-    "rounds (start and ALA's initial stage) and the last evaluation (no training). "
+    "Seconds per round: the mean wall time of a round with its evaluation. If there are more, it "
+    "leaves out the first two rounds (start and ALA's initial stage) and the last evaluation (no "
+    "training). "
     "Totals include them."
 )
 

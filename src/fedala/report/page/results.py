@@ -167,7 +167,8 @@ def view_cost(series: Sequence[Series]) -> Cost:
     heads = ["Method", *seconds, "Parameters received", "uploaded", "together"]
     caption = f"Cost; parameters per client and round. {MEANING}"
     if max(len(list_seeds(one.result)) for one in series) > 1:
-        caption += " The runs of a method train side by side; the seconds are of all of them."
+        caption += " The runs of a method train side by side; the seconds are of all of them, "
+        caption += "without seeds that were added later."
     metric, target = series[0].metric, _choose_target(series)
     speed = _make_speed_table(series, target) if len(list_metrics(series)) == 1 else None
     table = Table(caption, heads, rows, style="figures")

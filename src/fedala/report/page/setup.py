@@ -21,6 +21,8 @@ class RunSetup:
     command: object
     facts: list[tuple[str, Any]]
     config: str
+    hyperparameters: list[str]
+    """A line for each method, or point of a sweep."""
     scaling: Table | None = None
     """The mean and standard deviation of every feature or channel."""
 
@@ -33,6 +35,7 @@ def view_setup(runs: Sequence[Run]) -> list[RunSetup]:
             run.summary.get("command"),
             _list_facts(run),
             run.config_text,
+            _list_hyperparameters(run),
             _make_scaling_table(run),
         )
         for run in runs
@@ -54,6 +57,17 @@ def _make_scaling_table(run: Run) -> Table | None:
     if len(means) > len(rows):
         caption += f"; the first {len(rows)} of {len(means)}, all of them in {PREPROCESSING}"
     return Table(caption, [noun.capitalize(), "Mean", "Std"], rows, style="figures")
+
+
+def _list_hyperparameters(run: Run) -> list[str]:
+    """Return the hyperparameters of each method, as far as the summary has them."""
+    methods, lines = run.summary.get("methods"), []
+    for name, method in methods.items() if isinstance(methods, dict) else ():
+        values = method.get("hyperparameters") if isinstance(method, dict) else None
+        if isinstance(values, dict) and values:
+            listed = ", ".join(f"{key} = {value}" for key, value in values.items())
+            lines.append(f"{name}: {listed}")
+    return lines
 
 
 def _list_facts(run: Run) -> list[tuple[str, Any]]:
