@@ -83,6 +83,7 @@ def _find_order(model: nn.Module, x: Any) -> list[list[str]]:
         plain_attention(model),
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),
+        torch._C.DisableTorchFunction(),  # kernels for lanes on a GPU, while the model is elsewhere
         trace,
     ):
         output = call(model, state, x)
