@@ -13,6 +13,8 @@ from fedala import run
 from fedala.data import load
 
 ROOT = Path(__file__).parent.parent
+#: Fewer steps than by default: what is shown is of the same kind.
+QUICK = 'batch_size=100, set={"fedala.max_epochs": 2}'
 
 
 def test_ala_in_your_own_loop_beats_the_global_model(capsys):
@@ -35,6 +37,8 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
     given, small = "ROUNDS, CLIENTS, SEEDS = 10, 8, 2", "ROUNDS, CLIENTS, SEEDS = 1, 4, 1"
     assert given in cells[0].source
     cells[0].source = cells[0].source.replace(given, small)
+    assert "    rounds=ROUNDS,\n" in cells[2].source
+    cells[2].source = cells[2].source.replace("rounds=ROUNDS,", f"rounds=ROUNDS, {QUICK},")
     cells[-1].source += "\nassert 0 <= by_class.min() < by_class.max() <= 1"
     cells[-2].source += "\nassert len(says) == len(own) and set(says) <= set(digits.class_names)"
     cells[-3].source += "\nassert cube[:, 0, :, :, 0].min() == 1  # W starts at ones"
@@ -65,12 +69,13 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     exec(first, scope)
     assert scope["report"].epochs >= 11
     assert set(scope["ala"].weights) == {"weight", "bias"}
-    exec(second.replace("rounds=10", "rounds=1"), scope)
+    exec(second.replace("rounds=10", f"rounds=1, {QUICK}"), scope)
     assert set(scope["result"].models) >= {(0, None), (0, 7)}
     monkeypatch.chdir(tmp_path)
     digits = load("digits")
     np.savez("new.npz", x=digits.x[:20].numpy(), y=digits.y[:20].numpy())
-    run(method="fedala", dataset="digits", clients=8, rounds=1, batch_size=100, out="runs/mine")
+    quick = {"rounds": 1, "batch_size": 100, "set": {"fedala.max_epochs": 2}}
+    run(method="fedala", dataset="digits", clients=8, out="runs/mine", **quick)
     exec(third, scope)
     assert len(scope["trained"].predict("new.npz", client=7)) == 20
     assert Path("model.safetensors").is_file()

@@ -58,24 +58,31 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
+#: Channels, side, outputs, kernel, stride, padding, batch, lanes.
+FEW_CHANNELS = [
+    (1, 9, 8, 5, 1, 0, 2, 2),  # the first layer of an image model
+    (3, 9, 5, 3, 2, 1, 2, 2),
+    (2, 7, 3, 1, 2, 0, 2, 2),
+]
+MANY_CHANNELS = [  # the other kernels, which take seconds
+    ((32, 6, 64, 3, 1, 0, 2, 2), True),
+    ((32, 7, 32, 3, 2, 1, 2, 3), False),
+    ((64, 2, 64, 3, 1, 1, 3, 2), True),
+]
+
+
 @pytest.mark.parametrize(
-    ("channels", "side", "out", "kernel", "stride", "pad", "batch", "lanes"),
-    [
-        (1, 9, 8, 5, 1, 0, 2, 2),  # the first layer of an image model
-        (3, 9, 5, 3, 2, 1, 2, 2),
-        (2, 7, 3, 1, 2, 0, 2, 2),
-        (32, 6, 64, 3, 1, 0, 2, 2),  # many channels: the other kernels
-        (32, 7, 32, 3, 2, 1, 2, 3),
-        (64, 2, 64, 3, 1, 1, 3, 2),
-    ],
+    ("sizes", "special"),
+    [*((sizes, special) for sizes in FEW_CHANNELS for special in (True, False)), *MANY_CHANNELS],
 )
-@pytest.mark.parametrize(("bias", "special"), [(True, True), (False, False)])
-def test_convolution(channels, side, out, kernel, stride, pad, batch, lanes, bias, special):
+def test_convolution(sizes, special):
+    """With and without a bias, too."""
+    channels, side, out, kernel, stride, pad, batch, lanes = sizes
     inputs = [
         random(lanes, batch, channels, side, side),
         random(lanes, out, channels, kernel, kernel, seed=1),
     ]
-    if bias:
+    if special:
         inputs.append(random(lanes, out, seed=2))
     agree(lambda x, w, b=None: F.conv2d(x, w, b, stride, pad), *inputs, special=special)
 

@@ -23,6 +23,7 @@ OPTIONS = {
     "max_samples": 10_000,
     "start_timeout": 1,
     "round_timeout": 1,
+    "batch_size": 50,  # a step a round: what is judged is the reply
 }
 FAILURE = hostile.MESSAGES["an error"]
 

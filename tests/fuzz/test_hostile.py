@@ -394,7 +394,7 @@ VALUES = st.recursive(
 DATA = Dataset("my", torch.zeros(12, 2), torch.arange(12) % 3, 3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     clients=VALUES
     | st.lists(
@@ -413,7 +413,7 @@ def test_any_json_is_a_partition_or_a_sentence(clients, tmp_path_factory):
         assert all(0 <= index < 12 for index in given_away)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*Config.__dataclass_fields__]) | st.text(max_size=9), VALUES, max_size=4

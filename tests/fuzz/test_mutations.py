@@ -21,7 +21,7 @@ def test_what_is_sound_is_read(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", targets())
-@settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_what_is_damaged_is_a_sentence(name, seed):
     outcome = case(targets()[name], random.Random(seed))

@@ -71,7 +71,7 @@ class EndRecorder:
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
-    result = run(data, out, seeds=2)
+    result = run(data, out, rounds=1, seeds=2)
     assert result.exit_code == 0, result.output
     return out, result
 
@@ -93,7 +93,7 @@ def test_every_cell_and_seed_has_a_line_that_matches_its_history(finished):
         assert int(line["best_round"]) == accuracies.index(max(accuracies))
         assert float(line["final"]) == pytest.approx(accuracies[-1], rel=1e-5)
         assert (line["rounds"], line["shuffle"], line["data"]) == (
-            "2",
+            "1",
             "false",
             "partial: 240 of 70000 samples",
         )
@@ -119,7 +119,7 @@ def test_finished_cells_have_no_checkpoint(finished):
 def test_finished_cells_do_not_run_again(finished, data):
     out, _ = finished
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    result = run(data, out, seeds=2)
+    result = run(data, out, rounds=1, seeds=2)
     assert "Cells: 2 finished before (of 2)." in result.stdout
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
@@ -137,17 +137,17 @@ def make_options(data, out, **options):
 
 
 def test_an_interrupted_cell_continues_to_the_same_result(data, tmp_path):
-    cells = [COLUMN.cell("ditto")]
+    cells, options = [COLUMN.cell("ditto")], make_options(data, tmp_path / "a", rounds=2)
 
     def interrupt(cell, row):
-        if row.round == 2:
+        if row.round == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        running.run_cells(cells, make_options(data, tmp_path / "a"), EndRecorder(interrupt))
+        running.run_cells(cells, options, EndRecorder(interrupt))
     again = EndRecorder()
-    running.run_cells(cells, make_options(data, tmp_path / "a"), again)
-    running.run_cells(cells, make_options(data, tmp_path / "b"), EndRecorder())
+    running.run_cells(cells, options, again)
+    running.run_cells(cells, make_options(data, tmp_path / "b", rounds=2), EndRecorder())
     part = f"{SETTING}/ditto/seeds-0-0"
     assert again.ends == [(f"{SETTING}/ditto", "done")]
     assert read_without_times(tmp_path / "a" / part) == read_without_times(tmp_path / "b" / part)
@@ -292,7 +292,7 @@ def test_data_is_loaded_once_for_all_cells_of_a_column(data, tmp_path, monkeypat
 
 def test_several_processes_give_what_one_gives(finished, data, tmp_path):
     out, _ = finished
-    result = run(data, tmp_path, "--jobs", 2, seeds=2)
+    result = run(data, tmp_path, "--jobs", 2, rounds=1, seeds=2)
     assert result.exit_code == 0, result.output
     assert "Cells: 2 run (of 2)." in result.stdout
     for method in ("fedavg", "fedala"):

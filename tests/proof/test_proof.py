@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from methods.test_methods import SIZES, same_evaluations
+from methods.test_methods import SIZES, assert_lanes_are_independent, same_evaluations
 from plain import batches, combine, cross_entropy, lane, mean, module
 from proof.fedadam import FedAdam
 from proof.fedbn import FedBN
@@ -53,22 +53,7 @@ def register_proofs(register_method):
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
 @pytest.mark.parametrize("name", [*NAMES, *WITH_ALA])
 def test_lanes_are_independent(name, join_ratio):
-    """One client after another, three together, all together, two seeds or one: the same."""
-    task = ragged_task(SIZES)
-    options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
-    _, evaluations, models = evaluate(name, task, lanes=1, **options)
-    assert all(np.isfinite(one.row.loss) for one in evaluations)
-    for lanes in (3, None):
-        _, others, other_models = evaluate(name, task, lanes=lanes, **options)
-        same_evaluations(evaluations, others, 1e-10)
-        assert models.keys() == other_models.keys()
-        for key in models:
-            assert_close(models[key], other_models[key], 1e-10)
-    _, single, single_models = evaluate(name, task, **{**options, "seeds": (4,)})
-    same_evaluations([one for one in evaluations if one.row.seed == 4], single, 1e-10)
-    assert single_models
-    for key in single_models:
-        assert_close(models[key], single_models[key], 1e-10)
+    assert_lanes_are_independent(name, join_ratio)
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
@@ -76,7 +61,7 @@ def test_lanes_are_independent(name, join_ratio):
 def test_it_resumes_from_its_state(name, join_ratio, tmp_path):
     """A new simulation takes servers and clients in the middle, through files, to the same end."""
     task = ragged_task(SIZES)
-    options = {"rounds": 4, "join_ratio": join_ratio, "seeds": (3, 4)}
+    options = {"rounds": 3, "join_ratio": join_ratio, "seeds": (3, 4)}
     whole, evaluations, models = evaluate(name, task, **options)
     first, second = (Simulation(make(name), task, start_of(task), **options) for _ in range(2))
     for round in (1, 2):
@@ -106,10 +91,10 @@ def test_a_federation_equals_the_simulation(name, join_ratio, tmp_path):
     from flower.inprocess import RUN, build_federation, run_in_process
     from safetensors.torch import load_file
 
-    options = {"method": name, "precision": "float64", "join_ratio": join_ratio, "rounds": 4}
+    options = {"method": name, "precision": "float64", "join_ratio": join_ratio, "rounds": 3}
     grid, federated = run_in_process(tmp_path, **options)
     here = fedala.run(dataset=build_federation(), model=Net, lanes="1", **{**RUN, **options})
-    assert len(federated.history) == len(here.history) == 5
+    assert len(federated.history) == len(here.history) == 4
     for a, b in zip(federated.history, here.history, strict=True):
         cells, expected = a.columns(), b.columns()
         assert cells.keys() == expected.keys()
@@ -298,7 +283,8 @@ def test_scaffolds_control_variates_have_the_servers_as_their_mean():
     for name, value in simulation.servers[0]["c"].items():
         own = torch.cat([state["c"][name] for state in simulation.clients.values()])
         assert torch.allclose(value[0], own.mean(0), atol=1e-12)
-        assert value.abs().max() > 0
+        # A bias before a normalisation has no gradient.
+        assert value.abs().max() > 1e-6 or name == "conv.bias"
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
