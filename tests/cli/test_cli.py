@@ -117,7 +117,7 @@ def test_summary_agrees_with_the_history(finished):
         assert set(method) == {
             "title", "accuracy", "seconds_per_round", "total_seconds",
             "parameters_per_client_and_round", "client_rounds_that_diverged", "checkpoints",
-            "best_models",
+            "best_models", "hyperparameters",
         }  # fmt: skip
         assert method["total_seconds"] > method["seconds_per_round"]
         assert method["client_rounds_that_diverged"] == 0

@@ -53,7 +53,7 @@ def planned(dataset, make_model=None, **options):
         (data(64, name="digits"), {}, ("mlp", 0.1, 30, "standard")),
         (Dataset("i", BYTES.repeat(1, 1, 3, 3), Y, 3), {}, ("cnn", 0.005, 100, None)),
         (Dataset("mnist", BYTES.repeat(1, 1, 3, 3), Y, 3), {}, ("cnn", 0.1, 2000, None)),
-        (TEXTS, {}, ("fasttext", 0.1, 100, None)),
+        (TEXTS, {}, ("fasttext", 0.5, 100, None)),
         (data(5), {"optimizer": "adamw"}, ("mlp", 0.001, 100, "standard")),
         (data(64, name="digits"), {"optimizer": "adam"}, ("mlp", 0.001, 30, "standard")),
         (data(5), {"optimizer": "adam", "lr": 0.3}, ("mlp", 0.3, 100, "standard")),

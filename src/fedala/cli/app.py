@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -116,6 +117,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a console without ρ shows a question mark
+    # A usage error repeats its argument: control characters must not reach the terminal.
+    sys.argv[1:] = [re.sub(r"[\x00-\x1f\x7f-\x9f]", "�", word) for word in sys.argv[1:]]
     app(prog_name="fedala")
 
 

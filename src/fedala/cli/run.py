@@ -131,14 +131,14 @@ def _resumed_config(resume: Path, given: dict[str, Any]) -> Config:
     config = change_config(before, given, resume)
     if str(given.get("method")).startswith("+") and config.method == before.method:
         say(f"The run has {', '.join(config.methods)} already: there is no method to add.")
-    if config.partition != "own" and is_data_path(config.dataset):
-        _check_data_are_there(config.dataset, resume)
     for name in ("model", "loss", "partition"):
         if getattr(config, name) == "own":
             raise UserError(
                 f"{resume} was made in Python with its own {name}: "
                 "resume it there with run(resume=…)."
             )
+    if is_data_path(config.dataset):
+        _check_data_are_there(config.dataset, resume)
     return config
 
 

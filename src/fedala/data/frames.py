@@ -58,7 +58,7 @@ class Frame:
         """Return the features, or the texts."""
         if self.roles.input:
             return self._read_words(self.roles.input)
-        return read_table(self.frame, self.where, self.roles.features)
+        return make_table(self.frame, self.where, self.roles.features)
 
     def labels(self) -> Array:
         """Return the label of each row, as text."""
@@ -89,7 +89,7 @@ def is_frame(data: Any) -> bool:
     return kind.__name__ == "DataFrame" and kind.__module__.split(".")[0] == "pandas"
 
 
-def read_table(frame: Any, where: str, chosen: Sequence[str] | None = None) -> Table:
+def make_table(frame: Any, where: str, chosen: Sequence[str] | None = None) -> Table:
     """Read columns as float64, or as text; a missing value is NaN, or empty."""
     names = _check_names(frame, where)
     columns = {}

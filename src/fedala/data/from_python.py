@@ -14,7 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 from fedala.data.arrays import Array, choose_layout
 from fedala.data.columns import USUAL, Wanted
 from fedala.data.dataset import Dataset, RawData, encode_labels
-from fedala.data.frames import Frame, Table, is_frame, join_tables, read_table
+from fedala.data.frames import Frame, Table, is_frame, join_tables, make_table
 from fedala.data.load import build_dataset
 from fedala.data.tabular import describe_classes, encode_targets
 from fedala.errors import UserError, first_line
@@ -331,7 +331,7 @@ def _refuse_ragged(values: Any, where: str, what: str) -> None:
 def _convert_samples(values: Any, where: str) -> "Array | list[str] | Table":
     """Return samples as `Dataset` holds them, a list of texts, or a table."""
     if is_frame(values):
-        return read_table(values, where)
+        return make_table(values, where)
     x = _to_array(values, where, "x")
     if x.ndim == 0:
         raise UserError(f"{where}: x is one number; it must have a row for each sample.")

@@ -194,7 +194,8 @@ def _inspect(
     elif folder.record.identity not in ("", about.identity):
         raise UserError(
             f"{folder.path} belongs to a run with other data: the samples of {before.dataset}, "
-            "or which client has which of them, are not the ones given now."
+            "or which client has which of them, are not the ones given now. Give the dataset "
+            "that it began with."
         )
     history = folder.history()
     for name in TABLES:

@@ -1,15 +1,17 @@
 """Build a model that holds saved weights."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
 from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, first_line, printable
+from fedala.io.untrusted import check_memory, read_file, require_file
 from fedala.models import MODELS, build_model
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel, make_skeleton
@@ -109,9 +111,14 @@ def list_saved_names(model: nn.Module) -> set[str]:
 def read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
     """Read the weights in a .safetensors file, and whose they are."""
     try:
-        with safe_open(path, framework="pt") as file:
-            names, about = list(file.keys()), file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in names}
+        size = require_file(path).stat().st_size
+        check_memory(2 * size, str(path))
+        data = read_file(path, size)
+        weights: dict[str, Tensor] = load_tensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        about = header.get("__metadata__") or {}
+    except (UserError, MemoryError):
+        raise
     except OSError:
         raise UserError(f"{path} cannot be read: there must be such a file.") from None
     except Exception as error:  # a damaged file can raise almost any kind of error
