@@ -70,7 +70,10 @@ def pack(tree: Any, device: torch.device) -> Tensor:
     """Return all tensors of a tree as one row of bytes."""
     rows = []
     for _, leaf in leaves(tree):
-        row = leaf.detach().to(device).contiguous().view(-1).view(torch.uint8)
+        flat = leaf.detach().to(device).reshape(-1)
+        if flat.stride(0) != 1:  # a single number may have any stride
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        row = flat.view(torch.uint8)
         rows.append(row)
         if missing := -row.numel() % ALIGNMENT:
             rows.append(row.new_zeros(missing))

@@ -58,8 +58,13 @@ def join_ranks() -> Iterator[RankGroup | None]:
         raise
     finally:
         if group.rank == 0 and not group.is_broken:
-            group.share(([], END, (), False))
+            dismiss(group)
         group.leave()
+
+
+def dismiss(group: RankGroup) -> None:
+    """Tell the other ranks that there is nothing left to do."""
+    group.share(([], END, (), False))
 
 
 class Leader:
@@ -145,14 +150,23 @@ def _serve(group: RankGroup) -> None:
         group.share()  # the end
         return
     group.connect_devices(own.device)
-    worker: Worker | None = None
+    obey(group, begin=partial(_begin, group, own))
+
+
+def obey(
+    group: RankGroup,
+    worker: Worker | None = None,
+    begin: Callable[[Beginning], Worker] | None = None,
+) -> None:
+    """Carry out rank 0's commands until the last one; `begin` makes the worker of a method."""
     while True:
         released, name, arguments, wants_reply = group.share()
         if name == END:
             return
         if name == BEGIN:
+            assert begin is not None
             worker = None  # frees the memory of the method before
-            worker = _begin(group, own, *arguments)
+            worker = begin(*arguments)
             continue
         assert worker is not None
         worker.drop_models(released)
