@@ -51,6 +51,7 @@ class Worker:
         self.outbox: Sent | None = None
         self._models: dict[Key, ModelStack] = {}
         self._next_key = 0
+        self._most_lanes = 0
         self._forget_round()
 
     def _forget_round(self) -> None:
@@ -73,6 +74,7 @@ class Worker:
         sent, clients = self._receive(delivery)
         self._forget_round()
         self._round = request, sent, clients
+        self._most_lanes = max(self._most_lanes, sum(map(len, clients)))
         if not any(clients):
             return []
         return [self._take(result) for result in self.local.run_round(request, sent, clients)]
@@ -126,8 +128,8 @@ class Worker:
 
     def reduce_lanes(self) -> tuple[int, int] | None:
         """Halve the lanes after an out-of-memory error on any rank."""
-        if self.local.lanes is None and self._round:
-            self.local.lanes = max(1, sum(map(len, self._round[2])))
+        if self.local.lanes is None:
+            self.local.lanes = max(1, self._most_lanes)
         return self.local.reduce_lanes()
 
     def set_width(self, lanes: int | None, threads: int) -> None:
