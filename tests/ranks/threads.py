@@ -52,18 +52,17 @@ class ThreadGroup(RankGroup):
 
     def share(self, value: Any = None) -> Any:
         with self._watch():
-            found = self.hub.exchange(self.rank, value)[0]
-        return value if self.rank == 0 else pickle.loads(pickle.dumps(found))
+            found = self.hub.exchange(self.rank, pickle.dumps(value))[0]
+        return value if self.rank == 0 else pickle.loads(found)
 
     def gather(self, value: Any) -> list[Any]:
         with self._watch():
-            found = self.hub.exchange(self.rank, value)
-        others = [pickle.loads(pickle.dumps(one)) for one in found[1:]]
-        return [value, *others] if self.rank == 0 else []
+            found = self.hub.exchange(self.rank, pickle.dumps(value) if self.rank else None)
+        return [value, *map(pickle.loads, found[1:])] if self.rank == 0 else []
 
     def share_tree(self, tree: Any, template: Any, device: torch.device) -> Any:
         with self._watch():
-            found = self.hub.exchange(self.rank, tree)[0]
+            found = self.hub.exchange(self.rank, tree if tree is None else copy(tree))[0]
         assert describe_tree(found) == template
         return tree if self.rank == 0 else copy(found)
 
@@ -80,7 +79,7 @@ class ThreadGroup(RankGroup):
 
     def add_trees(self, tree: Any) -> Any:
         with self._watch():
-            found = self.hub.exchange(self.rank, tree)
+            found = self.hub.exchange(self.rank, copy(tree))
         flat = [pack(one, CPU) for one in found]
         assert all(one.shape == flat[0].shape for one in flat)
         total = found[0]
