@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedala.ala import ALA, RECEIVED_FAULT, find_not_finite
 from fedala.errors import UserError, printable
-from fedala.flower.client_store import ClientStore, choose_state_dir, name_client
+from fedala.flower.mod_state import ModState
 from fedala.lanes.losses import LossFunction
 
 log = getLogger("flwr")
@@ -40,11 +40,9 @@ class ALAMod:
             return call_next(message, context)
         content = message.content
         key, received = _get_only_arrays(content)
-        experiment = self.experiment or f"run-{context.run_id}"
-        folder = choose_state_dir(context.node_config)
-        store = ClientStore(folder, experiment, name_client(context))
+        state = ModState(context, self.experiment)
         ala = ALA(**self.settings)
-        local, initialized, fault = self._initialize(ala, context, received, store)
+        local, initialized, fault = self._initialize(ala, context, received, state)
         try:
             # Mods around this one must still see the model that the server sent: a clipping mod
             # measures the update from it.
@@ -54,13 +52,11 @@ class ALAMod:
             message.content = content
         if reply.has_content():
             _, record = _get_only_arrays(reply.content)
-            fault = self._save(store, ala, record, local) or fault
+            fault = self._save(state, ala, record, local) or fault
             _add_fault_metric(reply, fault)
         return reply
 
-    def _save(
-        self, store: ClientStore, ala: ALA, record: ArrayRecord, local: nn.Module
-    ) -> str | None:
+    def _save(self, state: ModState, ala: ALA, record: ArrayRecord, local: nn.Module) -> str | None:
         """Save the trained model and W for the next round. Return the reason if that fails."""
         fault = None
         if set(record) <= {EMPTY_TENSOR_KEY}:
@@ -70,7 +66,7 @@ class ALAMod:
             filled = _copy_with_arrays(local, trained, "the model that training returned")
             name = find_not_finite(filled, local)
             if name is None:
-                store.save(ala.round, {"local": trained, "ala": ala.state_dict()})
+                state.save(ala, trained)
             else:
                 fault = f"{name} of the model that training returned is not finite"
         if fault:
@@ -81,7 +77,7 @@ class ALAMod:
         return fault
 
     def _initialize(
-        self, ala: ALA, context: Context, received: ArrayRecord, store: ClientStore
+        self, ala: ALA, context: Context, received: ArrayRecord, state: ModState
     ) -> tuple[nn.Module, ArrayRecord, str | None]:
         """Blend the received model and the client's own by ALA.
 
@@ -91,9 +87,11 @@ class ALAMod:
         """
         model, data, loss = (*self.setup(context), F.cross_entropy)[:3]
         global_model = _copy_with_arrays(model, _decode(received))
-        local = self._load_local(ala, model, store)
-        if local is None:  # a client's first time: it has no model of its own to blend
+        stored = state.load(ala)
+        if stored is None:  # a client's first time: it has no model of its own to blend
             local = copy.deepcopy(global_model)
+        else:
+            local = _copy_with_arrays(model, stored, "the client's stored model")
         report = ala.initialize(local, global_model, data, loss)
         log.info(
             "ALA: %d epochs of weight learning, mean of W %.3f", report.epochs, report.weight_mean
@@ -111,25 +109,6 @@ class ALAMod:
             is_blended = value in governed or report.fault == RECEIVED_FAULT
             arrays[key] = _make_array(value, like=array) if is_blended else array
         return local, ArrayRecord(arrays), report.fault
-
-    def _load_local(self, ala: ALA, model: nn.Module, store: ClientStore) -> nn.Module | None:
-        """Return the client's last local model, and load W into `ala`. None if there is none."""
-        rounds = store.list_rounds()
-        if not rounds:
-            return None
-        state = store.load(rounds[-1])
-        if state is None:
-            ala.round = rounds[-1]
-            return None
-        local = _copy_with_arrays(model, state["local"], "the client's stored model")
-        try:
-            ala.load_state_dict(state["ala"])
-        except UserError as error:
-            log.error(
-                "%s This client has LOST its weights W and learns them from the start.", error
-            )
-            ala.round = rounds[-1]
-        return local
 
 
 def ala_mod(setup: Setup, *, experiment: str | None = None, **settings: Any) -> Mod:
