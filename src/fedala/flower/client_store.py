@@ -152,10 +152,15 @@ def _make_link_error(folder: Path) -> UserError:
 
 def check_experiment_name(experiment: str) -> None:
     """Refuse a name that could lead out of its folder: it comes from the server."""
-    if not re.fullmatch(r"\w[\w.-]{0,99}", experiment, re.ASCII):
+    if not is_experiment_name(experiment):
         raise UserError(
             f"An experiment's name must be letters, digits, dots and dashes, not {experiment!r}."
         )
+
+
+def is_experiment_name(text: str) -> bool:
+    """Tell whether an experiment can have this name."""
+    return re.fullmatch(r"\w[\w.-]{0,99}", text, re.ASCII) is not None
 
 
 def choose_state_dir(node_config: Mapping[str, Any]) -> Path:

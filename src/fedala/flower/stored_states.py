@@ -1,7 +1,6 @@
 """The states that clients have stored on this machine: list them, read a model, delete them."""
 
 import contextlib
-import json
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -16,10 +15,12 @@ from fedala.flower.client_store import (
     MODEL_FILE,
     StoredClient,
     choose_state_dir,
+    is_experiment_name,
     name_client_number,
 )
 from fedala.io import files
 from fedala.trained.modules import read_weights
+from fedala.version import __version__
 
 #: The files of a client: its states, its model, remainders of a fault, and damaged states.
 _FILE = re.compile(r"\.?(round-\d{6,}|model)\.safetensors(\.new|\.damaged-\d+)?", re.ASCII)
@@ -65,22 +66,26 @@ def list_states(state_dir: str | Path | None = None) -> list[StoredState]:
     """
     root = _find_root(state_dir)
     states = []
-    for experiment in _list_folders(root):
+    for experiment in filter(lambda folder: is_experiment_name(folder.name), _list_folders(root)):
         for client in _list_folders(experiment):
-            if _CLIENT.fullmatch(client.name) and (paths := _list_files(client)):
-                rounds = StoredClient(root, experiment.name, client.name).list_rounds()
-                status = [path.lstat() for path in paths]
-                states.append(
-                    StoredState(
-                        root,
-                        experiment.name,
-                        client.name,
-                        rounds[-1] if rounds else None,
-                        sum(one.st_size for one in status),
-                        max(one.st_mtime for one in status),
-                    )
-                )
+            if _CLIENT.fullmatch(client.name) and (state := _describe(client)):
+                states.append(state)
     return states
+
+
+def _describe(folder: Path) -> StoredState | None:
+    """Return what is in a client's folder, or None if there is nothing of ours."""
+    experiment, root = folder.parent.name, folder.parents[1]
+    rounds = StoredClient(root, experiment, folder.name).list_rounds()
+    status = []
+    for path in _list_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # a client has just replaced it
+            status.append(path.lstat())
+    if not status:
+        return None
+    size, changed = sum(one.st_size for one in status), max(one.st_mtime for one in status)
+    last = rounds[-1] if rounds else None
+    return StoredState(root, experiment, folder.name, last, size, changed)
 
 
 def select_states(
@@ -184,10 +189,10 @@ def export_personal(state: StoredState, path: Path) -> Path:
     """Write a client's personal model as a plain .safetensors file."""
     # A tensor with two names is stored under both: the format has no views.
     tensors = {name: value.clone().contiguous() for name, value in read_personal(state).items()}
-    about = {"experiment": state.experiment, "client": state.client, "round": state.round}
-    metadata = {"format": "pt", "client": state.client, "fedala": json.dumps(about)}
+    metadata = {"format": "pt", "fedala": __version__, "experiment": state.experiment}
+    metadata |= {"client": state.client, "round": str(state.round or "")}
     try:
-        files.write_file(path, serialize(tensors, metadata), private=True)
+        files.write_file(path, serialize(tensors, metadata))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from None
     return path
