@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from fedala.ala import ALA, RECEIVED_FAULT, find_not_finite
 from fedala.errors import UserError, printable
-from fedala.flower.client_store import ClientStore, choose_state_dir, name_client
+from fedala.flower.client_store import check_experiment_name
+from fedala.flower.mod_state import ModState, check_state_dir
 from fedala.lanes.losses import LossFunction
 
 log = getLogger("flwr")
@@ -27,40 +29,74 @@ RECEIVED = "the model that the server sent"
 Setup = Callable[[Context], tuple[nn.Module, Any] | tuple[nn.Module, Any, LossFunction]]
 """Returns the app's model, the client's training data, and its loss unless it is cross-entropy."""
 
+Evaluate = bool | Literal["stored"]
+"""Whether the app evaluates the initialised model; and with W as it is stored, or as learned."""
+
 
 class ALAMod:
     """A client mod. `ala_mod` makes one."""
 
-    def __init__(self, setup: Setup, experiment: str | None, settings: Mapping[str, Any]) -> None:
-        self.setup, self.experiment, self.settings = setup, experiment, settings
+    def __init__(
+        self,
+        setup: Setup,
+        settings: Mapping[str, Any],
+        *,
+        experiment: str | None = None,
+        state_dir: str | Path | None = None,
+        evaluate: Evaluate = False,
+    ) -> None:
+        if evaluate not in (False, True, "stored"):
+            raise UserError(f'evaluate must be True, False or "stored", not {evaluate!r}.')
+        if experiment is not None:
+            check_experiment_name(experiment)
+        self.setup, self.settings, self.evaluate = setup, settings, evaluate
+        self.experiment, self.state_dir = experiment, check_state_dir(state_dir)
         ALA(**settings)  # refuses wrong settings before any message comes
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
-            return call_next(message, context)
-        content = message.content
-        key, received = _get_only_arrays(content)
-        experiment = self.experiment or f"run-{context.run_id}"
-        folder = choose_state_dir(context.node_config)
-        store = ClientStore(folder, experiment, name_client(context))
+        kind = message.metadata.message_type.partition(".")[0]
+        if kind == MessageType.TRAIN:
+            return self._train(message, context, call_next)
+        if kind == MessageType.EVALUATE and self.evaluate:
+            return self._evaluate(message, context, call_next)
+        return call_next(message, context)
+
+    def _train(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Let the app train from the initialised model, and keep what it returns."""
+        _, received = _get_only_arrays(message.content)
+        state = ModState(context, self.experiment, self.state_dir)
         ala = ALA(**self.settings)
-        local, initialized, fault = self._initialize(ala, context, received, store)
-        try:
-            # Mods around this one must still see the model that the server sent: a clipping mod
-            # measures the update from it.
-            message.content = RecordDict({**content, key: initialized})
-            reply = call_next(message, context)
-        finally:
-            message.content = content
+        stored = state.load(ala)
+        local, initialized, fault = self._initialize(ala, context, received, stored)
+        reply = _call_with_arrays(call_next, message, context, initialized)
         if reply.has_content():
             _, record = _get_only_arrays(reply.content)
-            fault = self._save(store, ala, record, local) or fault
-            _add_fault_metric(reply, fault)
+            fault = self._save(state, ala, record, local) or fault
+            _add_metrics(reply, state, fault)
         return reply
 
-    def _save(
-        self, store: ClientStore, ala: ALA, record: ArrayRecord, local: nn.Module
-    ) -> str | None:
+    def _evaluate(
+        self, message: Message, context: Context, call_next: ClientAppCallable
+    ) -> Message:
+        """Let the app evaluate the model that its next training would start from.
+
+        Nothing is written, so training does not depend on it.
+        """
+        _, received = _get_only_arrays(message.content)
+        state = ModState(context, self.experiment, self.state_dir, read_only=True)
+        ala, fault = ALA(**self.settings), None
+        stored = state.load(ala)
+        if self.evaluate == "stored":
+            ala, stored = _freeze(ala, self.settings), stored if _has_learned(ala) else None
+        if stored is not None:
+            with torch.random.fork_rng(devices=[]):  # the app draws the same numbers as without ALA
+                _, received, fault = self._initialize(ala, context, received, stored)
+        reply = _call_with_arrays(call_next, message, context, received)
+        if reply.has_content():
+            _add_metrics(reply, state, fault)
+        return reply
+
+    def _save(self, state: ModState, ala: ALA, record: ArrayRecord, local: nn.Module) -> str | None:
         """Save the trained model and W for the next round. Return the reason if that fails."""
         fault = None
         if set(record) <= {EMPTY_TENSOR_KEY}:
@@ -70,7 +106,7 @@ class ALAMod:
             filled = _copy_with_arrays(local, trained, "the model that training returned")
             name = find_not_finite(filled, local)
             if name is None:
-                store.save(ala.round, {"local": trained, "ala": ala.state_dict()})
+                state.save(ala, trained, _match_names(local, trained))
             else:
                 fault = f"{name} of the model that training returned is not finite"
         if fault:
@@ -81,9 +117,13 @@ class ALAMod:
         return fault
 
     def _initialize(
-        self, ala: ALA, context: Context, received: ArrayRecord, store: ClientStore
+        self,
+        ala: ALA,
+        context: Context,
+        received: ArrayRecord,
+        stored: Mapping[str, Tensor] | None,
     ) -> tuple[nn.Module, ArrayRecord, str | None]:
-        """Blend the received model and the client's own by ALA.
+        """Blend the received model and the client's own, whose arrays are `stored`, by ALA.
 
         Return the blend, the arrays to train from, and a fault if something was not finite. The
         arrays are the blend's in the layers that ALA governs, and the received ones in the others.
@@ -91,9 +131,10 @@ class ALAMod:
         """
         model, data, loss = (*self.setup(context), F.cross_entropy)[:3]
         global_model = _copy_with_arrays(model, _decode(received))
-        local = self._load_local(ala, model, store)
-        if local is None:  # a client's first time: it has no model of its own to blend
+        if stored is None:  # a client's first time: it has no model of its own to blend
             local = copy.deepcopy(global_model)
+        else:
+            local = _copy_with_arrays(model, stored, "the client's stored model")
         report = ala.initialize(local, global_model, data, loss)
         log.info(
             "ALA: %d epochs of weight learning, mean of W %.3f", report.epochs, report.weight_mean
@@ -112,27 +153,15 @@ class ALAMod:
             arrays[key] = _make_array(value, like=array) if is_blended else array
         return local, ArrayRecord(arrays), report.fault
 
-    def _load_local(self, ala: ALA, model: nn.Module, store: ClientStore) -> nn.Module | None:
-        """Return the client's last local model, and load W into `ala`. None if there is none."""
-        rounds = store.list_rounds()
-        if not rounds:
-            return None
-        state = store.load(rounds[-1])
-        if state is None:
-            ala.round = rounds[-1]
-            return None
-        local = _copy_with_arrays(model, state["local"], "the client's stored model")
-        try:
-            ala.load_state_dict(state["ala"])
-        except UserError as error:
-            log.error(
-                "%s This client has LOST its weights W and learns them from the start.", error
-            )
-            ala.round = rounds[-1]
-        return local
 
-
-def ala_mod(setup: Setup, *, experiment: str | None = None, **settings: Any) -> Mod:
+def ala_mod(
+    setup: Setup,
+    *,
+    experiment: str | None = None,
+    state_dir: str | Path | None = None,
+    evaluate: Evaluate = False,
+    **settings: Any,
+) -> Mod:
     """Make ALA a mod of a `ClientApp`: `ClientApp(mods=order_mods(ala_mod(setup)))`.
 
     `setup(context)` returns the app's model, the client's training data, and a loss unless it is
@@ -140,16 +169,26 @@ def ala_mod(setup: Setup, *, experiment: str | None = None, **settings: Any) -> 
     received model with the client's last local model, with weights W learned on the client's data.
     The model that the app's training returns is the next local model.
 
-    The local model and W are in files on the node (`state-dir` in its node config), so they survive
-    a restart. They belong to the Flower run, unless you name an `experiment`: then later runs of
-    that name use them, too.
+    With `evaluate=True`, the app's evaluate function gets the initialised model, too: the one that
+    training would start from if it came now. W is learned further on a copy, with the draws of the
+    next training, so an evaluation takes as long as an initialisation. With `evaluate="stored"`, W
+    stays as the last training left it, which saves that time. The state does not change. A client
+    without a local model evaluates the received one.
+
+    The local model and W are in files on the node, so they survive a restart: in `state-dir` of its
+    node config, or else in `state_dir`. They belong to the Flower run, unless you name an
+    `experiment`: then later runs of that name use them, too.
 
     Numbers that are not finite (NaN, infinity) are never saved. `fedala.ALA.initialize` says what
     happens in such a round. A trained model that is not finite does not replace the client's last
-    one. The log says so, and so does the metric `ala-fault`, which every reply has: 1 in such a
-    round, else 0. In the legacy API it is in `FitRes.metrics`.
+    one.
+
+    Every reply has three metrics, and the log has the details: `ala-fault` is 1 if a number was not
+    finite, `ala-lost` is 1 if files of earlier rounds are missing or damaged, `ala-new` is 1 if the
+    client had no local model. Else they are 0. In the legacy API they are in `FitRes.metrics` and
+    `EvaluateRes.metrics`.
     """
-    return ALAMod(setup, experiment, settings)
+    return ALAMod(setup, settings, experiment=experiment, state_dir=state_dir, evaluate=evaluate)
 
 
 def order_mods(*mods: Mod) -> list[Mod]:
@@ -200,20 +239,54 @@ def _decode(record: ArrayRecord) -> dict[str, Tensor]:
         raise UserError(f"The arrays of the model cannot be read: {error}.") from error
 
 
-def _add_fault_metric(reply: Message, fault: str | None) -> None:
-    """Add a metric that says whether something was not finite.
+def _call_with_arrays(
+    call_next: ClientAppCallable, message: Message, context: Context, arrays: ArrayRecord
+) -> Message:
+    """Call the app with other arrays in its message.
 
-    Every reply has it, because Flower skips a round whose replies have different metrics.
+    Mods around this one must still see the model that the server sent: a clipping mod measures the
+    update from it.
+    """
+    content = message.content
+    key, _ = _get_only_arrays(content)
+    try:
+        message.content = RecordDict({**content, key: arrays})
+        return call_next(message, context)
+    finally:
+        message.content = content
+
+
+def _has_learned(ala: ALA) -> bool:
+    return bool(ala.state_dict().get("trained", False))
+
+
+def _freeze(ala: ALA, settings: Mapping[str, Any]) -> ALA:
+    """Return an ALA that blends with the same W. If that is a learned one, it stays."""
+    frozen = ALA(**{**settings, "freeze": True})
+    frozen.load_state_dict(ala.state_dict())
+    return frozen
+
+
+def _add_metrics(reply: Message, state: ModState, fault: str | None) -> None:
+    """Add metrics that say what happened to this client.
+
+    Every reply has them, because Flower skips a round whose replies have different metrics.
     """
     content = reply.content
     legacy = {
-        key: record for key, record in content.config_records.items() if key == "fitres.metrics"
+        key: record
+        for key, record in content.config_records.items()
+        if key in ("fitres.metrics", "evaluateres.metrics")
     }
     metrics: dict[str, Any] = legacy or dict(content.metric_records)
     if len(metrics) == 1:
         [(key, record)] = metrics.items()
-        extended = type(record)({**record, "ala-fault": int(fault is not None)})
-        reply.content = RecordDict({**content, key: extended})
+        added = {
+            "ala-fault": int(fault is not None),
+            "ala-lost": int(state.is_lost),
+            "ala-new": int(state.is_new),
+        }
+        reply.content = RecordDict({**content, key: type(record)({**record, **added})})
 
 
 def _copy_with_arrays(
