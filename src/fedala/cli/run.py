@@ -15,7 +15,7 @@ from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import RunError, UserError
 from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
-from fedala.ranks.group import RankLost, is_started_by_torchrun
+from fedala.ranks.group import RankLost, count_restarts, is_started_by_torchrun
 from fedala.ranks.launch import check_devices, launch
 from fedala.ranks.lead import Leader, join_ranks, serve
 from fedala.records import HistoryRow
@@ -143,6 +143,8 @@ def _run(
 ) -> None:
     """Run what the command line says, in this process or as the leader of several."""
     given, file = given_options(values), Config.read(config) if config else {}
+    if out and out.exists() and count_restarts():  # torchrun has started the same command again
+        resume, out, force, config = out, None, False, None
     if resume:
         if config or force:
             raise UserError(
@@ -156,7 +158,7 @@ def _run(
     log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
     loggers.check(log)
     checked = leader.plan(chosen) if leader else plan(chosen)
-    say(_description(checked, chosen, leader.group.size if leader else 1))
+    say(_description(checked, chosen))
     simulate = leader.simulate if leader else build_simulation
     _show(_execute(checked, folder, force=force, resume=resume, log=log, simulate=simulate))
     page.write_after_run(folder, say, print_line)
@@ -200,9 +202,9 @@ def _folder_name(config: Config) -> str:
     return "-".join([*filter(None, parts), time])
 
 
-def _description(checked: Plan, chosen: Config, ranks: int) -> str:
+def _description(checked: Plan, chosen: Config) -> str:
     """Describe a run in one line; `chosen` has the options that the user gave."""
-    spread = f" × {ranks}" if ranks > 1 else ""
+    spread = f" × {checked.ranks}" if checked.ranks > 1 else ""
     config, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
     held_out = checked.federation.held_out
@@ -257,7 +259,7 @@ def _execute(
         with (
             ProgressBars(Console(stderr=True), checked) as watch,
             loggers.Loggers(log, folder, vars(config), watch.say) as live,
-            catch_stop_signals() as signals,
+            catch_stop_signals(grace=2.0 if checked.ranks > 1 else 0.0) as signals,
         ):
 
             def show_row(method: str, row: HistoryRow) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from fedala.errors import RunError, first_line
 from fedala.lanes.trees import leaves, tree_map
+
+log = getLogger(__name__)
 
 #: Where each tensor of a packed tree begins: a multiple of so many bytes.
 ALIGNMENT = 16
@@ -111,7 +114,12 @@ class RankGroup:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         with self._watch():
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+            store, *_ = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+            # The store of torchrun's agent still has the addresses of ranks that died.
+            store = dist.PrefixStore(f"attempt {count_restarts()}", store)
+            dist.init_process_group(
+                "gloo", timeout=TIMEOUT, store=store, rank=self.rank, world_size=self.size
+            )
 
     def connect_devices(self, device: torch.device) -> None:
         """Let tensors travel from GPU to GPU, if every rank has one of its own."""
@@ -215,10 +223,9 @@ class RankGroup:
             yield
         except RuntimeError as error:
             self.is_broken = True
-            raise RankLost(
-                "A process of this run has ended, or its connection broke "
-                f"({first_line(error)[:200]})"
-            ) from None
+            # The reason is for the log: gloo tells it at length, and with its own source file.
+            log.info("%s", first_line(error))
+            raise RankLost("A process of this run has ended, or its connection broke") from None
         except BaseException:
             self.is_broken = True
             raise
@@ -227,3 +234,8 @@ class RankGroup:
 def is_started_by_torchrun() -> bool:
     """Tell whether this process is a rank."""
     return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def count_restarts() -> int:
+    """Return how often torchrun has started the ranks again, because one of them died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_started_by_torchrun() else 0

@@ -85,7 +85,7 @@ class Leader:
             raise UserError(f"Rank {rank} cannot take part: {sentence}" if rank else sentence)
         assert isinstance(own, Plan)
         self.group.connect_devices(own.device)
-        return own
+        return replace(own, ranks=self.group.size)
 
     def simulate(
         self,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,14 +44,24 @@ def write_to_stderr(line: str) -> None:
 def catch_stop_signals(
     numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
     announce: Callable[[str], None] = write_to_stderr,
+    *,
+    grace: float = 0.0,
 ) -> Iterator[list[int]]:
-    """Collect the signals that ask to stop, so that the round can end. The second interrupts it."""
+    """Collect the signals that ask to stop, so that the round can end. The second interrupts it.
+
+    One that follows within `grace` seconds is the same one, passed on by the parent process.
+    """
     caught: list[int] = []
+    first = 0.0
 
     def catch(number: int, _: Any) -> None:
+        nonlocal first
+        if caught and time.monotonic() - first < grace:
+            return
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
+        first = time.monotonic()
         announce("Finishing this round, then stopping; once more to stop at once.")
 
     before = {number: signal.signal(number, catch) for number in numbers}

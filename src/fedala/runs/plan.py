@@ -77,6 +77,8 @@ class Plan:
     """The model's layers, output first, as one forward pass has shown them."""
     normalization: Normalization | None = None
     """What scales the samples on their way to the model; None: bytes as usual, floats as is."""
+    ranks: int = 1
+    """The number of processes that share the work."""
 
     def __repr__(self) -> str:
         config = self.config

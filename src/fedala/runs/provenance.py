@@ -136,6 +136,7 @@ def summarize(plan: Plan, result: RunResult, seconds: float) -> dict[str, Any]:
             **code_versions(plan.config),
             "commit": _commit(),
             "device": _device_name(plan.device),
+            **({"ranks": plan.ranks} if plan.ranks > 1 else {}),
         },
     }
 
