@@ -73,7 +73,7 @@ def has_components(folder):
 
 def test_the_python_of_the_page_runs(tmp_path):
     """Run the app with custom data and model for a round. The mod's lines are in the example."""
-    mod, custom = find_blocks("python")
+    mod, custom, private = find_blocks("python")
     (tmp_path / "app.py").write_text(custom, encoding="utf-8")
     assert has_components(tmp_path)
     scope = {
@@ -98,6 +98,11 @@ def test_the_python_of_the_page_runs(tmp_path):
     scope = {"ClientApp": ClientApp, "make_model": Net, "load_data": lambda context: None}
     exec(mod, scope)
     assert scope["app"]._mods
+
+    (tmp_path / "app.py").write_text(private, encoding="utf-8")
+    assert has_components(tmp_path)
+    exec(private, scope := {})
+    assert len(scope["client"]._mods) == 1
 
 
 def assert_installs_without_an_index(folder, tmp_path):
