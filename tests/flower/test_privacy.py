@@ -11,6 +11,14 @@ from dataclasses import replace  # noqa: E402
 
 from flower.controlled import Controlled  # noqa: E402
 from flower.inprocess import CUSTOM, RUN, InProcessGrid  # noqa: E402
+from flower.test_mod import (  # noqa: E402
+    example,  # noqa: F401
+    make_context,
+    make_message,
+    make_moving_app,
+    measure_distance,
+)
+from flwr.app import ArrayRecord  # noqa: E402
 from flwr.client import mod as legacy  # noqa: E402
 from flwr.clientapp.mod import (  # noqa: E402
     LocalDpMod,
@@ -22,7 +30,7 @@ from small import Net  # noqa: E402
 
 from fedala import UserError  # noqa: E402
 from fedala.errors import RunError  # noqa: E402
-from fedala.flower import client_app  # noqa: E402
+from fedala.flower import ala_mod, client_app, order_mods  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 from fedala.methods import catalogue, register, registry  # noqa: E402
 
@@ -252,3 +260,15 @@ def hide(mod):
 def test_secure_aggregation_that_is_not_recognised_ends_the_run_as_failed(tmp_path):
     with pytest.raises(RunError, match=r"No update has counted in 2 rounds.*KeyError"):
         federate(tmp_path, [hide(legacy.secaggplus_mod)])
+
+
+def test_order_mods_lets_local_dp_bound_the_upload_of_another_app(example, tmp_path):  # noqa: F811
+    """There, the mod measures from the model that the server sent, not from ALA's."""
+    ala, clipping = ala_mod(example.setup, layers=1), LocalDpMod(0.1, **NO_NOISE)
+    app = make_moving_app(example, *order_mods(ala, clipping))
+    InProcessGrid(app, 0, tmp_path)
+    for round in range(2):
+        torch.manual_seed(round)
+        sent = ArrayRecord(example.make_model().state_dict())
+        reply = app(make_message(sent), make_context(tmp_path))
+        assert measure_distance(reply.content["arrays"], sent) == pytest.approx(0.1, rel=1e-4)

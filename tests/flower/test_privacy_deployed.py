@@ -14,6 +14,7 @@ from flower.test_deployment import (  # noqa: E402
     federation,  # noqa: F401
     finish,
     run_simulation,
+    simulate,  # noqa: F401
     submit,
 )
 from flwr.clientapp.mod import fixedclipping_mod  # noqa: E402
@@ -75,3 +76,14 @@ def test_privacy_mods_on_a_superlink(federation, tmp_path):  # noqa: F811
     log = federation.read_run_log(run)
     assert "No update has counted in 1 rounds" in log
     assert "the commonest reason is: out.bias is not finite" in log
+
+
+@pytest.mark.deployment
+def test_a_simulation_whose_nodes_are_all_refused_ends_at_once(simulate, tmp_path):  # noqa: F811
+    """It does not wait `start_timeout` for nodes that cannot come."""
+    app = write_app(tmp_path / "clipping", "flwr.clientapp.mod", "fixedclipping_mod")
+    began = time.monotonic()
+    log = simulate(app, {**RUN, "clients": 2})
+    assert time.monotonic() - began < 200
+    assert "0 clients are online, but 2 are required, and no further nodes can connect" in log, log
+    assert "the commonest reason is: fixedclipping_mod needs a bound: set clipping_norm" in log
