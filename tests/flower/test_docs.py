@@ -76,8 +76,8 @@ def has_components(folder):
 
 
 def test_the_python_of_the_page_runs(tmp_path):
-    """Run the app with custom data and model for a round."""
-    [custom] = find_blocks("python")
+    """Run the app with custom data and model for a round, and load the one with privacy mods."""
+    custom, private = find_blocks("python")
     (tmp_path / "app.py").write_text(custom, encoding="utf-8")
     assert has_components(tmp_path)
     scope = {
@@ -96,6 +96,11 @@ def test_the_python_of_the_page_runs(tmp_path):
     for node, config in grid.node_configs.items():
         config["data"] = node - 100
     assert len(serve(grid, run_config, scope["custom"]).history) == 2
+
+    (tmp_path / "app.py").write_text(private, encoding="utf-8")
+    assert has_components(tmp_path)
+    exec(private, scope := {})
+    assert len(scope["client"]._mods) == 1
 
 
 def test_the_python_of_the_page_on_other_apps_runs(tmp_path):

@@ -1,6 +1,6 @@
 """A client of a real federation: a cohort of one lane, which runs the methods on its samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from logging import getLogger
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedala.flower.arrays import pack_message, unpack_trusted_message
 from fedala.flower.client_store import ClientStore, choose_state_dir, name_client
 from fedala.flower.experiment import CustomApp, prepare_client, read_run_config
 from fedala.flower.messages import PARTS, Introduction, Reply, Request
+from fedala.flower.upload_mods import find_misfit, prepare_mods, refuse_message
 from fedala.lanes import Cohort, Message, Params, State
 from fedala.lanes.messages import add_transient, drop_transient
 from fedala.lanes.randomness import torch_seed
@@ -32,16 +33,18 @@ def client_app(custom: CustomApp | None = None, mods: list[Mod] | None = None) -
     """Make a Flower client app that takes part in any method's rounds. The run config says which.
 
     A train message initialises a model, tests it, trains it and uploads it. An evaluate message
-    does not train.
+    does not train. Flower's privacy mods apply to train messages only, all other mods to every
+    message.
     """
-    app = ClientApp(mods=mods)
+    mods = mods or []
+    app = ClientApp(mods=prepare_mods(mods))
     clients: dict[tuple[Any, ...], Client] = {}  # a process may get several messages
 
     def get_client(context: Context) -> "Client":
         key = tuple(sorted((*context.run_config.items(), *context.node_config.items())))
         if key not in clients:
             clients.clear()
-            clients[key] = Client(context, custom)
+            clients[key] = Client(context, custom, mods)
         return clients[key]
 
     def handle(
@@ -71,15 +74,22 @@ class ClientError(Exception):
 class Client:
     """One client of one experiment, on its own machine."""
 
-    def __init__(self, context: Context, custom: CustomApp | None) -> None:
+    def __init__(
+        self, context: Context, custom: CustomApp | None, mods: Sequence[Mod] = ()
+    ) -> None:
         self.experiment, self.number = prepare_client(context, custom)
-        _, deployment = read_run_config(context.run_config)
+        self.mods = mods
+        _, self.deployment = read_run_config(context.run_config)
         folder = choose_state_dir(context.node_config)
-        self.store = ClientStore(folder, deployment.experiment, name_client(context))
+        self.store = ClientStore(folder, self.deployment.experiment, name_client(context))
 
     def introduce(self, message: FlowerMessage) -> FlowerMessage:
         """Tell the server which client this is, and how many samples it has."""
-        task = self.experiment.task
+        task, method = self.experiment.task, self.experiment.method
+        if self.mods or self.deployment.clipping_norm:
+            initial, bound = self._make_initial_model(), self.deployment.clipping_norm
+            if reason := find_misfit(self.mods, method, task, initial, bound):
+                return refuse_message(message, reason)
         sizes = {part: task.size(self.number, part) if task.parts[part] else 0 for part in PARTS}
         return FlowerMessage(Introduction(self.number, sizes).pack(), reply_to=message)
 

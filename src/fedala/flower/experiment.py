@@ -59,6 +59,14 @@ class Deployment:
     max_norm: float = option(
         0.0, "drop updates further than this from the model that was sent; 0: no bound", least=0
     )
+    clipping_norm: float = option(
+        0.0,
+        "the norm to which fixedclipping_mod clips updates; 0: no such mod",
+        least=0,
+    )
+    max_failed_rounds: int = option(
+        0, "end the run after so many rounds in a row without a counted update; 0: never", least=0
+    )
     max_samples: int = option(
         10_000_000,
         "refuse nodes that report more samples than this: samples are a client's weight",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 
 from fedala.errors import UserError, printable
 from fedala.simulation.client_round import RoundRequest
@@ -65,6 +66,8 @@ class Request:
     """The parts of its samples that the client tests on."""
     since: int
     """The client's last round that the server counted, from 1. 0: none yet."""
+    clipping_norm: float = 0.0
+    """The bound of the update for `fixedclipping_mod`. 0: none."""
 
     def pack(self) -> RecordDict:
         """Write the request into Flower's records. The message type says whether to train."""
@@ -75,6 +78,8 @@ class Request:
             "parts": list(self.parts),
             "since": self.since,
         })  # fmt: skip
+        if self.clipping_norm:
+            config[KEY_CLIPPING_NORM] = self.clipping_norm
         return RecordDict({"arrays": self.arrays, "config": config})
 
     @classmethod

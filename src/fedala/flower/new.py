@@ -15,12 +15,13 @@ from fedala.runs.folder import nearest_existing_parent
 
 APP = '''"""The app that `flwr run` starts.
 
-For your own data and model, pass a `fedala.flower.CustomApp` to both functions.
+For your own data and model, pass a `fedala.flower.CustomApp` to both functions. Flower's mods, such
+as LocalDpMod(…) of flwr.clientapp.mod, go into the list `mods`; the first is the outermost.
 """
 
 {imports}from fedala.flower import client_app, server_app
 {registrations}
-client = client_app()
+client = client_app(mods=[])
 server = server_app()
 '''
 

@@ -1,8 +1,9 @@
 """The nodes behind a grid: which client each of them is, and sending them messages."""
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from logging import getLogger
+from logging import INFO, WARNING, getLogger
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -14,6 +15,10 @@ log = getLogger("flwr")
 
 #: Seconds between two looks at the nodes and at their answers.
 PAUSE = 1.0
+#: Seconds between two lines of the log that say what a run waits for.
+REPORT_PAUSE = 30.0
+#: The most reasons for missing updates that are remembered.
+MAX_PROBLEMS = 1000
 
 REMEDY = "if this change is intended, start the run once with rebind=true"
 
@@ -34,24 +39,29 @@ class Nodes:
         max_samples: int = 2**53,
         validates: bool = True,
         rebind: bool = False,
+        can_grow: bool = True,
     ) -> None:
         """A round begins when `min_clients` of the `population` are online.
 
         A node that reports more than `max_samples` samples is refused. So is one that reports
         validation samples if the run does not use any (`validates`). With `rebind`, a client that
-        is offline may return as another node.
+        is offline may return as another node. If the number of nodes cannot grow (`can_grow`), the
+        wait ends when all of them have answered.
         """
         self.grid, self.population, self.min_clients = grid, population, min_clients
         self.max_sizes = dict.fromkeys(PARTS, max_samples)
         if not validates:
             self.max_sizes["validation"] = 0
-        self.rebind = rebind
+        self.rebind, self.can_grow = rebind, can_grow
         #: The node id of each client that has introduced itself, and its number of samples.
         self.node_ids: dict[int, int] = {}
         self.sizes: dict[int, Mapping[str, int]] = {}
         #: The node id that owns each client's number, online or not.
         self.owners: dict[int, int] = {}
-        self._refused: set[int] = set()
+        #: Why nodes that are online are not clients.
+        self._refused: dict[int, str] = {}
+        #: Why updates did not count, and how often.
+        self.problems: Counter[str] = Counter()
 
     def find_online_clients(self) -> dict[int, int]:
         """Return the node ids of the clients that are online now."""
@@ -61,23 +71,48 @@ class Nodes:
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until enough clients are online."""
         end = time.monotonic() + seconds
-        last_count = -1
+        last_count, next_report = -1, 0.0
         while True:
             self._query_new_nodes(max(1.0, end - time.monotonic()))
             count = len(self.find_online_clients())
             if count >= self.min_clients:
                 return
-            if time.monotonic() >= end:
+            now = time.monotonic()
+            if now >= end:
                 raise UserError(
                     f"After {seconds:g} s, {count} clients are online, but {self.min_clients} are "
-                    "required. Start more nodes, or lower min_nodes."
+                    f"required. Start more nodes, or lower min_nodes.{self._explain_refusals()}"
                 )
-            if count != last_count:
-                log.info(
-                    "Waiting for clients: %d online, at least %d required.", count, self.min_clients
+            if self._is_complete():
+                raise UserError(
+                    f"{count} clients are online, but {self.min_clients} are required, and no "
+                    "further nodes can connect in a simulation. Raise num-supernodes, or lower "
+                    f"min_nodes.{self._explain_refusals()}"
                 )
-                last_count = count
+            if count != last_count or now >= next_report:
+                log.log(
+                    WARNING if self._refused else INFO,
+                    "Waiting for clients: %d online, at least %d required.%s",
+                    count, self.min_clients, self._explain_refusals(),
+                )  # fmt: skip
+                last_count, next_report = count, now + REPORT_PAUSE
             time.sleep(PAUSE)
+
+    def _is_complete(self) -> bool:
+        """Tell whether every node that can ever connect has said who it is, or was refused."""
+        known = {*self.node_ids.values(), *self._refused}
+        # Before the first answer, the simulation engine may still be adding nodes.
+        return not self.can_grow and bool(known) and known >= set(self.grid.get_node_ids())
+
+    def _explain_refusals(self) -> str:
+        """Return how many of the nodes are refused, and the commonest reason, as sentences."""
+        if not self._refused:
+            return ""
+        [(reason, _)] = Counter(self._refused.values()).most_common(1)
+        online = set(self.grid.get_node_ids())
+        share = f"{len(self._refused)} of {len(online)} connected nodes"
+        who = "every connected node" if online <= self._refused.keys() else share
+        return f" Refused: {who}; the commonest reason is: {reason}."
 
     def restore_owners(self, owners: Mapping[int, int]) -> None:
         """Restore the owners of an earlier run of this experiment. Refuse nodes that contradict."""
@@ -88,6 +123,11 @@ class Nodes:
             if node != self.owners[client]:
                 self.forget_introduction(client)
                 self._refuse(node, _explain_owner(client, self.owners[client]))
+
+    def note_problem(self, reason: str) -> None:
+        """Remember why an update does not count."""
+        if reason in self.problems or len(self.problems) < MAX_PROBLEMS:
+            self.problems[reason] += 1
 
     def forget_introduction(self, client: int) -> None:
         """Forget a client's introduction, so that it is queried again before the next round."""
@@ -114,10 +154,12 @@ class Nodes:
                 )
         for client in sorted(contents.keys() - online.keys()):
             log.warning("Round %d: client %d is offline.", round, client)
+            self.note_problem("it was offline")
         answers = {}
         for client, answer in self._send_and_collect(messages, seconds):
             if isinstance(answer, UserError):
                 problem = clean_text(answer)
+                self.note_problem(problem)
                 log.warning(
                     "Round %d: client %d (node %d) failed: %s.",
                     round, client, online[client], problem,
@@ -129,8 +171,9 @@ class Nodes:
     def _query_new_nodes(self, seconds: float) -> None:
         """Ask every node that has not introduced itself who it is."""
         online = set(self.grid.get_node_ids())
-        self._refused &= online  # a node that left and came back may have been repaired
-        new_nodes = sorted(online - set(self.node_ids.values()) - self._refused)
+        for node in self._refused.keys() - online:
+            del self._refused[node]  # when it comes back, it may have been repaired
+        new_nodes = sorted(online - set(self.node_ids.values()) - self._refused.keys())
         messages = {
             node: Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
             for node in new_nodes
@@ -168,7 +211,7 @@ class Nodes:
 
     def _refuse(self, node: int, reason: str) -> None:
         log.warning("Node %d is refused: %s.", node, reason)
-        self._refused.add(node)
+        self._refused[node] = reason
 
     def _send_and_collect(
         self, messages: Mapping[int, Message], seconds: float

@@ -20,6 +20,7 @@ from fedala.flower.experiment import (
 )
 from fedala.flower.nodes import Nodes
 from fedala.flower.transport import FlowerTransport
+from fedala.flower.upload_mods import find_unclippable
 from fedala.methods import Method
 from fedala.records import Fault, HistoryRow
 from fedala.runs.execute import execute
@@ -51,6 +52,10 @@ def serve(grid: Grid, run_config: Mapping[str, Any], custom: CustomApp | None = 
         raise UserError(
             f"max_norm does not apply to {method.title}, which sends several models: set it to 0."
         )
+    if deployment.clipping_norm:
+        initial = experiment.start(config.seed)
+        if reason := find_unclippable(method, experiment.task, initial):
+            raise UserError(f"clipping_norm does not apply: {reason}.")
     nodes = _make_nodes(grid, experiment, deployment)
 
     def simulate(plan: Plan, method: Method, **options: Any) -> Simulation:
@@ -96,6 +101,7 @@ def _make_nodes(grid: Grid, experiment: Experiment, deployment: Deployment) -> N
         validates=experiment.validates,
         # Flower's simulation engine has no keys: its nodes are new in every run.
         rebind=deployment.rebind or isinstance(grid, InMemoryGrid),
+        can_grow=not isinstance(grid, InMemoryGrid),
     )
 
 

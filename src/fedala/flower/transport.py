@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, MessageType
 from flwr.app import Message as FlowerMessage
 from torch import Tensor
 
+from fedala.errors import RunError
 from fedala.flower.arrays import pack_message
 from fedala.flower.experiment import Deployment
 from fedala.flower.messages import EVALUATE_RECEIVED, PARTS, Reply, Request, clean_text
@@ -43,14 +44,40 @@ class FlowerTransport(Transport):
         #: The last round of each client whose update was counted, from 1.
         self.counted: dict[int, int] = {}
         self._reset: set[int] = set()  # clients that start over after this round
+        self._round = 0  # the last one that is over
+        self._failed_rounds = 0  # those since the last counted update
+        self._has_counted = False  # whether an update has ever counted
         empty: list[Any] = [range(0)] * nodes.population
         task.parts = {part: list(empty) for part in PARTS}
         self._update_sizes()
 
     def begin_round(self) -> bool:
+        self._check_progress()
         self.nodes.wait_until_ready(self.deployment.start_timeout)
         self._update_sizes()
         return True
+
+    def _check_progress(self) -> None:
+        """End a run that has learned nothing, or not for as many rounds as the options allow."""
+        limit = self.deployment.max_failed_rounds
+        if self._round >= self.setup.rounds and not self._has_counted:
+            raise RunError(
+                f"No update has counted in {self._round} rounds, so that nothing was learned"
+                f"{self._explain_problems()}. Start again under another experiment name."
+            )
+        if limit and self._failed_rounds >= limit:
+            raise RunError(
+                f"No update has counted in {self._failed_rounds} rounds in a row, and "
+                f"max_failed_rounds is {limit}{self._explain_problems()}. To continue after round "
+                f"{self._round}, start the run again."
+            )
+
+    def _explain_problems(self) -> str:
+        """Return the commonest reason why updates did not count, as the end of a sentence."""
+        if not self.nodes.problems:
+            return "; the log says why"
+        [(reason, _)] = self.nodes.problems.most_common(1)
+        return f"; the commonest reason is: {reason}"
 
     def _update_sizes(self) -> None:
         """Give the task the numbers of samples that the clients reported."""
@@ -87,7 +114,8 @@ class FlowerTransport(Transport):
                 travelling = message._replace(model=drop_transient(self.setup.task, message.model))
                 packed[id(message)] = pack_message(travelling)
             since = self.counted.get(client, 0)
-            work = Request(request, packed[id(message)], self.setup.parts, since)
+            bound = self.deployment.clipping_norm if request.train else 0.0
+            work = Request(request, packed[id(message)], self.setup.parts, since, bound)
             contents[client] = work.pack()
         seconds = self.deployment.round_timeout
         answers = self.nodes.exchange(kind, contents, request.round, seconds)
@@ -99,6 +127,8 @@ class FlowerTransport(Transport):
 
     def keep_states(self, result: CohortResult, policy: str) -> None:
         """Let a diverged client start over if that is the policy. Its node has saved nothing."""
+        for _ in result.diverged:
+            self.nodes.note_problem("its training diverged")
         if policy == "reset":
             self._reset |= {result.lanes[position][1] for position in result.diverged}
 
@@ -109,6 +139,12 @@ class FlowerTransport(Transport):
             self.counted.pop(client, None)
         self._reset = set()
         self.counted |= {client: round for _, client in counted}
+        self._round = round
+        if counted:
+            self._failed_rounds, self._has_counted = 0, True
+            self.nodes.problems.clear()
+        else:
+            self._failed_rounds += 1
 
     def undo_round(self) -> None:
         super().undo_round()
@@ -139,6 +175,7 @@ class FlowerTransport(Transport):
         if not are_known or not all(0 < last <= round for last in counted.values()):
             raise ValueError("the state of another federation")
         self.counted = counted
+        self._round, self._has_counted = round, bool(counted)
         self.nodes.restore_owners(owners)
         self._update_sizes()
 
@@ -151,9 +188,11 @@ class FlowerTransport(Transport):
             reply = Reply.unpack(answer.content, self.setup.method.metrics)
             result = self._check(client, reply, request, sent)
         except Exception as error:  # any problem with a reply costs this update alone
+            problem = clean_text(error)
+            self.nodes.note_problem(problem)
             log.warning(
                 "Round %d: the update of client %d (node %d) is dropped: %s.",
-                round, client, node, clean_text(error),
+                round, client, node, problem,
             )  # fmt: skip
             return None
         if reply.has_lost_state:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fedala.errors import RunError, first_line
 from fedala.lanes.trees import leaves, tree_map
@@ -114,9 +116,9 @@ class RankGroup:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         with self._watch():
-            store, *_ = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+            store, *_ = next(iter(rendezvous("env://", timeout=TIMEOUT)))
             # The store of torchrun's agent still has the addresses of ranks that died.
-            store = dist.PrefixStore(f"attempt {count_restarts()}", store)
+            store = PrefixStore(f"attempt {count_restarts()}", store)
             dist.init_process_group(
                 "gloo", timeout=TIMEOUT, store=store, rank=self.rank, world_size=self.size
             )
