@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import small
 import torch
-from small import QUICK, assert_close, evaluate, ragged_task, same_rows, simulate, start_of
+from small import QUICK, Net, assert_close, evaluate, ragged_task, same_rows, simulate, start_of
 
 from fedala import methods
 from fedala.errors import UserError
@@ -54,6 +55,29 @@ def assert_lanes_are_independent(name, join_ratio):
 @pytest.mark.parametrize(("name", "join_ratio"), RATIOS)
 def test_lanes_are_independent_over_rounds(name, join_ratio):
     assert_lanes_are_independent(name, join_ratio)
+
+
+class Scaled(Net):
+    """A model with a parameter that is a single number, as in CLIP."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+# FedPHP refuses it: the last layer cannot be cut off.
+@pytest.mark.parametrize("name", [name for name in EVERY if "fedphp" not in name])
+def test_a_parameter_may_be_a_single_number(name, monkeypatch):
+    task = ragged_task([5, 9, 3], model=Scaled())
+    monkeypatch.setattr(small, "start_of", lambda task: start_of(task, Scaled))
+    one, other = (simulate(name, task, rounds=2, lanes=lanes) for lanes in (1, None))
+    same_rows(one[1], other[1], 1e-10)
+    assert any((model["scale"] != 1.5).all() for model in one[2].values()), (
+        "the number is never trained"
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -18,7 +18,7 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut, Layered
 from fedala.lanes.samples import Samples, to_device
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, broadcast_lanes
+from fedala.lanes.trees import Params, broadcast_lanes, flatten_lanes
 from fedala.lanes.weight_learning import Learner, Problem, Settings, learn_in_batches
 
 #: `summarize_weights` sorts the elements of W into this many equal parts of [0, 1].
@@ -164,17 +164,17 @@ def draw_positions(draw: np.random.Generator, size: int, share: float) -> np.nda
 
 def _are_finite(params: Params) -> Tensor:
     """Tell for each lane whether all its numbers are finite."""
-    return torch.stack([value.isfinite().flatten(1).all(1) for value in params.values()]).all(0)
+    return torch.stack([flatten_lanes(value.isfinite()).all(1) for value in params.values()]).all(0)
 
 
 def _are_different(update: Params) -> Tensor:
     """Tell for each lane whether any number of the update is not zero."""
-    return torch.stack([(value != 0).flatten(1).any(1) for value in update.values()]).any(0)
+    return torch.stack([flatten_lanes(value != 0).any(1) for value in update.values()]).any(0)
 
 
 def average_weights(weights: Params) -> Tensor:
     """Return each lane's mean of W over all its elements."""
-    flat = [value.flatten(1) for value in weights.values()]
+    flat = [flatten_lanes(value) for value in weights.values()]
     total = sum(value.shape[1] for value in flat)
     return torch.stack([value.sum(1) for value in flat]).sum(0) / total
 
@@ -184,7 +184,7 @@ def summarize_weights(weights: Params) -> Tensor:
 
     The result [lane, parameter, 1 + BINS] stays on the device.
     """
-    return torch.stack([_summarize(value.flatten(1)) for value in weights.values()], 1)
+    return torch.stack([_summarize(flatten_lanes(value)) for value in weights.values()], 1)
 
 
 def _summarize(flat: Tensor) -> Tensor:

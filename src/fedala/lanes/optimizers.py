@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedala.lanes.recipe import Optimizer, is_constant
 from fedala.lanes.row_gradients import Gradients, RowGradient
-from fedala.lanes.trees import Params, State, broadcast_lanes, is_shared
+from fedala.lanes.trees import Params, State, broadcast_lanes, flatten_lanes, is_shared
 
 Number = float | Tensor
 """One number for all lanes, or one for each, [lane]."""
@@ -150,7 +150,7 @@ def align(number: Number, target: Tensor) -> Any:
 
 def find_clip_factors(gradients: Mapping[str, Tensor], largest: Number) -> Tensor:
     """Return the factor of each lane's gradients that bounds their norm, [lane], at most 1."""
-    norms = [torch.linalg.vector_norm(value.flatten(1), dim=1) for value in gradients.values()]
+    norms = [torch.linalg.vector_norm(flatten_lanes(value), dim=1) for value in gradients.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     factors: Tensor = (largest / (norm + 1e-6)).clamp(max=1.0)
     return factors

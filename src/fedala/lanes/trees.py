@@ -90,3 +90,8 @@ def matches(tree: Any, template: Any) -> bool:
 def broadcast_lanes(numbers: Tensor, like: Tensor) -> Tensor:
     """Shape one number per lane so that it broadcasts to `like`, [lane, …]."""
     return numbers.view(-1, *[1] * (like.ndim - 1))
+
+
+def flatten_lanes(value: Tensor) -> Tensor:
+    """Return [lane, number]: a parameter may be a single number, [lane]."""
+    return value.reshape(len(value), -1)

@@ -19,6 +19,7 @@ from fedala.lanes import (
     broadcast_lanes,
     densify,
 )
+from fedala.lanes.trees import flatten_lanes
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -128,9 +129,9 @@ class Step:
         self_weight, numbers, slopes = (p * own).sum(1), fixed["optimizer"], dict[str, Any]()
         rate = numbers["lr"] * self_weight
         for name, gradient in densify(gradients).items():
-            flat = gradient.flatten(1)
-            by_other += flat @ fixed["cores"][name][0].flatten(1).T
-            by_own += (flat * core[name].flatten(1)).sum(1)
+            flat = flatten_lanes(gradient)
+            by_other += flat @ flatten_lanes(fixed["cores"][name][0]).T
+            by_own += (flat * flatten_lanes(core[name])).sum(1)
             if self.rule.is_plain:
                 core[name].sub_(broadcast_lanes(rate, gradient) * gradient)
             else:

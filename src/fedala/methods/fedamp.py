@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
-from fedala.lanes.trees import count_lanes, share, take
+from fedala.lanes.trees import count_lanes, flatten_lanes, share, take
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -106,7 +106,7 @@ def squared_distances(models: Params) -> Tensor:
     """
     rows = []
     for i in range(count_lanes(models)):
-        squares = [(v - v[i]).square().flatten(1).sum(1).double() for v in models.values()]
+        squares = [flatten_lanes(v - v[i]).square().sum(1).double() for v in models.values()]
         rows.append(sum(squares[1:], squares[0]))
     return torch.stack(rows)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, broadcast_lanes
 from fedala.lanes.randomness import draw
-from fedala.lanes.trees import first_leaf
+from fedala.lanes.trees import first_leaf, flatten_lanes
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -103,7 +103,7 @@ class FedFomo(Method):
             model = {name: value[:, n] for name, value in models.items()}
             gain = before - cohort.evaluate(model, rows, is_shared=True).loss
             moves = [
-                (model[name] - previous[name]).flatten(1).square().sum(1)
+                flatten_lanes(model[name] - previous[name]).square().sum(1)
                 for name in cohort.task.trainable
             ]
             distance = torch.stack(moves).sum(0).sqrt()

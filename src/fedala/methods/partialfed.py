@@ -20,7 +20,7 @@ from fedala.lanes import (
     densify,
     descend,
 )
-from fedala.lanes.trees import count_lanes
+from fedala.lanes.trees import count_lanes, flatten_lanes
 from fedala.methods.base import Method
 from fedala.options import option
 
@@ -123,7 +123,7 @@ def step_logits(task: Task, state: State, fixed: State, x: Any, y: Any) -> Tenso
     slope = torch.zeros_like(share)  # ∂L/∂share of each layer: ⟨∂L/∂w, load − keep⟩
     whole = densify(gradients)
     for name, layer in layer_numbers(task, whole).items():
-        slope[:, layer] += (whole[name] * (load[name] - keep[name])).flatten(1).sum(1)
+        slope[:, layer] += flatten_lanes(whole[name] * (load[name] - keep[name])).sum(1)
     slope = slope * share * other / tau
     descend({"logits": logits}, {"logits": torch.stack([slope, -slope], -1)}, fixed["lr"])
     return losses
