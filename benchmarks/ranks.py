@@ -207,6 +207,9 @@ def time_commands(group: RankGroup) -> torch.Tensor:
         group.share(("released", "name", tuple(range(20))))
         group.gather(list(range(20)))
 
+    for size in (0, 1, 10**6):  # an object may be longer than a slot
+        assert group.share(bytes(size)) == bytes(size)
+        assert group.gather(bytes(size)) == [bytes(size)] * (group.size if group.rank == 0 else 0)
     found = []
     for work in (lambda: group.share(tuple(range(20))), call, lambda: group.add_trees(tree)):
         for _ in range(20):

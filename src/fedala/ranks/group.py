@@ -6,6 +6,7 @@ objects are pickled: nothing of this is read from a file or from another program
 """
 
 import os
+import pickle
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ log = getLogger(__name__)
 ALIGNMENT = 16
 #: A rank that dies closes its connections, which is noticed at once. This is for nothing else.
 TIMEOUT = timedelta(days=2)
+
+
+#: The bytes of an object that travel at once, with its length; the rest comes after them.
+SLOT, HEADER = 2**14, 8
 
 
 class RankLost(RunError):
@@ -100,6 +105,27 @@ def unpack(row: Tensor, template: Any, device: torch.device) -> Any:
     return tree_map(read, template)
 
 
+def _empty_row(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _make_row(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _write_slot(data: bytes) -> Tensor:
+    """Return the length of an object and its first bytes, in a row of fixed size."""
+    first = data[: SLOT - HEADER]
+    return _make_row(len(data).to_bytes(HEADER, "little") + first.ljust(SLOT - HEADER, b"\0"))
+
+
+def _read_slot(row: Tensor) -> tuple[int, bytes]:
+    """Return the length of an object, and as many of its bytes as there are."""
+    data = row.numpy().tobytes()
+    size = int.from_bytes(data[:HEADER], "little")
+    return size, data[HEADER : HEADER + size]
+
+
 class RankGroup:
     """All processes of a run, as one of them sees it."""
 
@@ -144,18 +170,35 @@ class RankGroup:
 
     def share(self, value: Any = None) -> Any:
         """Return the object that rank 0 gives, on every rank."""
-        values = [value]
+        row = _write_slot(pickle.dumps(value)) if self.rank == 0 else _empty_row(SLOT)
         with self._watch():
-            dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-        return values[0]
+            dist.broadcast(row, src=0)
+            size, data = _read_slot(row)
+            if rest := size - len(data):
+                row = _make_row(pickle.dumps(value)[-rest:]) if self.rank == 0 else _empty_row(rest)
+                dist.broadcast(row, src=0)
+                data += row.numpy().tobytes()
+        return value if self.rank == 0 else pickle.loads(data)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's object, on rank 0; nothing on others. Rank 0's own is not copied."""
-        is_leader = self.rank == 0
-        found: list[Any] | None = [None] * self.size if is_leader else None
+        packed = b"" if self.rank == 0 else pickle.dumps(value)
+        rows = [_empty_row(SLOT) for _ in range(self.size)] if self.rank == 0 else None
         with self._watch():
-            dist.gather_object(None if is_leader else value, found, dst=0)
-        return [value, *found[1:]] if found else []
+            dist.gather(_write_slot(packed), rows, dst=0)
+            if rows is None:
+                if len(packed) > SLOT - HEADER:
+                    dist.send(_make_row(packed[SLOT - HEADER :]), dst=0)
+                return []
+            found = [value]
+            for rank, row in enumerate(rows[1:], 1):
+                size, data = _read_slot(row)
+                if rest := size - len(data):
+                    row = _empty_row(rest)
+                    dist.recv(row, src=rank)
+                    data += row.numpy().tobytes()
+                found.append(pickle.loads(data))
+        return found
 
     # --- trees of tensors ----------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class RankTransport(Transport):
         return self.group.receive_tree(template, rank, self.setup.task.device)
 
     def finish_round(self, round: int, counted: Collection[Lane]) -> None:
-        self._call("finish_round", round)
+        self._tell("finish_round", round)
         self.client_states.note(self._places, self._with_state)
 
     def undo_round(self) -> None:
