@@ -1,38 +1,48 @@
 """ALA for any Flower app: a client mod that initialises the received model before training."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from logging import getLogger
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from torch import Tensor, nn
+from torch import nn
 
 from fedala.ala import ALA, RECEIVED_FAULT, find_not_finite
+from fedala.data.batches import Split
 from fedala.errors import UserError, printable
 from fedala.flower.mod_state import ModState
+from fedala.flower.model_arrays import (
+    EMPTY_TENSOR_KEY,
+    Names,
+    copy_with_arrays,
+    decode,
+    find_shared,
+    make_array,
+    match_names,
+)
 from fedala.lanes.losses import LossFunction
 
 log = getLogger("flwr")
 
-#: The name of the one array in a message without arrays, in Flower's legacy API.
-EMPTY_TENSOR_KEY = "_empty"
-
-#: The received model, in error messages.
-RECEIVED = "the model that the server sent"
-
 Setup = Callable[[Context], tuple[nn.Module, Any] | tuple[nn.Module, Any, LossFunction]]
-"""Returns the app's model, the client's training data, and its loss unless it is cross-entropy."""
+"""Returns the app's model, the client's training data, and a loss if ALA needs to be told."""
 
 
 class ALAMod:
     """A client mod. `ala_mod` makes one."""
 
-    def __init__(self, setup: Setup, experiment: str | None, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        experiment: str | None,
+        split: Split | None,
+        names: Names | None,
+        settings: Mapping[str, Any],
+    ) -> None:
         self.setup, self.experiment, self.settings = setup, experiment, settings
+        self.split, self.names = split, names
         ALA(**settings)  # refuses wrong settings before any message comes
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -62,8 +72,9 @@ class ALAMod:
         if set(record) <= {EMPTY_TENSOR_KEY}:
             fault = "the app's training returned no model"
         else:
-            trained = _decode(record)
-            filled = _copy_with_arrays(local, trained, "the model that training returned")
+            trained = decode(record)
+            source = "the model that training returned"
+            filled = copy_with_arrays(local, trained, source, self.names)
             name = find_not_finite(filled, local)
             if name is None:
                 state.save(ala, trained)
@@ -85,14 +96,17 @@ class ALAMod:
         arrays are the blend's in the layers that ALA governs, and the received ones in the others.
         If the received model is not finite, all arrays are the client's own.
         """
-        model, data, loss = (*self.setup(context), F.cross_entropy)[:3]
-        global_model = _copy_with_arrays(model, _decode(received))
+        model, data, loss = (*self.setup(context), None)[:3]
+        sent = decode(received)
+        names = match_names(model, sent, names=self.names)
+        global_model = copy_with_arrays(model, sent, names=self.names)
         stored = state.load(ala)
         if stored is None:  # a client's first time: it has no model of its own to blend
             local = copy.deepcopy(global_model)
         else:
-            local = _copy_with_arrays(model, stored, "the client's stored model")
-        report = ala.initialize(local, global_model, data, loss)
+            local = copy_with_arrays(model, stored, "the client's stored model", self.names)
+        shared = find_shared(model, names.values())
+        report = ala.initialize(local, global_model, data, loss, split=self.split, shared=shared)
         log.info(
             "ALA: %d epochs of weight learning, mean of W %.3f", report.epochs, report.weight_mean
         )
@@ -100,24 +114,37 @@ class ALAMod:
             log.warning("ALA: %s.", report.fault)
         parameters = dict(local.named_parameters())
         # By identity, because tied weights have several names.
-        names_blended = () if report.fault == RECEIVED_FAULT else ala.governs(local)
-        governed = {parameters[name] for name in names_blended}
-        blended, names = local.state_dict(keep_vars=True), _match_names(model, received)
-        arrays = {}
-        for key, array in received.items():
-            value = blended[names[key]]
-            is_blended = value in governed or report.fault == RECEIVED_FAULT
-            arrays[key] = _make_array(value, like=array) if is_blended else array
+        governed = {id(parameters[name]) for name in ala.weights}
+        blended = local.state_dict(keep_vars=True)
+        arrays = dict(received)
+        for key, name in names.items():
+            if id(blended[name]) in governed or report.fault == RECEIVED_FAULT:
+                arrays[key] = make_array(blended[name], like=received[key])
         return local, ArrayRecord(arrays), report.fault
 
 
-def ala_mod(setup: Setup, *, experiment: str | None = None, **settings: Any) -> Mod:
+def ala_mod(
+    setup: Setup,
+    *,
+    experiment: str | None = None,
+    split: Split | None = None,
+    names: Names | None = None,
+    **settings: Any,
+) -> Mod:
     """Make ALA a mod of a `ClientApp`: `ClientApp(mods=order_mods(ala_mod(setup)))`.
 
     `setup(context)` returns the app's model, the client's training data, and a loss unless it is
-    cross-entropy. `settings` are those of `fedala.ALA`. Before every training, the mod blends the
+    cross-entropy or the model computes it. `settings` are those of `fedala.ALA`, and so is `split`,
+    for batches of another form than pairs and dicts. Before every training, the mod blends the
     received model with the client's last local model, with weights W learned on the client's data.
     The model that the app's training returns is the next local model.
+
+    If the app sends only a part of the model, ALA blends the upper layers of that part. All else is
+    as in the model that `setup` returns, so the client's own parts must be in it. `names` says
+    what an array's name is in the model, if that is another: a function, or a dict of those that
+    differ. None means that ALA leaves the array alone, for instance a head that the app replaces
+    with the client's own. Arrays without names, those of a sub-module and those of a PEFT adapter
+    are recognised without it (`fedala.flower.model_arrays.match_names`).
 
     The local model and W are in files on the node (`state-dir` in its node config), so they survive
     a restart. They belong to the Flower run, unless you name an `experiment`: then later runs of
@@ -128,7 +155,7 @@ def ala_mod(setup: Setup, *, experiment: str | None = None, **settings: Any) -> 
     one. The log says so, and so does the metric `ala-fault`, which every reply has: 1 in such a
     round, else 0. In the legacy API it is in `FitRes.metrics`.
     """
-    return ALAMod(setup, experiment, settings)
+    return ALAMod(setup, experiment, split, names, settings)
 
 
 def order_mods(*mods: Mod) -> list[Mod]:
@@ -156,29 +183,6 @@ def _get_only_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:
     return key, record
 
 
-def _match_names(
-    model: nn.Module, keys: Sequence[str] | Mapping[str, Any], source: str = RECEIVED
-) -> dict[str, str]:
-    """Return the parameter or buffer of each array: by name, or by index if arrays have none."""
-    names = list(model.state_dict())
-    if set(keys) <= set(names):
-        return {key: key for key in keys}
-    if list(keys) == [str(i) for i in range(len(names))]:
-        return dict(zip(keys, names, strict=True))
-    unknown = next(key for key in keys if key not in names)
-    raise UserError(f"The model that setup returns does not have {unknown}, which is in {source}.")
-
-
-def _decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Read arrays as tensors. Their bytes tell type and shape, which the legacy API does not."""
-    if EMPTY_TENSOR_KEY in record:
-        raise UserError("The message carries no arrays, but ALA needs the model in it.")
-    try:
-        return dict(record.to_torch_state_dict())
-    except (ValueError, TypeError, EOFError, OSError, RuntimeError) as error:
-        raise UserError(f"The arrays of the model cannot be read: {error}.") from error
-
-
 def _add_fault_metric(reply: Message, fault: str | None) -> None:
     """Add a metric that says whether something was not finite.
 
@@ -193,26 +197,3 @@ def _add_fault_metric(reply: Message, fault: str | None) -> None:
         [(key, record)] = metrics.items()
         extended = type(record)({**record, "ala-fault": int(fault is not None)})
         reply.content = RecordDict({**content, key: extended})
-
-
-def _copy_with_arrays(
-    model: nn.Module, arrays: Mapping[str, Tensor], source: str = RECEIVED
-) -> nn.Module:
-    """Copy the model with these arrays in it. A counter that was averaged is rounded down."""
-    filled = copy.deepcopy(model)
-    state = filled.state_dict()
-    with torch.no_grad():
-        for key, name in _match_names(model, arrays, source).items():
-            if state[name].shape != arrays[key].shape:
-                raise UserError(
-                    f"{name} has the shape {tuple(state[name].shape)} in the model that setup "
-                    f"returns, but {tuple(arrays[key].shape)} in {source}."
-                )
-            state[name].copy_(arrays[key])
-    return filled
-
-
-def _make_array(value: Tensor, like: Array) -> Array:
-    """Make an array of the type of `like`: averages and half-precision apps keep their type."""
-    dtype = torch.from_numpy(like.numpy()).dtype  # arrays of the legacy API do not declare theirs
-    return Array(value.detach().cpu().to(dtype).numpy())
