@@ -3,6 +3,7 @@
 They run tests/flower/deployed/app.py. The first test always runs; the others take minutes.
 """
 
+import json
 import os
 import re
 import signal
@@ -23,11 +24,12 @@ from flower.test_processes import find_marked  # noqa: E402
 from small import Net, assert_close  # noqa: E402
 
 import fedala  # noqa: E402
-from fedala.flower import client_app  # noqa: E402
+from fedala.flower import client_app, load_personal  # noqa: E402
 from fedala.flower.demo import follow_run  # noqa: E402
 from fedala.flower.local import LocalFederation, make_certificates, make_key  # noqa: E402
 from fedala.flower.processes import find_family  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
+from fedala.flower.stored_states import list_states  # noqa: E402
 from fedala.io import tensor_files  # noqa: E402
 from fedala.runs.folder import RunFolder  # noqa: E402
 
@@ -315,6 +317,23 @@ def test_flowers_simulation_engine_equals_the_simulation(simulate, tmp_path):
         folder = RunFolder(tmp_path / "runs" / method)
         assert (folder.path / "summary.json").exists(), log
         assert_same_rows(read_history(folder), run_simulation(method=method).history)
+
+
+@pytest.mark.deployment
+def test_flowers_own_history_shows_the_accuracy_of_personal_models(simulate, tmp_path):
+    """And the simulation keeps states in the folder that the run config names."""
+    out, folder = tmp_path / "history.json", tmp_path / "clients"
+    log = simulate(HERE / "ala_digits", {"out": f"'{out}'", "state-dir": f"'{folder}'"})
+    assert out.exists(), log
+    history = json.loads(out.read_text())
+    personal, everyone = (history[key]["4"]["accuracy"] for key in ("clients", "global"))
+    assert personal > everyone + 0.2
+    for phase in ("clients", "train"):
+        assert {round["ala-lost"] for round in history[phase].values()} == {0}
+    assert [history["train"][str(round)]["ala-new"] for round in range(1, 5)] == [1, 0, 0, 0]
+    assert {state.client for state in list_states(folder)} == {"client-00000", "client-00001"}
+    assert all(state.round == 4 and state.belongs_to_run for state in list_states(folder))
+    assert set(load_personal(client=1, state_dir=folder)) >= {"0.weight", "2.bias"}
 
 
 #: Flower's default, which installs the dependencies of an app, but without an index.

@@ -1,4 +1,4 @@
-"""`fedala flower new | demo`: the methods on Flower."""
+"""`fedala flower new | demo | export`: the methods on Flower, and clients' models."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,7 +6,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fedala.cli import flower_state
 from fedala.cli.config_options import config_options, given_options
+from fedala.cli.flower_state import Client, Experiment, StateDir
 from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
 from fedala.report import tables
@@ -19,6 +21,7 @@ from fedala.runs.plan import plan
 app = typer.Typer(
     no_args_is_help=True, help="The same methods on Flower: real clients, on their own machines."
 )
+app.add_typer(flower_state.app, name="state")
 
 
 @app.command(
@@ -104,6 +107,37 @@ def demo(
     tables.show(tables.results(summary["methods"]))
     folder = f" Run folder: {out}" if out else ""
     print_line(f"SuperLink and SuperNodes have stopped.{folder}")
+
+
+@app.command(
+    epilog=keep_lines("""Examples:
+  fedala flower export --out model.safetensors
+  fedala flower export --state-dir /var/lib/fedala/state --client 3 --out model.safetensors
+  fedala flower export --experiment ward --client 3 --out model.safetensors --force""")
+)
+def export(
+    *,
+    out: Annotated[Path, typer.Option(help="a .safetensors file", metavar="FILE")],
+    state_dir: StateDir = None,
+    experiment: Experiment = None,
+    client: Client = None,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="overwrite a file that exists")
+    ] = False,
+) -> None:
+    """Write a client's personal model, as its last training left it, on the client's machine."""
+    from fedala.flower.stored_states import export_personal, find_state
+    from fedala.trained.export import check_output
+
+    if out.suffix.lower() != ".safetensors":
+        raise UserError(f"{out} must end with .safetensors: a client's state has weights only.")
+    check_output(out)
+    if out.exists() and not force:
+        raise UserError(f"{out} exists already: choose another file, or overwrite it with --force.")
+    state = find_state(experiment, client, state_dir=state_dir)
+    path = export_personal(state, out)
+    round = "" if state.round is None else f", after round {state.round}"
+    print_line(f"Written: {path} ({state.title}{round})")
 
 
 def _check_model(given: dict[str, Any]) -> None:

@@ -15,5 +15,6 @@ from fedala.flower.client import client_app
 from fedala.flower.experiment import CustomApp
 from fedala.flower.mod import ala_mod, order_mods
 from fedala.flower.server import server_app
+from fedala.flower.stored_states import load_personal
 
-__all__ = ["CustomApp", "ala_mod", "client_app", "order_mods", "server_app"]
+__all__ = ["CustomApp", "ala_mod", "client_app", "load_personal", "order_mods", "server_app"]

@@ -245,7 +245,7 @@ def read_node_samples(config: Config, node_config: Mapping[str, Any]) -> Federat
     The run config comes from the server and does not choose files. It may name the digits, which
     are a part of scikit-learn, and a known dataset if the node says where a copy of it is.
     """
-    if _is_simulated():
+    if is_simulated():
         node_config = {
             "dataset": config.dataset,
             "data-dir": config.data_dir,
@@ -320,7 +320,7 @@ def _is_file(partition: str | None) -> TypeGuard[str]:
     return partition is not None and partition.endswith(".json")
 
 
-def _is_simulated() -> bool:
+def is_simulated() -> bool:
     """Tell whether this is a worker of Flower's simulation engine.
 
     Then the nodes belong to the user who wrote the run config.

@@ -14,9 +14,6 @@ from fedala.errors import UserError, printable
 #: The name of the one array in a message without arrays, in Flower's legacy API.
 EMPTY_TENSOR_KEY = "_empty"
 
-#: The received model, in error messages.
-RECEIVED = "the model that the server sent"
-
 Names = Callable[[str], str | None] | Mapping[str, str | None]
 """From an array's name to that in the model, or to None if ALA should leave the array alone."""
 
@@ -34,10 +31,10 @@ def decode(record: ArrayRecord) -> dict[str, Tensor]:
 def match_names(
     model: nn.Module,
     arrays: Mapping[str, Tensor],
-    source: str = RECEIVED,
+    source: str,
     names: Names | None = None,
 ) -> dict[str, str]:
-    """Return the parameter or buffer of each array.
+    """Return the parameter or buffer of each array. `source` says whose they are, for errors.
 
     - `names` says it, if it is given.
     - By name: those of the model, of its PEFT adapter, or of just one sub-module's state dict.
@@ -162,25 +159,25 @@ def find_shared(model: nn.Module, names: Collection[str]) -> tuple[str, ...] | N
 def copy_with_arrays(
     model: nn.Module,
     arrays: Mapping[str, Tensor],
-    source: str = RECEIVED,
-    names: Names | None = None,
+    names: Mapping[str, str],
+    source: str,
 ) -> nn.Module:
-    """Copy the model with these arrays in it. A counter that was averaged is rounded down.
+    """Copy the model with these arrays in it: `names` has the parameter or buffer of each.
 
-    Frozen parameters without an array are not copied: with an adapter, that is almost the whole
-    model.
+    A counter that was averaged is rounded down. Frozen parameters without an array are not copied:
+    with an adapter, that is almost the whole model.
     """
-    match = match_names(model, arrays, source, names)
-    replaced = set(match.values())
+    tensors = model.state_dict(keep_vars=True)
+    replaced = {id(tensors[name]) for name in names.values()}
     frozen = {
         id(value): value
-        for name, value in model.named_parameters(remove_duplicate=False)
-        if not value.requires_grad and name not in replaced
+        for value in model.parameters()
+        if not value.requires_grad and id(value) not in replaced
     }
     filled = copy.deepcopy(model, frozen)
     state = filled.state_dict()
     with torch.no_grad():
-        for key, name in match.items():
+        for key, name in names.items():
             if state[name].shape != arrays[key].shape:
                 raise UserError(
                     f"{name} has the shape {tuple(state[name].shape)} in the model that setup "

@@ -232,6 +232,17 @@ def datasets(rows: Iterable[KnownDataset]) -> Table:
     return table
 
 
+def stored_states(rows: Iterable[Sequence[str]]) -> Table:
+    """Show what clients have stored: experiment, client, last round, size, last change, note."""
+    table = _table("experiment", "client")
+    for name in ("round", "size", "last change"):
+        table.add_column(name, justify="right")
+    table.add_column("", min_width=WRAPPED)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
 def _format_default(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)
 
