@@ -24,6 +24,7 @@ from flwr.compat.common import recorddict_compat as compat  # noqa: E402
 
 from fedala import ALA, UserError  # noqa: E402
 from fedala.flower import ala_mod  # noqa: E402
+from fedala.flower.model_arrays import copy_with_arrays  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +370,7 @@ def test_tied_weights(tmp_path):
     assert not np.array_equal(one, make_states(Tied)[1]["encode.weight"])
 
 
-def test_frozen_parameters_are_neither_blended_nor_copied(tmp_path):
+def test_frozen_parameters_are_not_blended(tmp_path):
     model = Net()
     model.fc2.requires_grad_(False)
     governed = check_app(
@@ -380,6 +381,28 @@ def test_frozen_parameters_are_neither_blended_nor_copied(tmp_path):
         (IMAGES, LABELS),
     )
     assert governed == {"fc1.weight", "fc1.bias"}
+
+
+def test_a_frozen_base_that_is_not_sent_is_not_copied():
+    model = Net().requires_grad_(False)
+    model.fc2.requires_grad_(True)
+    names = {"a": "fc2.bias", "b": "norm.weight"}
+    arrays = {"a": torch.ones(4), "b": torch.full((3,), 7.0)}
+    filled = copy_with_arrays(model, arrays, names, "the test")
+    assert filled.conv.weight is model.conv.weight
+    assert filled.fc2.weight is not model.fc2.weight
+    assert (filled.fc2.bias == 1).all()
+    assert (filled.norm.weight == 7).all()
+    assert (model.norm.weight == 1).all()
+
+
+def test_a_frozen_tied_weight_that_is_sent_is_copied():
+    model = Tied().requires_grad_(False)
+    before = model.encode.weight.clone()
+    arrays = {"decode.weight": torch.zeros(16, 16)}
+    filled = copy_with_arrays(model, arrays, {name: name for name in arrays}, "the test")
+    assert (filled.encode.weight == 0).all()
+    assert torch.equal(model.encode.weight, before)
 
 
 # --- models of Hugging Face -----------------------------------------------------------------------

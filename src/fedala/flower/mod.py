@@ -1,6 +1,5 @@
 """ALA for any Flower app: a client mod that initialises the received model before training."""
 
-import copy
 from collections.abc import Callable, Mapping
 from logging import getLogger
 from pathlib import Path
@@ -146,7 +145,7 @@ class ALAMod:
         names = match_names(model, sent, RECEIVED, self.names)
         global_model = copy_with_arrays(model, sent, names, RECEIVED)
         if stored is None:  # a client's first time: it has no model of its own to blend
-            local = copy.deepcopy(global_model)
+            local = copy_with_arrays(model, sent, names, RECEIVED)
         else:
             stored_names = match_names(model, stored, STORED, self.names)
             local = copy_with_arrays(model, stored, stored_names, STORED)
