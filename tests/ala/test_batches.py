@@ -60,6 +60,24 @@ def test_split_reads_any_batch():
     assert_same(*results, **FINE)
 
 
+def test_a_split_may_give_the_targets_to_the_model():
+    """As for a language model whose batches have no labels."""
+    pair = {"values": X, "mask": MASK}, Y + 1
+    rows = make_rows(values=X, mask=MASK, number=Y + 1)
+    local, received = twins(WithLoss)
+    ALA(max_epochs=2).initialize(
+        local,
+        received,
+        DataLoader(rows),
+        split=lambda b: (
+            {"values": b["values"], "mask": b["mask"], "labels": b["number"]},
+            b["number"],
+        ),
+    )
+    loss = lambda output, y: F.cross_entropy(output["logits"], y - 1)  # noqa: E731
+    assert_same(local, learn_with_loss(pair, loss), **FINE)
+
+
 class WithLoss(nn.Module):
     """Computes its own loss, as a model of transformers does: here the labels count from 1."""
 

@@ -183,6 +183,26 @@ def test_a_split_for_other_batches(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (Net(), "setup must return a model and the client's training data"),
+        ((Net(), LOADER, None, None), "it returns 4 things"),
+        ((Net, LOADER), "an nn.Module first, and it returns type"),
+    ],
+    ids=["model", "four", "class"],
+)
+def test_a_setup_that_returns_something_else_is_refused(tmp_path, returned, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run_app(tmp_path, lambda context: returned, make_states(Net))
+
+
+@pytest.mark.parametrize("hook", ["split", "names"])
+def test_hooks_of_another_kind_are_refused_before_any_message(hook):
+    with pytest.raises(UserError, match=f"{hook} must be a function"):
+        ala_mod(setup, **{hook: 3})
+
+
 # --- a part of the model --------------------------------------------------------------------------
 
 

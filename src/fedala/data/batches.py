@@ -24,6 +24,9 @@ class BatchSplitter:
     `forward` takes an entry of that name and no loss is given, the model gets the targets, too, and
     computes its own loss, as the models of `transformers` do. Of the other entries, a single one is
     the model's argument. Of several, the model gets those that its `forward` names, as keywords.
+
+    A user's `split` replaces this. If the inputs that it returns hold the targets under such a
+    name, the model computes its own loss, too.
     """
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, split: Split | None) -> None:
@@ -39,15 +42,20 @@ class BatchSplitter:
         return find_loss if self._model_computes_loss else F.cross_entropy
 
     def __call__(self, batch: Any) -> Any:
-        if self._split is not None:
-            return self._split(batch)
-        return self._split_dict(batch) if isinstance(batch, Mapping) else batch
+        if self._split is None and not isinstance(batch, Mapping):
+            return batch
+        pair = self._split(batch) if self._split else self._split_dict(batch)
+        self._model_computes_loss = self._loss is None and self._takes_targets(pair)
+        return pair
+
+    def _takes_targets(self, pair: Any) -> bool:
+        is_named = isinstance(pair, tuple) and bool(pair) and isinstance(pair[0], Mapping)
+        return is_named and any(map(_may_be_target, pair[0]))
 
     def _split_dict(self, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         target = _find_target(batch)
         others = {name: batch[name] for name in batch if not _may_be_target(name)}
-        self._model_computes_loss = self._loss is None and target in self._parameters
-        if self._model_computes_loss:
+        if self._loss is None and target in self._parameters:
             return {**self._choose_keywords(others), target: batch[target]}, batch[target]
         if len(others) == 1:
             [(name, value)] = others.items()

@@ -119,13 +119,19 @@ def _pick_samples(
     ):  # a shuffle yields all samples, and its generator is the user's: draw nothing from it
         sampler = range(sampler.num_samples)
     keys = np.unique(np.array(_list_keys(sampler)))
-    samples = [loader.dataset[key] for key in keys[choose(len(keys))].tolist()]
+    samples = _read_samples(loader.dataset, keys[choose(len(keys))].tolist())
     if not samples:
         return torch.empty(0), torch.empty(0)
     try:
         return _check_pair(split(loader.collate_fn(samples)))
     except (RuntimeError, TypeError, KeyError) as error:
         raise UserError(f"The samples cannot be put together as one batch: {error}.") from error
+
+
+def _read_samples(dataset: Any, keys: list[Any]) -> list[Any]:
+    """Read samples one by one, or at once if the dataset can, as a loader does."""
+    read_many = getattr(dataset, "__getitems__", None)
+    return list(read_many(keys)) if callable(read_many) else [dataset[key] for key in keys]
 
 
 def _concatenate(pairs: Sequence[Pair]) -> Pair:

@@ -60,6 +60,10 @@ class ALAMod:
             check_experiment_name(experiment)
         self.setup, self.settings, self.evaluate = setup, settings, evaluate
         self.experiment, self.state_dir = experiment, check_state_dir(state_dir)
+        if split is not None and not callable(split):
+            raise UserError(f"split must be a function, not {split!r}.")
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise UserError(f"names must be a function or a dict, not {names!r}.")
         self.split, self.names = split, names
         ALA(**settings)  # refuses wrong settings before any message comes
 
@@ -140,7 +144,7 @@ class ALAMod:
         arrays are the blend's in the layers that ALA governs, and the received ones in the others.
         If the received model is not finite, all arrays are the client's own.
         """
-        model, data, loss = (*self.setup(context), None)[:3]
+        model, data, loss = _read_setup(self.setup(context))
         sent = decode(received)
         names = match_names(model, sent, RECEIVED, self.names)
         global_model = copy_with_arrays(model, sent, names, RECEIVED)
@@ -235,6 +239,22 @@ def order_mods(*mods: Mod) -> list[Mod]:
             "A client app takes one ALA mod: a second would blend a model that is already blended."
         )
     return [*(mod for mod in mods if mod not in ala_mods), *ala_mods]
+
+
+def _read_setup(returned: Any) -> tuple[nn.Module, Any, LossFunction | None]:
+    """Return the model, the data, and the loss or None, out of what `setup` returned."""
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        what = f"{len(returned)} things" if isinstance(returned, tuple | list) else repr(returned)
+        raise UserError(
+            "setup must return a model and the client's training data, and may return a loss; "
+            f"it returns {printable(what, 200)}."
+        )
+    model, data, *loss = returned
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"setup must return an nn.Module first, and it returns {type(model).__name__}."
+        )
+    return model, data, loss[0] if loss else None
 
 
 def _get_only_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:

@@ -110,7 +110,9 @@ def load_sentences(context: Context):
 
 
 adapter = ClientApp(
-    mods=order_mods(ala_mod(lambda context: (make_language_model(), load_sentences(context))))
+    mods=order_mods(
+        ala_mod(lambda context: (make_language_model(), load_sentences(context)), eta=100.0)
+    )
 )
 
 
