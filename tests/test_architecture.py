@@ -32,6 +32,7 @@ ROOMS = (
     "trained",
     "report",
     "bench",
+    "ranks",
     "flower",
     "paper",
     "api",

@@ -272,7 +272,7 @@ def simulate(tmp_path):
     pytest.importorskip(
         "ray", reason="Ray is not installed: pip install 'fedala[flower-simulation]'"
     )
-    from fedala.flower.local import OFFLINE_ENVIRONMENT, find_program
+    from fedala.flower.local import OFFLINE_ENVIRONMENT, find_free_port, find_program
 
     home = tmp_path / "flwr"
     home.mkdir()
@@ -284,6 +284,8 @@ def simulate(tmp_path):
     common = {**os.environ, **OFFLINE_ENVIRONMENT, "FLWR_HOME": str(home)}
     common |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     common |= {"XDG_STATE_HOME": str(tmp_path / "state"), "FEDALA_FEDERATION": f"{tmp_path}/engine"}
+    # On the usual port, a SuperLink of somebody else may answer, with another copy of fedala.
+    common["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"] = str(find_free_port())
     common["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
     def run(app, run_config, **environment):

@@ -1,4 +1,4 @@
-"""The commands and programs of docs/deployment.md work."""
+"""The commands and programs of docs/deployment.md and docs/flower-apps.md work."""
 
 import os
 import re
@@ -10,25 +10,29 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from flower.inprocess import InProcessGrid, make_samples  # noqa: E402
+from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.common.config import validate_config  # noqa: E402
 from flwr.supercore import object_ref  # noqa: E402
 from small import Net  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from fedala.cli.app import app  # noqa: E402
+from fedala.flower.client_store import ClientStore  # noqa: E402
 from fedala.flower.experiment import read_run_config  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+APPS_PAGE = (ROOT / "docs" / "flower-apps.md").read_text(encoding="utf-8")
 
 
-def find_blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def find_blocks(language, page=PAGE):
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.mark.skipif(
@@ -72,8 +76,8 @@ def has_components(folder):
 
 
 def test_the_python_of_the_page_runs(tmp_path):
-    """Run the app with custom data and model for a round. The mod's lines are in the example."""
-    mod, custom = find_blocks("python")
+    """Run the app with custom data and model for a round."""
+    [custom] = find_blocks("python")
     (tmp_path / "app.py").write_text(custom, encoding="utf-8")
     assert has_components(tmp_path)
     scope = {
@@ -93,11 +97,18 @@ def test_the_python_of_the_page_runs(tmp_path):
         config["data"] = node - 100
     assert len(serve(grid, run_config, scope["custom"]).history) == 2
 
-    from flwr.clientapp import ClientApp
 
-    scope = {"ClientApp": ClientApp, "make_model": Net, "load_data": lambda context: None}
-    exec(mod, scope)
+def test_the_python_of_the_page_on_other_apps_runs(tmp_path):
+    """Train a round with the mod, and load the client's model. The rest is in the example."""
+    mod, personal = find_blocks("python", APPS_PAGE)
+    samples = make_samples(0)
+    scope = {"ClientApp": ClientApp, "make_model": Net, "model": Net()}
+    exec(mod, scope | {"load_data": lambda context: (samples.x, samples.y)}, scope)
     assert scope["app"]._mods
+    ClientStore(tmp_path, "ward", "client-00003").save(
+        1, {"local": Net().state_dict(), "ala": {"round": torch.tensor(1)}}
+    )
+    exec(personal.replace("/var/lib/fedala", str(tmp_path)), scope)
 
 
 def assert_installs_without_an_index(folder, tmp_path):

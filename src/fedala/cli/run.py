@@ -1,6 +1,8 @@
 """`fedala run`: train, evaluate, compare."""
 
 import re
+import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,13 +12,17 @@ from rich.console import Console
 
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line, say
-from fedala.errors import UserError
+from fedala.errors import RunError, UserError
 from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
+from fedala.ranks.group import RankLost, is_started_by_torchrun
+from fedala.ranks.launch import check_devices, launch
+from fedala.ranks.lead import Leader, join_ranks, serve
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
 from fedala.report.gains import describe_gains
 from fedala.report.progress_bars import ProgressBars
+from fedala.runs.build import build_simulation
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
@@ -28,6 +34,7 @@ from fedala.runs.resumable_options import change_config, is_data_path
 from fedala.runs.resume import resume_advice
 from fedala.runs.seconds import MEANING
 from fedala.runs.sweep_results import find_sweeps
+from fedala.simulation import Simulation
 
 app = typer.Typer()
 
@@ -101,9 +108,40 @@ def run(
             rich_help_panel="Files",
         ),
     ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            help="spread the clients over so many GPUs, or processes on a CPU (by torchrun)",
+            metavar="N",
+            rich_help_panel="Machine",
+        ),
+    ] = None,
     **values: Any,
 ) -> None:
     """Run one or several methods: train, evaluate, compare. A run folder keeps all results."""
+    if devices is not None and not is_started_by_torchrun():
+        check_devices(devices, str(values.get("device") or "auto"))
+        raise typer.Exit(launch(devices, sys.argv[1:]))
+    with join_ranks() as group:
+        if group and group.rank:
+            serve(group)
+        else:
+            lead = Leader(group) if group else None
+            _run(values, config, out, resume, lead, force=force, tensorboard=tensorboard, log=log)
+
+
+def _run(
+    values: dict[str, Any],
+    config: Path | None,
+    out: Path | None,
+    resume: Path | None,
+    leader: Leader | None,
+    *,
+    force: bool,
+    tensorboard: bool,
+    log: list[str] | None,
+) -> None:
+    """Run what the command line says, in this process or as the leader of several."""
     given, file = given_options(values), Config.read(config) if config else {}
     if resume:
         if config or force:
@@ -117,9 +155,10 @@ def run(
         RunFolder.check_output(folder, force=force)
     log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
     loggers.check(log)
-    checked = plan(chosen)
-    say(_description(checked, chosen))
-    _show(_execute(checked, folder, force=force, resume=resume, log=log))
+    checked = leader.plan(chosen) if leader else plan(chosen)
+    say(_description(checked, chosen, leader.group.size if leader else 1))
+    simulate = leader.simulate if leader else build_simulation
+    _show(_execute(checked, folder, force=force, resume=resume, log=log, simulate=simulate))
     page.write_after_run(folder, say, print_line)
     print_line(f"Run folder: {folder}")
 
@@ -161,8 +200,9 @@ def _folder_name(config: Config) -> str:
     return "-".join([*filter(None, parts), time])
 
 
-def _description(checked: Plan, chosen: Config) -> str:
+def _description(checked: Plan, chosen: Config, ranks: int) -> str:
     """Describe a run in one line; `chosen` has the options that the user gave."""
+    spread = f" × {ranks}" if ranks > 1 else ""
     config, data = checked.config, checked.federation.dataset
     note = f" ({data.note})" if data.note else ""
     held_out = checked.federation.held_out
@@ -171,7 +211,7 @@ def _description(checked: Plan, chosen: Config) -> str:
         f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
         f"{config.partition} over {config.clients} clients{unseen}; {config.model}"
         f"{_describe_input(checked)}, {_describe_rate(config, chosen)}, rounds: {config.rounds}, "
-        f"runs of each method: {config.seeds}, on {checked.device.type}"
+        f"runs of each method: {config.seeds}, on {checked.device.type}{spread}"
         f"{_describe_standardization(config, chosen)}"
     )
 
@@ -203,7 +243,13 @@ def _describe_standardization(config: Config, chosen: Config) -> str:
 
 
 def _execute(
-    checked: Plan, folder: Path, *, force: bool, resume: Path | None, log: list[str]
+    checked: Plan,
+    folder: Path,
+    *,
+    force: bool,
+    resume: Path | None,
+    log: list[str],
+    simulate: Callable[..., Simulation],
 ) -> RunResult:
     """Run all methods with a progress display, live loggers and a clean stop on a signal."""
     config = checked.config
@@ -226,7 +272,16 @@ def _execute(
                 watch.begin,
                 watch.earlier,
             )
-            return execute(checked, folder, force=force, resume=resume, observer=observer)
+            return execute(
+                checked,
+                folder,
+                force=force,
+                resume=resume,
+                observer=observer,
+                simulate=simulate,
+            )
+    except RankLost as error:
+        raise RunError(f"{error}. {resume_advice(config, folder).capitalize()}.") from None
     except Stopped as stopped:
         say(f"{stopped}; {resume_advice(config, folder)}.")
         raise typer.Exit(128 + signals[0]) from None

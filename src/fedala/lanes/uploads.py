@@ -63,18 +63,21 @@ class Uploads:
         Integer counters are not averaged: the first client's stay.
         """
         weights = self.weights if weights is None else weights
-        share = weights / weights.sum()
-        sources = self._sources()
-        lanes = to_device(weights.device, [lane for _, lane in sources])
+        return self.sum(weights / weights.sum())
 
-        def mean(*values: Tensor) -> Tensor:
+    def sum(self, shares: Tensor) -> Message:
+        """Return Σ share·upload as one lane. Of integer counters, the first client's stay."""
+        sources = self._sources()
+        lanes = to_device(shares.device, [lane for _, lane in sources])
+
+        def add(*values: Tensor) -> Tensor:
             if not values[0].is_floating_point():
                 piece, lane = sources[0]
                 return values[piece][lane : lane + 1].clone()
-            return _mean(values, sources, lanes, share.to(values[0].dtype))
+            return _sum(values, sources, lanes, shares.to(values[0].dtype))
 
-        averaged: Message = tree_map(mean, *(piece.message for piece in self.pieces))
-        return averaged
+        added: Message = tree_map(add, *(piece.message for piece in self.pieces))
+        return added
 
     def _sources(self) -> list[tuple[int, int]]:
         """Return, for each client, the piece and the lane in it that hold its upload."""
@@ -86,11 +89,11 @@ class Uploads:
         return [found[client] for client in self.clients]
 
 
-def _mean(
+def _sum(
     values: Sequence[Tensor],
     sources: Sequence[tuple[int, int]],
     lanes: Tensor,
-    share: Tensor,
+    shares: Tensor,
 ) -> Tensor:
     """Return Σ share·value as one lane, copying at most about `BLOCK` bytes at a time."""
     # Columns in the order of memory (one lane may stand channels last) are views, not copies.
@@ -102,12 +105,12 @@ def _mean(
     step = max(2, BLOCK // (len(sources) * flat[0].element_size()))
     # A single column is added up in another order than several: it never is a block of its own.
     starts = range(0, max(width - 1, 1), step)
-    means = []
+    sums = []
     for start, end in zip(starts, [*starts[1:], width], strict=True):
         # A block has no name, so that it is freed before the next one is copied.
         columns = [value[:, start:end] for value in flat]
-        means.append(torch.tensordot(share, _copy_lanes(columns, sources, lanes), 1))
-    whole = means[0] if len(means) == 1 else torch.cat(means)
+        sums.append(torch.tensordot(shares, _copy_lanes(columns, sources, lanes), 1))
+    whole = sums[0] if len(sums) == 1 else torch.cat(sums)
     back = sorted(range(len(order)), key=order.__getitem__)
     return whole.view(1, *shape).permute(0, *(1 + position for position in back)).contiguous()
 

@@ -74,7 +74,6 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
     """Build one method's simulation, ready for its first round."""
     config = plan.config
     task, start = build_task(plan)
-    one_thread_each = config.lanes == "auto" and plan.device.type == "cpu"
     return Simulation(
         method,
         task,
@@ -82,11 +81,8 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         seeds=range(config.seed, config.seed + config.seeds),
         rounds=int(config.rounds or 1),
         join_ratio=config.join_ratio,
-        lanes=count_lanes(config.lanes, plan.device),
-        threads=torch.get_num_threads() if one_thread_each else 1,
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
-        client_memory=_to_bytes(config.client_memory),
         record_weights=int(config.record_weights or 0),
         evaluate=config.evaluated_models,
         metrics_every=config.metrics_every,
@@ -94,8 +90,20 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         held_out=plan.federation.held_out,
         holdout_epochs=parse_epochs(config.holdout_epochs),
         holdout_every=config.holdout_every,
+        **local_options(plan),
         **options,
     )
+
+
+def local_options(plan: Plan) -> dict[str, Any]:
+    """Return how the clients of this machine share it: the options of `LocalTransport`."""
+    config = plan.config
+    one_thread_each = config.lanes == "auto" and plan.device.type == "cpu"
+    return {
+        "lanes": count_lanes(config.lanes, plan.device),
+        "threads": torch.get_num_threads() if one_thread_each else 1,
+        "client_memory": _to_bytes(config.client_memory),
+    }
 
 
 def _to_precision(y: Tensor, precision: str) -> Tensor:

@@ -303,8 +303,7 @@ class Checkpoints:
         simulation.clients.adopt(checkpoint.clients)
         simulation.clients.hold(self._referenced)
         if restores_lanes and simulation.task.device.type == checkpoint.device:
-            transport = simulation.transport
-            transport.lanes, transport.threads = checkpoint.lanes, checkpoint.threads
+            simulation.transport.set_width(checkpoint.lanes, checkpoint.threads)
 
     def _manifest(self, checkpoint: Checkpoint) -> Path:
         return self.folder / f"{checkpoint.round:07d}.json"

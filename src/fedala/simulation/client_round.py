@@ -13,6 +13,7 @@ from fedala.lanes.trees import leaves, matches, take
 from fedala.methods import Method
 from fedala.simulation.client_states import Lane
 from fedala.simulation.divergence import find_finite_lanes
+from fedala.simulation.evaluated_models import ModelStack
 
 #: The optimiser's slots in a client's state, by training. Methods do not see them.
 SLOTS = "optimizer"
@@ -55,6 +56,8 @@ class CohortResult:
     is_finite: Tensor | None = None
     """[lane]: whether training ended with finite numbers; None if nothing was trained."""
     evaluated: Params = field(default_factory=dict)
+    evaluated_elsewhere: ModelStack | None = None
+    """The evaluated models, if another process has them."""
     weights: Params = field(default_factory=dict)
     """ALA's W."""
     state_before: State = field(default_factory=dict)
@@ -100,10 +103,11 @@ def run_client_round(
     if request.record_weights:
         result.weights = method.ala_weights(state)
     if request.evaluate:
-        result.evaluated = method.model_to_evaluate(cohort, initialized, received, state)
-        result.scores = _test(result, cohort, request, "initialized", result.evaluated, parts)
+        tested = method.model_to_evaluate(cohort, initialized, received, state)
+        result.evaluated = tested
+        result.scores = _test(result, cohort, request, "initialized", tested, parts)
         if request.evaluate_received:
-            _test_received(result, cohort, request)
+            _test_received(result, cohort, request, tested)
     if request.train:
         # Initialising may add to a client's first state; what was there before stays as it was.
         result.state_before = {**state, **before}
@@ -146,9 +150,11 @@ def _test(
     return scores
 
 
-def _test_received(result: CohortResult, cohort: Cohort, request: RoundRequest) -> None:
+def _test_received(
+    result: CohortResult, cohort: Cohort, request: RoundRequest, tested: Params
+) -> None:
     """Test the received model, unless it is the very model that has just been tested."""
-    model, tested = cohort.received.model, result.evaluated
+    model = cohort.received.model
     if all(value is tested.get(name) for name, value in model.items()):
         result.further_scores["received"] = result.scores[0]
         if "received" in request.predicts:

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,35 @@ class StateLocation:
     file: File | None = None
 
 
-class ClientStates(Mapping[Lane, State]):
-    """The states of clients, by run and client."""
+class States(Mapping[Lane, State]):
+    """The states of clients, by run and client, on this machine or elsewhere."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """End a round: what it has replaced is not needed any more."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Give every client the state that it had before the round."""
+
+    @abstractmethod
+    def write(self) -> dict[Lane, File]:
+        """Write the states that have no file yet; return the files of all."""
+
+    @abstractmethod
+    def hold(self, names: Collection[str]) -> None:
+        """Keep the files that checkpoints refer to, and drop those that nobody needs any more."""
+
+    @abstractmethod
+    def adopt(self, found: Mapping[Lane, File], serial: int = 0) -> None:
+        """Take over states from their files, as `write` returned them.
+
+        New files get numbers from `serial` on, or higher ones.
+        """
+
+
+class ClientStates(States):
+    """The states of clients in this process."""
 
     def __init__(
         self,
@@ -132,14 +160,12 @@ class ClientStates(Mapping[Lane, State]):
                     self._spill(next(iter(self._resident)))
 
     def settle(self) -> None:
-        """End a round: what it has replaced is not needed any more."""
         before, self._before = self._before, {}
         for location in before.values():
             if location and location.file:
                 self._drop(location.file)
 
     def undo(self) -> None:
-        """Give every client the state that it had before the round."""
         for lane, location in self._before.items():
             replaced = self._locations.pop(lane)
             self.bytes -= self._resident.pop(lane, 0)
@@ -164,7 +190,6 @@ class ClientStates(Mapping[Lane, State]):
     # --- files ---------------------------------------------------------------------------------
 
     def write(self) -> dict[Lane, File]:
-        """Write the states that have no file yet; return the files of all."""
         found: dict[Lane, File] = {}
         on_host: dict[int, State] = {}
         for lane, location in self._locations.items():
@@ -178,21 +203,18 @@ class ClientStates(Mapping[Lane, State]):
         return found
 
     def hold(self, names: Collection[str]) -> None:
-        """Keep the files that checkpoints refer to, and drop those that nobody needs any more."""
         released, self._checkpointed = self._checkpointed - set(names), set(names)
         live = {location.file.name for location in self._locations.values() if location.file}
         for name in released - live:
             self._drop(File(name, ""))
 
-    def adopt(self, found: Mapping[Lane, File]) -> None:
-        """Take over states from their files, as `write` returned them."""
+    def adopt(self, found: Mapping[Lane, File], serial: int = 0) -> None:
         self._adopted = set(found.values()) - {NOTHING}
         self._locations = {
             lane: StateLocation({} if file == NOTHING else None, file=file)
             for lane, file in found.items()
         }
-        serials = [int(file.name.split(".")[0].split("-")[2]) for file in self._adopted]
-        self._serial = max(serials, default=0) + 1
+        self._serial = max(serial, next_serial(found))
 
     @property
     def folder(self) -> Path:
@@ -242,6 +264,12 @@ class ClientStates(Mapping[Lane, State]):
 
     def __len__(self) -> int:
         return len(self._locations)
+
+
+def next_serial(found: Mapping[Lane, File]) -> int:
+    """Return a number that is higher than those of all these files."""
+    names = [file.name for file in found.values() if file != NOTHING]
+    return 1 + max((int(name.split(".")[0].split("-")[2]) for name in names), default=0)
 
 
 def _make_temporary_folder() -> Path:

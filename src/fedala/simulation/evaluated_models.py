@@ -1,18 +1,57 @@
 """The models that were tested in the latest evaluation, as long as somebody may ask for them."""
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fedala.lanes import Message, Params, State, Task, tree_map
+from fedala.lanes import Params, State, Task, tree_map
 from fedala.lanes.messages import drop_transient
 from fedala.lanes.trees import take
 from fedala.methods import Method
 from fedala.records import PersonalModel
-from fedala.simulation.client_states import ClientStates, Lane
-from fedala.simulation.participation import list_absent
+from fedala.simulation.client_states import Lane
+
+
+class ModelStack(ABC):
+    """The models of several lanes, wherever they are."""
+
+    @abstractmethod
+    def select(self, lanes: Sequence[int]) -> "ModelStack":
+        """Return some of the lanes. The memory of the others is not kept alive."""
+
+    @abstractmethod
+    def get(self, lane: int) -> Params:
+        """Return the model of one lane."""
+
+
+@dataclass(frozen=True)
+class StackHere(ModelStack):
+    """Models on this machine, in the tensors that a cohort has tested."""
+
+    models: Params = field(repr=False)
+    lanes: int
+
+    def select(self, lanes: Sequence[int]) -> "StackHere":
+        if len(lanes) == self.lanes:
+            return self
+
+        def copy(value: Tensor) -> Tensor:
+            if value.stride(0) == 0:  # one model in all lanes
+                return value[: len(lanes)]
+            return value.index_select(0, torch.tensor(lanes, device=value.device))
+
+        return StackHere(tree_map(copy, self.models), len(lanes))
+
+    def get(self, lane: int) -> Params:
+        own: Params = take(self.models, slice(lane, lane + 1))
+        return own
+
+
+ClientModels = tuple[Sequence[int], ModelStack]
+"""Some clients, and their models in the same order."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +64,18 @@ class RunModels:
     task: Task
     run: int
     seed: int
-    cohorts: Sequence[tuple[Sequence[int], Params]] = field(repr=False)
-    """Clients, and their models as a stack."""
-    absent: Sequence[tuple[int, Params, bool]] = field(repr=False)
-    """A client, its model, and whether that is the initial one."""
+    stacks: Sequence[ClientModels] = field(repr=False)
+    beginners: Sequence[int]
+    """Clients that have never taken part: they have the initial model."""
+    initial: Params = field(repr=False)
     global_model: Params = field(repr=False)
 
     def __iter__(self) -> Iterator[PersonalModel]:
-        for clients, models in self.cohorts:
+        for clients, stack in self.stacks:
             for lane, client in enumerate(clients):
-                yield self._give(client, take(models, slice(lane, lane + 1)))
-        for client, model, is_initial in self.absent:
-            yield self._give(client, model, is_initial=is_initial)
+                yield self._give(client, stack.get(lane))
+        for client in self.beginners:
+            yield self._give(client, self.initial, is_initial=True)
         if self.global_model:
             yield self._give(None, self.global_model)
 
@@ -56,41 +95,27 @@ class EvaluatedModels:
     servers: Sequence[State]
     """As they were when the evaluated models were sent."""
     joined: Sequence[Sequence[int]]
-    cohorts: list[tuple[Sequence[Lane], Params]] = field(default_factory=list)
+    cohorts: list[tuple[Sequence[Lane], ModelStack]] = field(default_factory=list)
+
+    def add(self, lanes: Sequence[Lane], here: Params, elsewhere: ModelStack | None) -> None:
+        """Note the models of a cohort."""
+        self.cohorts.append((lanes, elsewhere or StackHere(here, len(lanes))))
 
     def of_run(
-        self, run: int, seed: int, initial: Params, states: ClientStates, population: int
+        self,
+        run: int,
+        seed: int,
+        initial: Params,
+        absent: Iterable[ClientModels] = (),
+        beginners: Sequence[int] = (),
     ) -> RunModels:
-        """Return the models of one run; call it before the next round changes the states.
-
-        `population` is 0 if the clients have no models of their own, or keep them elsewhere.
-        """
-        absent = []
-        for client in list_absent(population, self.joined[run]):
-            state = states.get((run, client))
-            if state is None:
-                absent.append((client, initial, True))
-            elif model := self.method.model_when_absent(Message(), state):
-                absent.append((client, model, False))
-        cohorts = []
-        for lanes, models in self.cohorts:
+        """Return the models of one run, with those of clients that took no part."""
+        stacks: list[ClientModels] = []
+        for lanes, stack in self.cohorts:
             positions = [position for position, lane in enumerate(lanes) if lane[0] == run]
             if positions:
                 clients = [lanes[position][1] for position in positions]
-                cohorts.append((clients, _copy_lanes(models, positions, len(lanes))))
+                stacks.append((clients, stack.select(positions)))
         global_model = self.method.global_model(self.servers[run])
-        return RunModels(self.task, run, seed, cohorts, absent, global_model)
-
-
-def _copy_lanes(models: Params, positions: Sequence[int], lanes: int) -> Params:
-    """Return some lanes of a stack: a copy, which does not keep the others' memory alive."""
-    if len(positions) == lanes:
-        return models
-
-    def copy(value: Tensor) -> Tensor:
-        if value.stride(0) == 0:  # one model in all lanes
-            return value[: len(positions)]
-        return value.index_select(0, torch.tensor(positions, device=value.device))
-
-    own: Params = tree_map(copy, models)
-    return own
+        stacks += absent
+        return RunModels(self.task, run, seed, stacks, beginners, initial, global_model)

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 
 from fedala.errors import UserError
-from fedala.lanes import Cohort, Message, Params, State
-from fedala.lanes.evaluation import PredictionLog
+from fedala.lanes import Message, Params, State
 from fedala.lanes.messages import count_numbers_per_lane, drop_transient
-from fedala.lanes.trees import count_bytes, take, tree_map
+from fedala.lanes.trees import count_bytes, take
 from fedala.records import INITIALIZED, ModelFigures
 from fedala.simulation.client_round import CohortResult, RoundRequest
-from fedala.simulation.client_states import Lane
 from fedala.simulation.model_scores import (
     EvaluationSchedule,
     ModelLog,
@@ -150,25 +148,9 @@ class FurtherModels:
         """
         if INITIALIZED not in work.request.predicts:
             return
-        setup = self.setup
-        for run, joined in enumerate(work.joined):
-            for client in self._list_absent(joined):
-                model = self._model_of_absent((run, client))
-                if not model:  # the method keeps none in its clients' states
-                    continue
-                log = PredictionLog()
-                cohort = Cohort(setup.task, [client], [setup.seeds[run]], work.request.round)
-                cohort.evaluate(model, log=log)
-                found = {INITIALIZED: log.collect(1)}
-                work.models.add(CohortResult([(run, client)], predictions=found))
-
-    def _model_of_absent(self, lane: Lane) -> Params:
-        state = self.transport.client_states.get(lane)
-        if state is None:
-            return self.setup.initial[lane[0]]
-        model = self.setup.method.model_when_absent(Message(), state)
-        moved: Params = tree_map(lambda t: t.to(self.setup.task.device), model)
-        return moved
+        absent = [self._list_absent(joined) for joined in work.joined]
+        for result in self.transport.predict_absent(work.request.round, absent):
+            work.models.add(result)
 
     # --- the report ----------------------------------------------------------------------------
 

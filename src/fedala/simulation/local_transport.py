@@ -12,7 +12,7 @@ from torch import Tensor
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.evaluation import PredictionLog
 from fedala.lanes.randomness import torch_seed
-from fedala.lanes.trees import count_lanes, join, share, take
+from fedala.lanes.trees import count_lanes, join, share, take, tree_map
 from fedala.methods import Method
 from fedala.records import INITIALIZED
 from fedala.simulation.client_round import (
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 class LocalTransport(Transport):
     """Simulates all clients here."""
+
+    client_states: ClientStates
 
     def __init__(
         self,
@@ -128,6 +130,25 @@ class LocalTransport(Transport):
             scores = score_model(cohort, cohort.received.model, self.setup.parts, log)
             found = {INITIALIZED: log.collect(len(lanes))} if log else {}
             yield CohortResult(lanes, scores=scores, predictions=found)
+
+    def predict_absent(
+        self, round: int, clients: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        task = self.setup.task
+        for lane in [(run, client) for run, own in enumerate(clients) for client in own]:
+            if model := self._model_of_absent(lane):  # some methods keep none in a client's state
+                log = PredictionLog()
+                cohort = Cohort(task, [lane[1]], [self.setup.seeds[lane[0]]], round)
+                cohort.evaluate(model, log=log)
+                yield CohortResult([lane], predictions={INITIALIZED: log.collect(1)})
+
+    def _model_of_absent(self, lane: Lane) -> Params:
+        state = self.client_states.get(lane)
+        if state is None:
+            return self.setup.initial[lane[0]]
+        model = self.setup.method.model_when_absent(Message(), state)
+        moved: Params = tree_map(lambda t: t.to(self.setup.task.device), model)
+        return moved
 
     def _form_cohorts(self, clients: Sequence[Sequence[int]]) -> Iterator[list[Lane]]:
         lanes = [(run, client) for run, own in enumerate(clients) for client in own]

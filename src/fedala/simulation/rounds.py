@@ -15,20 +15,20 @@ import numpy as np
 import torch
 
 from fedala.errors import RunError
-from fedala.lanes import Message, Params, State, Task, UpdateRule, Uploads
+from fedala.lanes import Message, Params, State, Task, UpdateRule
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import matches, tree_map
 from fedala.methods import Method, ServerRound
 from fedala.records import INITIALIZED, Evaluation, Fault, NewcomerScores, PersonalModel
 from fedala.simulation.client_round import CohortResult, check_message
-from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.client_states import Lane, States
 from fedala.simulation.evaluated_models import EvaluatedModels, RunModels
 from fedala.simulation.further_models import FurtherModels
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.model_scores import EvaluationSchedule, has_class_labels
 from fedala.simulation.newcomers import Newcomers
 from fedala.simulation.out_of_memory import retry_with_fewer_lanes
-from fedala.simulation.participation import draw_participants
+from fedala.simulation.participation import draw_participants, list_absent
 from fedala.simulation.round_results import RoundResults
 from fedala.simulation.scores import ScoreTable
 from fedala.simulation.transport import Setup, Transport
@@ -93,11 +93,10 @@ class Simulation:
         models = {seed: initial(seed) for seed in seeds}
         self.initial = [models[seed] for seed in self.seeds]
         own = [variants[i] for i in self.variants] if variants else ()
-        setup = Setup(
-            method, task, self.initial, self.seeds, rounds, join_ratio, parts, own, held_out
-        )
+        about = (self.initial, self.seeds, rounds, join_ratio, parts, own, held_out)
+        self.setup = setup = Setup(method, task, *about)
         self.methods = [setup.method_of(run) for run in range(len(self.seeds))]
-        self.setup, self.population, self.parts = setup, setup.population, parts
+        self.population, self.parts = setup.population, parts
         self.transport: Transport = (
             transport(setup)
             if transport
@@ -128,7 +127,7 @@ class Simulation:
         self._evaluated: EvaluatedModels | None = None
 
     @property
-    def clients(self) -> ClientStates:
+    def clients(self) -> States:
         """Return what the clients keep between rounds."""
         return self.transport.client_states
 
@@ -165,12 +164,13 @@ class Simulation:
 
     def list_models(self, run: int) -> RunModels:
         """Return the models of a run's latest evaluation, until the next round begins."""
-        if self._evaluated is None:
-            raise ValueError("the models of this evaluation have not been kept")
+        assert self._evaluated is not None, "the models of this evaluation have not been kept"
         population = self.population if self._has_models_here else 0
-        return self._evaluated.of_run(
-            run, self.seeds[run], self.initial[run], self.clients, population
-        )
+        absent = list_absent(population, self._evaluated.joined[run])
+        beginners = [client for client in absent if (run, client) not in self.clients]
+        models = self.transport.list_absent_models(run, absent)
+        seed, initial = self.seeds[run], self.initial[run]
+        return self._evaluated.of_run(run, seed, initial, models, beginners)
 
     @property
     def _has_models_here(self) -> bool:
@@ -291,7 +291,7 @@ class Simulation:
         """Note what a cohort did, and keep its clients' states."""
         work.add_figures(result)
         if self._evaluated and self._has_models_here:
-            self._evaluated.cohorts.append((result.lanes, result.evaluated))
+            self._evaluated.add(result.lanes, result.evaluated, result.evaluated_elsewhere)
         if work.request.train:
             self._note_diverged(work, result)
             self.transport.keep_states(result, self.on_divergence)
@@ -337,7 +337,7 @@ class Simulation:
             if sum(sizes):
                 weights = to_device(self.task.device, sizes).double()
                 pieces = work.list_pieces(run, partial(self.setup.reset_transient, run))
-                uploads = Uploads(clients, weights, pieces)
+                uploads = self.transport.collect_uploads(run, clients, weights, pieces)
                 method = self.methods[run]
                 servers[run] = method.aggregate(servers[run], uploads, server_round)
         return servers

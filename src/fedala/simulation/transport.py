@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from fedala.lanes import Cohort, Message, Params, Recipe, State, Task
+from torch import Tensor
+
+from fedala.lanes import Cohort, Message, Params, Recipe, State, Task, Uploads
 from fedala.lanes.messages import add_transient
+from fedala.lanes.uploads import Piece
 from fedala.methods import Method
 from fedala.simulation.client_round import CohortResult, RoundRequest, init_client_state
-from fedala.simulation.client_states import ClientStates, Lane
+from fedala.simulation.client_states import Lane, States
+from fedala.simulation.evaluated_models import ClientModels, StackHere
 from fedala.simulation.variants import Variant, merge
 
 T = TypeVar("T")
@@ -73,11 +77,16 @@ class Setup:
 class Transport(ABC):
     """Does the clients' part of the rounds. `joined` and `clients` are lists by run."""
 
+    setup: Setup
     #: What clients keep between rounds, as far as it is kept here.
-    client_states: ClientStates
+    client_states: States
     #: The most clients in a cohort (None: all), and how many cohorts work at a time.
     lanes: int | None = None
     threads: int = 1
+
+    def set_width(self, lanes: int | None, threads: int) -> None:
+        """Work with so many lanes and threads from now on."""
+        self.lanes, self.threads = lanes, threads
 
     def begin_round(self) -> bool:
         """Wait until a round can begin; tell whether the clients' sizes may be others now."""
@@ -100,6 +109,12 @@ class Transport(ABC):
     ) -> Iterator[CohortResult]:
         """Do the same, and collect the predictions if the samples are on this machine."""
         return self.score_models(round, models, clients)
+
+    def predict_absent(
+        self, round: int, clients: Sequence[Sequence[int]]
+    ) -> Iterator[CohortResult]:
+        """Collect the predictions of the personal models of absent clients, if they are here."""
+        return iter(())
 
     def run_newcomers(
         self,
@@ -134,6 +149,12 @@ class Transport(ABC):
         """Return how many uploads a round needs to count."""
         return 1
 
+    def collect_uploads(
+        self, run: int, clients: Sequence[int], weights: Tensor, pieces: Sequence[Piece]
+    ) -> Uploads:
+        """Return what some clients of a run uploaded, in the order of their numbers."""
+        return Uploads(clients, weights, pieces)
+
     def find_first_bad_step(
         self,
         lane: Lane,
@@ -147,6 +168,13 @@ class Transport(ABC):
     def keeps_models(self) -> bool:
         """Tell whether the clients' personal models are here, and not with the clients."""
         return True
+
+    def list_absent_models(self, run: int, clients: Sequence[int]) -> Iterator[ClientModels]:
+        """Yield the models of clients that take no part now, but did before."""
+        for client in clients:
+            state = self.client_states.get((run, client))
+            if state and (model := self.setup.method.model_when_absent(Message(), state)):
+                yield [client], StackHere(model, 1)
 
     @abstractmethod
     def state(self) -> State:

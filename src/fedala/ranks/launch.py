@@ -1,0 +1,60 @@
+"""`fedala run --devices N`: start torchrun's agent, which starts the ranks."""
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fedala.errors import UserError
+
+
+def check_devices(devices: int, device: str) -> None:
+    """Refuse more ranks than there are GPUs. On a CPU, any number may share the cores."""
+    if devices < 1:
+        raise UserError(f"devices must be at least 1, not {devices}.")
+    count = torch.cuda.device_count()
+    if device != "cpu" and count and devices > count:
+        raise UserError(
+            f"devices is {devices}, and the number of GPUs here is {count}: use --devices {count}."
+        )
+
+
+def launch(devices: int, arguments: Sequence[str]) -> int:
+    """Run `fedala` with these arguments on so many ranks of this machine; return its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The ranks say in a sentence what is wrong; the agent's reports would bury it.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=devices,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "fedala", *arguments)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except ChildFailedError as error:
+        return _explain(error.failures)
+    return 0
+
+
+def _explain(failures: Mapping[int, object]) -> int:
+    """Return the exit code of a run that failed; say which rank was killed, if one was."""
+    codes = {rank: int(getattr(one, "exitcode", 1)) for rank, one in failures.items()}
+    for rank, code in sorted(codes.items()):
+        if code < 0 and code != -15:  # torchrun ends the others with SIGTERM
+            print(f"Rank {rank} was killed by signal {-code}.", file=sys.stderr)
+    if codes.get(0, 0) > 0:
+        return codes[0]  # rank 0 has said why
+    return 1
