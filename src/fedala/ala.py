@@ -6,15 +6,15 @@ of numbers that are not finite. A client of its own is a cohort of one lane.
 
 import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedala.data.batches import BatchSplitter, Split
 from fedala.data.collect import collect_samples
 from fedala.errors import UserError, printable
 from fedala.lanes.blendable import check_module, check_twins, state_to_blend
@@ -175,7 +175,10 @@ class ALA:
         local_model: nn.Module,
         received_model: nn.Module,
         data: Any,
-        loss: LossFunction = F.cross_entropy,
+        loss: LossFunction | None = None,
+        *,
+        split: Split | None = None,
+        shared: Collection[str] | None = None,
     ) -> Report:
         """Blend `received_model` into `local_model`, in place, and report what happened.
 
@@ -186,10 +189,18 @@ class ALA:
         - a `Dataset` of such pairs.
         - a `DataLoader`. ALA takes the samples that its sampler yields, in the dataset's order.
 
+        A dataset's samples, and a loader's batches, may also be dicts.
+        `fedala.data.batches.BatchSplitter` says what is then the target and what the model gets.
+        For any other form, `split(batch)` returns the pair.
+
         Inputs reach the model as they are, but floating-point inputs are brought to its precision,
         and token ids to int64.
         Data of unknown length may have at most `fedala.data.collect.STREAM_LIMIT` samples.
-        `loss(output, target)` is the mean loss of a batch, a tensor of one number.
+        `loss(output, target)` is the mean loss of a batch, a tensor of one number. Without it, that
+        is the cross-entropy, or what a model computes itself that gets the targets of its batches.
+
+        If the server sends only a part of the model, `shared` names its parameters. `layers` then
+        counts the layers of that part. Both models must be equal in all else: the client's own.
 
         Numbers that are not finite do no lasting harm. `report.fault` says what was wrong:
 
@@ -210,8 +221,9 @@ class ALA:
         if _has_received_fault(local_model, received_model):
             self.round += 1
             return self._report_fault(RECEIVED_FAULT)
-        cohort = self._make_cohort(local_model, local, received, data, loss)
-        governed = upper(cohort.task.ordered_model, self.layers)
+        splitter = BatchSplitter(local_model, loss, split)
+        cohort = self._make_cohort(local_model, local, received, data, splitter)
+        governed = upper(cohort.task.ordered_model, self.layers, shared)
         state = self._state_for(received, governed)
         initialized, state, outcome = initialize(
             cohort,
@@ -229,13 +241,13 @@ class ALA:
         return report
 
     def _make_cohort(
-        self, model: nn.Module, local: Params, received: Params, data: Any, loss: LossFunction
+        self, model: nn.Module, local: Params, received: Params, data: Any, splitter: BatchSplitter
     ) -> Cohort:
         """Draw this round's samples, and return a cohort of this client alone."""
         settings, round = self.settings, self.round + 1
         sample_draw = draw(settings.seed, "ala sample", round=round)
         x, y = collect_samples(
-            data, lambda size: draw_positions(sample_draw, size, settings.sample)
+            data, lambda size: draw_positions(sample_draw, size, settings.sample), splitter
         )
         rows = np.arange(len(next(leaf for _, leaf in leaves(x))))
         dtype = next((v.dtype for v in local.values() if v.is_floating_point()), torch.float32)
@@ -244,7 +256,7 @@ class ALA:
             x,
             y,
             [rows],
-            loss=loss,
+            loss=splitter.loss,
             batch_size=settings.batch_size,
             device=next(iter(local.values())).device,
             precision="float64" if dtype == torch.float64 else "float32",

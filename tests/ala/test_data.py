@@ -179,7 +179,12 @@ NOT_PAIRS: dict[str, Any] = {
     "objects": (X.numpy().astype(object), Y),
     "unlabelled": TensorDataset(X),
     "unlabelled-loader": DataLoader(TensorDataset(X)),
-    "dicts": DataLoader([{"input": x, "label": y} for x, y in zip(X, Y, strict=True)]),
+    "dicts-without-target": DataLoader([{"input": X[i], "class": Y[i]} for i in range(25)]),
+    "dicts-with-two-targets": DataLoader(
+        [{"img": X[i], "fine_label": Y[i], "coarse_label": Y[i]} for i in range(25)]
+    ),
+    "dicts-with-two-inputs": DataLoader([{"a": X[i], "b": X[i], "label": Y[i]} for i in range(25)]),
+    "dicts-of-texts": DataLoader([{"img": "a path", "label": y} for y in Y]),
     "triples": DataLoader(TensorDataset(X, Y, Y)),
     "ragged-stream": DataLoader([(X[:3, :2], Y[:3]), (X[3:], Y[3:])], batch_size=None),
     "ragged": DataLoader([(X[i, : i % 4], Y[i]) for i in range(25)]),

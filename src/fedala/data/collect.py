@@ -19,24 +19,35 @@ Pair = tuple[Any, Any]
 """Inputs and targets: trees of tensors or arrays with a row for each sample."""
 
 
-def collect_samples(data: Any, choose: Callable[[int], np.ndarray]) -> Pair:
+def collect_samples(
+    data: Any,
+    choose: Callable[[int], np.ndarray],
+    split: Callable[[Any], Any] = lambda batch: batch,
+) -> Pair:
     """Return the inputs and targets of the chosen samples, as trees of tensors.
 
     `choose` gets the number of samples, and returns the positions of those that are wanted.
+    `split` turns a batch into a pair.
     """
-    if isinstance(data, Dataset):
+    if isinstance(data, Dataset) or _is_arrow_dataset(data):
         if not isinstance(data, IterableDataset) and _get_length(data) is None:
             raise UserError(f"The dataset has no length: give {type(data).__name__} a __len__.")
         data = DataLoader(data, batch_size=256)
     if isinstance(data, DataLoader):
         if data.batch_sampler is not None and not isinstance(data.dataset, IterableDataset):
-            x, y = tree_map(torch.as_tensor, _pick_samples(data, choose))
+            x, y = tree_map(torch.as_tensor, _pick_samples(data, choose, split))
             return x, y
-        data = _concatenate(_read_batches(data))
-    pair = _check_pair(data)
+        pair = _check_pair(_concatenate(_read_batches(data, split)))
+    else:
+        pair = _check_pair(split(data))
     rows = choose(_count_rows(pair))
     x, y = tree_map(lambda leaf: torch.as_tensor(leaf[rows]), pair)
     return x, y
+
+
+def _is_arrow_dataset(data: Any) -> bool:
+    """Tell whether it is a dataset of Hugging Face, whose class torch does not know."""
+    return hasattr(data, "__getitems__") and hasattr(data, "column_names")
 
 
 def _get_length(data: Any) -> int | None:
@@ -70,7 +81,7 @@ def _list_keys(sampler: Any) -> list[Any]:
     return keys
 
 
-def _read_batches(loader: DataLoader[Any]) -> list[Pair]:
+def _read_batches(loader: DataLoader[Any], split: Callable[[Any], Any]) -> list[Pair]:
     """Read the batches of a loader without a sampler, up to the length that its dataset names.
 
     A stream may never end. If it names no length, refuse it after `STREAM_LIMIT` samples.
@@ -81,7 +92,7 @@ def _read_batches(loader: DataLoader[Any]) -> list[Pair]:
     for batch in loader:
         if length is not None and count >= length:
             break
-        pair = _check_pair(batch)
+        pair = _check_pair(split(batch))
         pairs.append(pair)
         count += _count_rows(pair)
         if length is None and count > STREAM_LIMIT:
@@ -91,7 +102,9 @@ def _read_batches(loader: DataLoader[Any]) -> list[Pair]:
     return pairs
 
 
-def _pick_samples(loader: DataLoader[Any], choose: Callable[[int], np.ndarray]) -> Pair:
+def _pick_samples(
+    loader: DataLoader[Any], choose: Callable[[int], np.ndarray], split: Callable[[Any], Any]
+) -> Pair:
     """Return the chosen samples of a loader's epoch, each once and in the dataset's own order."""
     batches: Any = loader.batch_sampler
     sampler = (
@@ -106,13 +119,19 @@ def _pick_samples(loader: DataLoader[Any], choose: Callable[[int], np.ndarray]) 
     ):  # a shuffle yields all samples, and its generator is the user's: draw nothing from it
         sampler = range(sampler.num_samples)
     keys = np.unique(np.array(_list_keys(sampler)))
-    samples = [loader.dataset[key] for key in keys[choose(len(keys))].tolist()]
+    samples = _read_samples(loader.dataset, keys[choose(len(keys))].tolist())
     if not samples:
         return torch.empty(0), torch.empty(0)
     try:
-        return _check_pair(loader.collate_fn(samples))
+        return _check_pair(split(loader.collate_fn(samples)))
     except (RuntimeError, TypeError, KeyError) as error:
         raise UserError(f"The samples cannot be put together as one batch: {error}.") from error
+
+
+def _read_samples(dataset: Any, keys: list[Any]) -> list[Any]:
+    """Read samples one by one, or at once if the dataset can, as a loader does."""
+    read_many = getattr(dataset, "__getitems__", None)
+    return list(read_many(keys)) if callable(read_many) else [dataset[key] for key in keys]
 
 
 def _concatenate(pairs: Sequence[Pair]) -> Pair:

@@ -1,33 +1,40 @@
 """ALA for any Flower app: a client mod that initialises the received model before training."""
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from logging import getLogger
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor, nn
 
 from fedala.ala import ALA, RECEIVED_FAULT, find_not_finite
+from fedala.data.batches import Split
 from fedala.errors import UserError, printable
 from fedala.flower.client_store import check_experiment_name
 from fedala.flower.mod_state import ModState, check_state_dir
+from fedala.flower.model_arrays import (
+    EMPTY_TENSOR_KEY,
+    Names,
+    copy_with_arrays,
+    decode,
+    find_shared,
+    make_array,
+    match_names,
+)
 from fedala.lanes.losses import LossFunction
 
 log = getLogger("flwr")
 
-#: The name of the one array in a message without arrays, in Flower's legacy API.
-EMPTY_TENSOR_KEY = "_empty"
-
-#: The received model, in error messages.
+#: The models that a client has to do with, in error messages.
 RECEIVED = "the model that the server sent"
+TRAINED = "the model that training returned"
+STORED = "the client's stored model"
 
 Setup = Callable[[Context], tuple[nn.Module, Any] | tuple[nn.Module, Any, LossFunction]]
-"""Returns the app's model, the client's training data, and its loss unless it is cross-entropy."""
+"""Returns the app's model, the client's training data, and a loss if ALA needs to be told."""
 
 Evaluate = bool | Literal["stored"]
 """Whether the app evaluates the initialised model; and with W as it is stored, or as learned."""
@@ -44,6 +51,8 @@ class ALAMod:
         experiment: str | None = None,
         state_dir: str | Path | None = None,
         evaluate: Evaluate = False,
+        split: Split | None = None,
+        names: Names | None = None,
     ) -> None:
         if evaluate not in (False, True, "stored"):
             raise UserError(f'evaluate must be True, False or "stored", not {evaluate!r}.')
@@ -51,6 +60,11 @@ class ALAMod:
             check_experiment_name(experiment)
         self.setup, self.settings, self.evaluate = setup, settings, evaluate
         self.experiment, self.state_dir = experiment, check_state_dir(state_dir)
+        if split is not None and not callable(split):
+            raise UserError(f"split must be a function, not {split!r}.")
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise UserError(f"names must be a function or a dict, not {names!r}.")
+        self.split, self.names = split, names
         ALA(**settings)  # refuses wrong settings before any message comes
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -102,11 +116,12 @@ class ALAMod:
         if set(record) <= {EMPTY_TENSOR_KEY}:
             fault = "the app's training returned no model"
         else:
-            trained = _decode(record)
-            filled = _copy_with_arrays(local, trained, "the model that training returned")
+            trained = decode(record)
+            names = match_names(local, trained, TRAINED, self.names)
+            filled = copy_with_arrays(local, trained, names, TRAINED)
             name = find_not_finite(filled, local)
             if name is None:
-                state.save(ala, trained, _match_names(local, trained))
+                state.save(ala, {key: trained[key] for key in names}, names)
             else:
                 fault = f"{name} of the model that training returned is not finite"
         if fault:
@@ -129,13 +144,17 @@ class ALAMod:
         arrays are the blend's in the layers that ALA governs, and the received ones in the others.
         If the received model is not finite, all arrays are the client's own.
         """
-        model, data, loss = (*self.setup(context), F.cross_entropy)[:3]
-        global_model = _copy_with_arrays(model, _decode(received))
+        model, data, loss = _read_setup(self.setup(context))
+        sent = decode(received)
+        names = match_names(model, sent, RECEIVED, self.names)
+        global_model = copy_with_arrays(model, sent, names, RECEIVED)
         if stored is None:  # a client's first time: it has no model of its own to blend
-            local = copy.deepcopy(global_model)
+            local = copy_with_arrays(model, sent, names, RECEIVED)
         else:
-            local = _copy_with_arrays(model, stored, "the client's stored model")
-        report = ala.initialize(local, global_model, data, loss)
+            stored_names = match_names(model, stored, STORED, self.names)
+            local = copy_with_arrays(model, stored, stored_names, STORED)
+        shared = find_shared(model, names.values())
+        report = ala.initialize(local, global_model, data, loss, split=self.split, shared=shared)
         log.info(
             "ALA: %d epochs of weight learning, mean of W %.3f", report.epochs, report.weight_mean
         )
@@ -143,14 +162,12 @@ class ALAMod:
             log.warning("ALA: %s.", report.fault)
         parameters = dict(local.named_parameters())
         # By identity, because tied weights have several names.
-        names_blended = () if report.fault == RECEIVED_FAULT else ala.governs(local)
-        governed = {parameters[name] for name in names_blended}
-        blended, names = local.state_dict(keep_vars=True), _match_names(model, received)
-        arrays = {}
-        for key, array in received.items():
-            value = blended[names[key]]
-            is_blended = value in governed or report.fault == RECEIVED_FAULT
-            arrays[key] = _make_array(value, like=array) if is_blended else array
+        governed = {id(parameters[name]) for name in ala.weights}
+        blended = local.state_dict(keep_vars=True)
+        arrays = dict(received)
+        for key, name in names.items():
+            if id(blended[name]) in governed or report.fault == RECEIVED_FAULT:
+                arrays[key] = make_array(blended[name], like=received[key])
         return local, ArrayRecord(arrays), report.fault
 
 
@@ -160,14 +177,24 @@ def ala_mod(
     experiment: str | None = None,
     state_dir: str | Path | None = None,
     evaluate: Evaluate = False,
+    split: Split | None = None,
+    names: Names | None = None,
     **settings: Any,
 ) -> Mod:
     """Make ALA a mod of a `ClientApp`: `ClientApp(mods=order_mods(ala_mod(setup)))`.
 
     `setup(context)` returns the app's model, the client's training data, and a loss unless it is
-    cross-entropy. `settings` are those of `fedala.ALA`. Before every training, the mod blends the
+    cross-entropy or the model computes it. `settings` are those of `fedala.ALA`, and so is `split`,
+    for batches of another form than pairs and dicts. Before every training, the mod blends the
     received model with the client's last local model, with weights W learned on the client's data.
     The model that the app's training returns is the next local model.
+
+    If the app sends only a part of the model, ALA blends the upper layers of that part. All else is
+    as in the model that `setup` returns, so the client's own parts must be in it. `names` says
+    what an array's name is in the model, if that is another: a function, or a dict of those that
+    differ. None means that ALA leaves the array alone, for instance a head that the app replaces
+    with the client's own. Arrays without names, those of a sub-module and those of a PEFT adapter
+    are recognised without it (`fedala.flower.model_arrays.match_names`).
 
     With `evaluate=True`, the app's evaluate function gets the initialised model, too: the one that
     training would start from if it came now. W is learned further on a copy, with the draws of the
@@ -188,7 +215,15 @@ def ala_mod(
     client had no local model. Else they are 0. In the legacy API they are in `FitRes.metrics` and
     `EvaluateRes.metrics`.
     """
-    return ALAMod(setup, settings, experiment=experiment, state_dir=state_dir, evaluate=evaluate)
+    return ALAMod(
+        setup,
+        settings,
+        experiment=experiment,
+        state_dir=state_dir,
+        evaluate=evaluate,
+        split=split,
+        names=names,
+    )
 
 
 def order_mods(*mods: Mod) -> list[Mod]:
@@ -206,6 +241,22 @@ def order_mods(*mods: Mod) -> list[Mod]:
     return [*(mod for mod in mods if mod not in ala_mods), *ala_mods]
 
 
+def _read_setup(returned: Any) -> tuple[nn.Module, Any, LossFunction | None]:
+    """Return the model, the data, and the loss or None, out of what `setup` returned."""
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        what = f"{len(returned)} things" if isinstance(returned, tuple | list) else repr(returned)
+        raise UserError(
+            "setup must return a model and the client's training data, and may return a loss; "
+            f"it returns {printable(what, 200)}."
+        )
+    model, data, *loss = returned
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"setup must return an nn.Module first, and it returns {type(model).__name__}."
+        )
+    return model, data, loss[0] if loss else None
+
+
 def _get_only_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:
     if len(content.array_records) != 1:
         raise UserError(
@@ -214,29 +265,6 @@ def _get_only_arrays(content: RecordDict) -> tuple[str, ArrayRecord]:
         )
     [(key, record)] = content.array_records.items()
     return key, record
-
-
-def _match_names(
-    model: nn.Module, keys: Sequence[str] | Mapping[str, Any], source: str = RECEIVED
-) -> dict[str, str]:
-    """Return the parameter or buffer of each array: by name, or by index if arrays have none."""
-    names = list(model.state_dict())
-    if set(keys) <= set(names):
-        return {key: key for key in keys}
-    if list(keys) == [str(i) for i in range(len(names))]:
-        return dict(zip(keys, names, strict=True))
-    unknown = next(key for key in keys if key not in names)
-    raise UserError(f"The model that setup returns does not have {unknown}, which is in {source}.")
-
-
-def _decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Read arrays as tensors. Their bytes tell type and shape, which the legacy API does not."""
-    if EMPTY_TENSOR_KEY in record:
-        raise UserError("The message carries no arrays, but ALA needs the model in it.")
-    try:
-        return dict(record.to_torch_state_dict())
-    except (ValueError, TypeError, EOFError, OSError, RuntimeError) as error:
-        raise UserError(f"The arrays of the model cannot be read: {error}.") from error
 
 
 def _call_with_arrays(
@@ -287,26 +315,3 @@ def _add_metrics(reply: Message, state: ModState, fault: str | None) -> None:
             "ala-new": int(state.is_new),
         }
         reply.content = RecordDict({**content, key: type(record)({**record, **added})})
-
-
-def _copy_with_arrays(
-    model: nn.Module, arrays: Mapping[str, Tensor], source: str = RECEIVED
-) -> nn.Module:
-    """Copy the model with these arrays in it. A counter that was averaged is rounded down."""
-    filled = copy.deepcopy(model)
-    state = filled.state_dict()
-    with torch.no_grad():
-        for key, name in _match_names(model, arrays, source).items():
-            if state[name].shape != arrays[key].shape:
-                raise UserError(
-                    f"{name} has the shape {tuple(state[name].shape)} in the model that setup "
-                    f"returns, but {tuple(arrays[key].shape)} in {source}."
-                )
-            state[name].copy_(arrays[key])
-    return filled
-
-
-def _make_array(value: Tensor, like: Array) -> Array:
-    """Make an array of the type of `like`: averages and half-precision apps keep their type."""
-    dtype = torch.from_numpy(like.numpy()).dtype  # arrays of the legacy API do not declare theirs
-    return Array(value.detach().cpu().to(dtype).numpy())

@@ -75,11 +75,11 @@ class ModState:
     def save(self, ala: ALA, trained: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
         """Save the arrays that training returned as the local model, and W.
 
-        `names` has the parameter or buffer of each array, for arrays that have only a number.
+        `names` has the parameter or buffer of each array, for arrays that have other names.
         """
         assert isinstance(self.store, ClientStore)
-        has_numbers = list(trained) == [str(i) for i in range(len(trained))]
-        about: dict[str, Any] = {"names": [names[key] for key in trained]} if has_numbers else {}
+        are_equal = all(names[key] == key for key in trained)
+        about: dict[str, Any] = {} if are_equal else {"names": [names[key] for key in trained]}
         self.store.save(ala.round, {"local": trained, "ala": ala.state_dict()}, **about)
         self.context.state[COUNTER] = ConfigRecord(
             {"experiment": self.experiment, "round": ala.round}

@@ -135,9 +135,9 @@ def load_personal(
 
     It is the client's local model as its last training left it. (The initialised model also depends
     on the model that the server sends next. The app's evaluate function gets it, with
-    `ala_mod(…, evaluate=True)`.) The names are those that the app gives its arrays, or else those
-    of its model. For a client of fedala's own app, it is the personal model that the method
-    evaluates, which is there after the last round.
+    `ala_mod(…, evaluate=True)`.) The names are those of the model that `setup` returns. What the
+    app does not send is not in it. For a client of fedala's own app, it is the personal model that
+    the method evaluates, which is there after the last round.
 
     `experiment` and `client` can be left out if there is only one. A client is named by its number,
     `partition-id`, or by the name of its folder.

@@ -9,7 +9,7 @@ shows that this changes nothing.
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,27 +46,40 @@ class Layered(HasLayers):
         return x
 
 
-def upper(model: nn.Module, layers: int | str | Sequence[str]) -> tuple[str, ...]:
+def upper(
+    model: nn.Module, layers: int | str | Sequence[str], shared: Collection[str] | None = None
+) -> tuple[str, ...]:
     """Return the parameters of the upper layers, or those that match a pattern, in model order.
 
     A number of layers takes those of their parameters that learn, a pattern all that match. A
     pattern is a regular expression that must match from the start of the name: `"fc"` takes
-    `fc.weight` and `fc.bias`. A text has patterns separated by commas.
+    `fc.weight` and `fc.bias`. A text has patterns separated by commas. If only some parameters are
+    `shared`, layers count among those that have one of them, and nothing else is returned.
     """
     parameters = [name for name, _ in model.named_parameters()]
     if isinstance(layers, int):
+        learning = set(trainable_names(model))
         every = layers_of(model)
+        if shared is not None:
+            learning.intersection_update(shared)
+            every = tuple(layer for layer in every if learning.intersection(layer))
         if not 0 <= layers <= len(every):
+            owner = "this model's layers" if shared is None else "layers that learn and are shared"
             raise UserError(
-                f"layers must be between 0 and {len(every)}, the number of this model's layers, "
-                f"not {layers}."
+                f"layers must be between 0 and {len(every)}, the number of {owner}, not {layers}."
             )
         chosen = {name for layer in every[:layers] for name in layer}
-        chosen.intersection_update(trainable_names(model))
+        chosen.intersection_update(learning)
     else:
         chosen = set()
         for pattern in split_patterns(layers) if isinstance(layers, str) else layers:
             chosen |= _match(pattern, parameters)
+        if shared is not None and not chosen <= set(shared):
+            unshared = [name for name in parameters if name in chosen and name not in shared]
+            raise UserError(
+                f"ALA blends only what is shared, and layers takes {list_few(unshared)}, which is "
+                f"not: choose among {list_few([n for n in parameters if n in shared])}."
+            )
     return tuple(name for name in parameters if name in chosen)
 
 
