@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from fedala.cli.config_options import config_options, given_options
+from fedala.cli.jobs import choose_jobs
 from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
 from fedala.lanes.normalization import is_standard
@@ -20,6 +21,7 @@ from fedala.report.progress_bars import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
+from fedala.runs.jobs import Jobs
 from fedala.runs.observer import RunObserver, Stopped, catch_stop_signals
 from fedala.runs.own_code import configure, import_given
 from fedala.runs.plan import Plan, plan
@@ -101,6 +103,17 @@ def run(
             rich_help_panel="Files",
         ),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="processes that run methods and points of a sweep in parallel, on several GPUs if "
+            r"there are several [dim]\[default: 1][/dim]",
+            min=1,
+            metavar="N",
+            show_default=False,
+            rich_help_panel="Machine",
+        ),
+    ] = 1,
     **values: Any,
 ) -> None:
     """Run one or several methods: train, evaluate, compare. A run folder keeps all results."""
@@ -119,7 +132,8 @@ def run(
     loggers.check(log)
     checked = plan(chosen)
     say(_description(checked, chosen))
-    _show(_execute(checked, folder, force=force, resume=resume, log=log))
+    processes = choose_jobs(jobs, checked)
+    _show(_execute(checked, folder, force=force, resume=resume, log=log, jobs=processes))
     page.write_after_run(folder, say, print_line)
     print_line(f"Run folder: {folder}")
 
@@ -171,7 +185,7 @@ def _description(checked: Plan, chosen: Config) -> str:
         f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
         f"{config.partition} over {config.clients} clients{unseen}; {config.model}"
         f"{_describe_input(checked)}, {_describe_rate(config, chosen)}, rounds: {config.rounds}, "
-        f"runs of each method: {config.seeds}, on {checked.device.type}"
+        f"runs of each method: {config.seeds}, on {checked.device}"
         f"{_describe_standardization(config, chosen)}"
     )
 
@@ -203,7 +217,13 @@ def _describe_standardization(config: Config, chosen: Config) -> str:
 
 
 def _execute(
-    checked: Plan, folder: Path, *, force: bool, resume: Path | None, log: list[str]
+    checked: Plan,
+    folder: Path,
+    *,
+    force: bool,
+    resume: Path | None,
+    log: list[str],
+    jobs: Jobs | None = None,
 ) -> RunResult:
     """Run all methods with a progress display, live loggers and a clean stop on a signal."""
     config = checked.config
@@ -226,7 +246,9 @@ def _execute(
                 watch.begin,
                 watch.earlier,
             )
-            return execute(checked, folder, force=force, resume=resume, observer=observer)
+            return execute(
+                checked, folder, force=force, resume=resume, observer=observer, jobs=jobs
+            )
     except Stopped as stopped:
         say(f"{stopped}; {resume_advice(config, folder)}.")
         raise typer.Exit(128 + signals[0]) from None

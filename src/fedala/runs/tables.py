@@ -3,7 +3,7 @@
 import csv
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from datetime import UTC, datetime
@@ -205,11 +205,35 @@ class Tables:
             texts[name] = csv_text(columns, kept, header=True)
         return texts
 
+    def with_rows_of(
+        self, other: "Tables", methods: Container[str], rank: Callable[[str, int], Any]
+    ) -> dict[str, str]:
+        """Return the text of each table with the rows that another folder has of some methods.
+
+        They replace the rows that are here of these methods. All are sorted by the `rank` of their
+        method and seed. The digests of rows become those of these texts. Nothing is written.
+        """
+        self._hashes, texts = {}, {}
+        for name in TABLES:
+            tables = [one for one in (self, other) if (one.path / name).is_file()]
+            columns, rows = dict[str, None](), Lines()
+            for table in tables:
+                own, lines = table._read_lines(name)
+                columns |= dict.fromkeys(own)
+                rows += [line for line in lines if (line["method"] in methods) == (table is other)]
+            rows.sort(key=lambda line: rank(line["method"], int(line["seed"])))
+            for line in rows:
+                self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
+            if rows or self in tables:
+                texts[name] = csv_text(list(columns), rows, header=True)
+        return texts
+
     def replace(self, texts: Mapping[str, str]) -> None:
         """Write tables, each in one step, if they differ from those on the disk."""
         for name, text in texts.items():
-            if (self.path / name).read_bytes() != text.encode():
-                files.write_file(self.path / name, text.encode())
+            path = self.path / name
+            if not path.is_file() or path.read_bytes() != text.encode():
+                files.write_file(path, text.encode())
 
     # --- reading --------------------------------------------------------------------------------
 
