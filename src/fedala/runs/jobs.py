@@ -58,6 +58,8 @@ class Jobs:
     count: int
     endings: dict[int, _Ending] = field(default_factory=dict)
     """By group."""
+    groups: list[int] = field(default_factory=list)
+    """Those that were not finished before."""
 
     def carry_out(
         self,
@@ -77,10 +79,10 @@ class Jobs:
             for key, one in progress.items()
             if all(progress[key[0], batch.number].is_finished for batch in batches)
         }
-        waiting = [n for n in range(len(plan.groups)) if (n, 0) not in finished]
+        self.groups = [n for n in range(len(plan.groups)) if (n, 0) not in finished]
         crew = _Crew(self, plan, folder, batches, observer)
         try:
-            crew.run(deque(waiting))
+            crew.run(deque(self.groups))
         finally:
             for worker in crew.workers.values():
                 worker.process.kill()
@@ -110,13 +112,12 @@ class Jobs:
                 f"{resume_advice(plan.config, folder)}.",
                 next(iter(failed.values())).exit_code,
             )
-        if len(self.endings) < len(plan.groups) or self._stops:
-            ends = ", ".join(stop.removeprefix(_STOPPED_AFTER) for stop in self._stops)
-            raise Stopped(f"{_STOPPED_AFTER}{ends}" if ends else "Stopped before a round was done")
-
-    @property
-    def _stops(self) -> list[str]:
-        return [one.reason for one in self.endings.values() if one.outcome == "stopped"]
+        stopped = [one.reason for one in self.endings.values() if one.outcome == "stopped"]
+        if stopped:
+            ends = ", ".join(reason.removeprefix(_STOPPED_AFTER) for reason in stopped)
+            raise Stopped(f"{_STOPPED_AFTER}{ends}")
+        if left := [plan.groups[n].title for n in self.groups if n not in self.endings]:
+            raise Stopped(f"Stopped before {', '.join(left)}")
 
 
 class _Crew:

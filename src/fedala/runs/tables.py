@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from datetime import UTC, datetime
+from itertools import chain
 from typing import IO, Any
 
 import numpy as np
@@ -214,19 +215,28 @@ class Tables:
         method and seed. The digests of rows become those of these texts. Nothing is written.
         """
         self._hashes, texts = {}, {}
+
+        def order(line: Mapping[str, str]) -> Any:
+            return rank(line["method"], int(line["seed"]))
+
         for name in TABLES:
-            tables = [one for one in (self, other) if (one.path / name).is_file()]
-            columns, rows = dict[str, None](), Lines()
-            for table in tables:
-                own, lines = table._read_lines(name)
-                columns |= dict.fromkeys(own)
-                rows += [line for line in lines if (line["method"] in methods) == (table is other)]
-            rows.sort(key=lambda line: rank(line["method"], int(line["seed"])))
+            found = []
+            for table in (self, other):
+                columns, lines = table._read_lines(name) if table._has(name) else ([], [])
+                own = [line for line in lines if (line["method"] in methods) == (table is other)]
+                found.append((columns, sorted(own, key=order)))
+            # The columns stand in the order in which the rows have brought them.
+            found.sort(key=lambda one: [order(line) for line in one[1][:1]])
+            columns = list(dict.fromkeys(chain(*(own for own, _ in found))))
+            rows = sorted(chain(*(own for _, own in found)), key=order)
             for line in rows:
                 self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
-            if rows or self in tables:
-                texts[name] = csv_text(list(columns), rows, header=True)
+            if rows or self._has(name):
+                texts[name] = csv_text(columns, rows, header=True)
         return texts
+
+    def _has(self, name: str) -> bool:
+        return (self.path / name).is_file()
 
     def replace(self, texts: Mapping[str, str]) -> None:
         """Write tables, each in one step, if they differ from those on the disk."""
