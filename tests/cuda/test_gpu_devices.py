@@ -1,4 +1,4 @@
-"""A run on one of several GPUs: the same bits as on the current one, which stays the current one."""
+"""A run on one of several GPUs has the same bits as on the current one, which stays current."""
 
 import pytest
 import torch

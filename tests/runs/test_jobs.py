@@ -63,7 +63,7 @@ class Call:
         self.machine, self.receive, self.stop_signals = machine, receive, []
         self.process, self.code = self, 137
         with suppress(Killed):
-            self.code = job_process.carry_out_part(json.loads(json.dumps(order)), self)
+            self.code = job_process.carry_out_job(json.loads(json.dumps(order)), self)
         on_end()
 
     def send(self, **message):
@@ -89,11 +89,11 @@ class Call:
 def machine(monkeypatch):
     made = Machine(OPTIONS)
 
-    def plan_part(values, order):
+    def plan_job(values, order):
         whole = planned(**made.options)
         return replace(whole, groups=(whole.groups[order["number"]],))
 
-    monkeypatch.setattr(job_process, "_plan_part", plan_part)
+    monkeypatch.setattr(job_process, "_plan_job", plan_job)
     monkeypatch.setattr(jobs, "Worker", made.start)
     return made
 
@@ -193,7 +193,7 @@ def test_a_killed_process_costs_nothing_else(again, whole, machine, tmp_path):
     assert error.value.exit_code == 137
     summary = json.loads((out / "summary.json").read_text())
     assert len(summary["methods"]) == 4  # all but the two points of FedALA
-    assert not (out / "parts").exists()
+    assert not (out / "jobs").exists()
     machine.kill_at, machine.orders = None, []
     execute(planned(**OPTIONS), out, resume=True, jobs=again(2))
     assert [order["number"] for order in machine.orders] == ([0] if again is Jobs else [])
@@ -238,8 +238,8 @@ def die(*_, **__):
 
 
 @pytest.mark.parametrize("step", ["take_over", "rename", "rmtree"])
-def test_the_parts_of_a_killed_parent_are_gathered(step, machine, tmp_path, monkeypatch):
-    """Wherever the first process is killed while it puts parts together, nothing is lost."""
+def test_the_jobs_of_a_killed_parent_are_gathered(step, machine, tmp_path, monkeypatch):
+    """Wherever the first process is killed while it gathers what others did, nothing is lost."""
     machine.options = small = {"method": "fedavg,local", "rounds": 1}
     out = tmp_path / "run"
     execute(planned(**small), tmp_path / "whole")
@@ -248,30 +248,30 @@ def test_the_parts_of_a_killed_parent_are_gathered(step, machine, tmp_path, monk
         patch.setattr(*places[step], die)
         with pytest.raises(Killed):
             execute(planned(**small), out, jobs=Jobs(1))
-    assert (out / "parts").is_dir()
+    assert (out / "jobs").is_dir()
     assert list(RunFolder.open(out).history()) in ([], ["fedavg"])  # what a report reads is sound
     execute(planned(**small), out, resume=True)
     same(tmp_path / "whole", out)
-    assert not (out / "parts").exists()
+    assert not (out / "jobs").exists()
 
 
-def test_parts_are_locked_checked_and_replaced(machine, tmp_path, monkeypatch):
+def test_jobs_are_locked_checked_and_replaced(machine, tmp_path, monkeypatch):
     machine.options = small = {"method": "fedavg,local", "rounds": 1}
-    out, part = tmp_path / "run", tmp_path / "run" / "parts" / "0"
+    out, job = tmp_path / "run", tmp_path / "run" / "jobs" / "0"
     with monkeypatch.context() as patch:
-        patch.setattr(jobs, "absorb_part", die)
+        patch.setattr(jobs, "absorb_job_folder", die)
         with pytest.raises(Killed):
             execute(planned(**small), out, jobs=Jobs(1))
-    with files.lock(part / ".lock", "test"):
+    with files.lock(job / ".lock", "test"):
         for options in ({"resume": True}, {"force": True}):
-            with pytest.raises(UserError, match="parts/0 is in use"):
+            with pytest.raises(UserError, match="jobs/0 is in use"):
                 execute(planned(**small), out, **options)
-    text = (part / "clients.csv").read_text()
-    (part / "clients.csv").write_text(text.replace("fedavg,0,1,0,", "fedavg,0,1,9,"))
+    text = (job / "clients.csv").read_text()
+    (job / "clients.csv").write_text(text.replace("fedavg,0,1,0,", "fedavg,0,1,9,"))
     with pytest.raises(files.DamagedFile, match=r"clients\.csv is damaged"):
         execute(planned(**small), out, resume=True)
     execute(planned(**small), out, force=True)
-    assert not (out / "parts").exists()
+    assert not (out / "jobs").exists()
 
 
 # --- devices -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import sys
 
 from fedala.cli.memory import keep_freed_memory
 from fedala.cli.output import say
-from fedala.runs.job_process import carry_out_part
+from fedala.runs.job_process import carry_out_job
 from fedala.runs.jobs import Jobs
 from fedala.runs.plan import Plan
 from fedala.runs.processes import Parent
@@ -22,7 +22,7 @@ def main() -> None:
     """Carry out one group of a run. The order is the first line of stdin."""
     keep_freed_memory()
     order = json.loads(sys.stdin.readline())
-    raise SystemExit(carry_out_part(order, Parent()))
+    raise SystemExit(carry_out_job(order, Parent()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import BatchRecord, Digests, MethodRecord
 from fedala.runs.models import SavedModels, seed_of_model
-from fedala.runs.run_files import LOGGER_FOLDER, PARTS, check_no_links, list_run_files
+from fedala.runs.run_files import JOBS, LOGGER_FOLDER, check_no_links, list_run_files
 from fedala.runs.tables import Tables
 from fedala.runs.verified_files import CLIENTS, RunRecord
 
@@ -75,7 +75,7 @@ class RunFolder:
         folder = cls(path)
         with folder.lock():
             try:
-                folder._check_parts_are_free()
+                folder._check_jobs_are_free()
                 folder._clear(about or Digests())
                 folder.write_config(config)
             except OSError as error:
@@ -84,10 +84,10 @@ class RunFolder:
                 ) from None
             yield folder
 
-    def _check_parts_are_free(self) -> None:
-        """Refuse a folder in whose parts processes of a killed run are still working."""
-        for part in (self.path / PARTS).glob("*"):
-            with RunFolder(part).lock():
+    def _check_jobs_are_free(self) -> None:
+        """Refuse a folder in which processes of a killed run are still working."""
+        for job in (self.path / JOBS).glob("*"):
+            with RunFolder(job).lock():
                 pass
 
     def _clear(self, about: Digests) -> None:
@@ -209,18 +209,18 @@ class RunFolder:
         self.tables.replace(texts)
 
     def take_over(
-        self, part: "RunFolder", methods: Collection[str], rank: Callable[[str, int], Any]
+        self, job: "RunFolder", methods: Collection[str], rank: Callable[[str, int], Any]
     ) -> None:
-        """Replace the rows and records of some methods by those of another folder of the run.
+        """Replace the rows and records of some methods by those of the folder of a job.
 
         The files that the records name must be here already. `rank` sorts the rows.
         """
-        self.tables.replace(self.tables.with_rows_of(part.tables, methods, rank))
+        self.tables.replace(self.tables.with_rows_of(job.tables, methods, rank))
         # A crash before this is not damage: rows may be newer than the record.
         digests = self._record.digests_to_extend()
         for method in methods:
             digests.methods.pop(method, None)
-            if record := part.find_method_record(method):
+            if record := job.find_method_record(method):
                 digests.methods[method] = record
         self._record.write()
 

@@ -1,4 +1,4 @@
-"""A process that carries out one group of a run, in a part of its folder (`jobs.py`)."""
+"""A process that carries out one group of a run, in a folder of its own (`jobs.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -50,16 +50,16 @@ class _Relay:
         self._parent.send(kind="earlier", label=label, content=[row.columns() for row in rows])
 
 
-def carry_out_part(order: Mapping[str, Any], parent: Parent) -> int:
+def carry_out_job(order: Mapping[str, Any], parent: Parent) -> int:
     """Carry out one group, as another process has ordered; return the exit code."""
-    part = Path(order["part"])
+    job = Path(order["job"])
     try:
-        config = Config.parse(order["config"].encode(), part / "config.toml")
+        config = Config.parse(order["config"].encode(), job / "config.toml")
         observer = _Relay(parent).observe()
-        found = execute(_plan_part(config, order), part, resume=True, observer=observer)
+        found = execute(_plan_job(config, order), job, resume=True, observer=observer)
     except (Stopped, UserError, RunError) as error:
-        # Sentences name the run's folder, and not the part.
-        reason = str(error).replace(order["part"], order["folder"])
+        # Sentences name the run's folder, and not the job's.
+        reason = str(error).replace(order["job"], order["folder"])
         code = 0 if isinstance(error, Stopped) else 2 if isinstance(error, UserError) else 1
         outcome = "failed" if code else "stopped"
         end: dict[str, Any] = {"outcome": outcome, "reason": reason, "exit_code": code}
@@ -71,7 +71,7 @@ def carry_out_part(order: Mapping[str, Any], parent: Parent) -> int:
     return 0
 
 
-def _plan_part(values: Mapping[str, Any], order: Mapping[str, Any]) -> Plan:
+def _plan_job(values: Mapping[str, Any], order: Mapping[str, Any]) -> Plan:
     """Return the plan of one group of a run, on a device of its own."""
     whole = plan(configure({**values, "device": order["device"]}))
     return replace(whole, groups=(whole.groups[order["number"]],))

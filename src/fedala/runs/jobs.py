@@ -1,6 +1,6 @@
 """Carry out the groups of a run in several processes at a time, each on its own device.
 
-Each process works in a part of the run folder (`parts.py`), and sends what happens. One that fails
+Each process works in a folder of its own (`job_folders.py`), and sends what happens. One that fails
 does not stop the others.
 """
 
@@ -19,8 +19,8 @@ from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.devices import share_devices
 from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder
+from fedala.runs.job_folders import absorb_job_folder, gather_job_folders, make_job_folder
 from fedala.runs.observer import RunObserver, Stopped
-from fedala.runs.parts import absorb_part, gather_parts, make_part
 from fedala.runs.plan import Plan
 from fedala.runs.processes import Worker, worker_environment
 from fedala.runs.results import MethodResult
@@ -87,7 +87,7 @@ class Jobs:
             for worker in crew.workers.values():
                 worker.process.kill()
                 worker.wait()
-        gather_parts(folder, plan.groups, batches)
+        gather_job_folders(folder, plan.groups, batches)
         history = folder.history()
         for number, ending in self.endings.items():
             for batch in batches if ending.outcome == "done" else ():
@@ -156,19 +156,19 @@ class _Crew:
                 free.append(self.devices.pop(ended))
             # In the order of the groups, as one process would write them.
             while unabsorbed and self._is_done(unabsorbed[0]):
-                absorb_part(self.folder, unabsorbed.popleft(), self.plan.groups, self.batches)
+                absorb_job_folder(self.folder, unabsorbed.popleft(), self.plan.groups, self.batches)
 
     def _is_done(self, number: int) -> bool:
         ending = self.jobs.endings.get(number)
         return number not in self.workers and ending is not None and ending.outcome == "done"
 
     def _start(self, number: int, device: str, environment: dict[str, str]) -> None:
-        part = make_part(self.folder, number, self.plan.groups[number])
+        job = make_job_folder(self.folder, number, self.plan.groups[number])
         order = {
             "config": self.plan.config.text(),
             "device": device,
             "folder": os.fspath(self.folder.path),
-            "part": os.fspath(part),
+            "job": os.fspath(job),
             "number": number,
         }
         self.devices[number] = device

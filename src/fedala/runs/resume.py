@@ -16,9 +16,9 @@ from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import BatchRecord, Digests, MethodRecord
 from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
+from fedala.runs.job_folders import gather_job_folders
 from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
-from fedala.runs.parts import gather_parts
 from fedala.runs.plan import Plan
 from fedala.runs.provenance import LAYERS, describe, list_program_changes
 from fedala.runs.resumable_options import (
@@ -96,7 +96,7 @@ def reopen(
     with ExitStack() as source_lock:
         source_lock.enter_context(folder.lock())
         if folder.record and folder.record.identity == about.identity:
-            gather_parts(folder, plan.groups, batches)  # a killed process has left them
+            gather_job_folders(folder, plan.groups, batches)  # a killed process has left them
         progress = _inspect(plan, folder, before, about, batches, observer)
         check_room(plan, out, present=0 if is_copy else folder.size())
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]

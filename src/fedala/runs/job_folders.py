@@ -1,8 +1,8 @@
-"""Parts of a run folder: what other processes write while they carry out groups of the run.
+"""The folders of jobs: what other processes write while each carries out one group of a run.
 
-`parts/NUMBER` is a folder of the same run, in which only one group has begun. A part is made of
-what its run folder has of the group, and put back in the end. Each of these steps can be repeated:
-if a process is killed in between, the next one gathers the parts that it left.
+`jobs/NUMBER` is a folder of the same run, in which only one group has begun. It is made of what the
+run folder has of the group, and put back in the end. Each of these steps can be repeated: if a
+process is killed in between, the next one gathers the folders that it left.
 """
 
 import shutil
@@ -18,13 +18,13 @@ from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder, make_folders
 from fedala.runs.members import Group
 from fedala.runs.models import BEST_FOLDER
-from fedala.runs.run_files import PARTS
+from fedala.runs.run_files import JOBS
 from fedala.runs.tables import TABLES
 
 
-def make_part(folder: RunFolder, number: int, group: Group) -> Path:
-    """Make the part of a group of a run folder, and return its path."""
-    path = folder.path / PARTS / str(number)
+def make_job_folder(folder: RunFolder, number: int, group: Group) -> Path:
+    """Make the folder in which a process carries out a group, and return its path."""
+    path = folder.path / JOBS / str(number)
     new = path.with_name(f"new-{number}")
     make_folders(new.parent)
     labels = [member.label for member in group.members]
@@ -33,27 +33,27 @@ def make_part(folder: RunFolder, number: int, group: Group) -> Path:
         label: deepcopy(record.methods[label]) for label in labels if label in record.methods
     }
     about = replace(record, written={}, methods=methods)
-    with RunFolder.create(new, folder.config(), force=False, about=about) as part:
-        part.tables.replace(part.tables.with_rows_of(folder.tables, labels, lambda *_: 0))
-        _link_checkpoints(folder, number, part, 0)
-        _link_models(folder, part, labels)
+    with RunFolder.create(new, folder.config(), force=False, about=about) as job:
+        job.tables.replace(job.tables.with_rows_of(folder.tables, labels, lambda *_: 0))
+        _link_checkpoints(folder, number, job, 0)
+        _link_models(folder, job, labels)
     new.rename(path)
     return path
 
 
-def absorb_part(
+def absorb_job_folder(
     folder: RunFolder, number: int, groups: Sequence[Group], batches: Sequence[Batch]
 ) -> None:
-    """Put the part of a group back into its run folder, and remove the part."""
-    path = folder.path / PARTS / str(number)
-    part = RunFolder.open(path)
-    with part.lock():
-        if part.record is None or folder.record is None or number >= len(groups):
-            raise files.DamagedFile(f"{path} is not a part of the run in {folder.path}.")
-        if part.record.identity != folder.record.identity:
-            raise files.DamagedFile(f"{path} is a part of another run than {folder.path}.")
+    """Put what a job has done into its run folder, and remove the folder of the job."""
+    path = folder.path / JOBS / str(number)
+    job = RunFolder.open(path)
+    with job.lock():
+        if job.record is None or folder.record is None or number >= len(groups):
+            raise files.DamagedFile(f"{path} does not belong to the run in {folder.path}.")
+        if job.record.identity != folder.record.identity:
+            raise files.DamagedFile(f"{path} belongs to another run than {folder.path}.")
         for name in TABLES:
-            part.rows(name)  # raises if the table is damaged
+            job.rows(name)  # raises if the table is damaged
         labels = [member.label for member in groups[number].members]
         positions = {m.label: n for n, group in enumerate(groups) for m in group.members}
 
@@ -62,27 +62,29 @@ def absorb_part(
             batch = next((one.number for one in batches if seed in one.seeds), len(batches))
             return batch, positions.get(label, len(groups))
 
-        _link_models(part, folder, labels)
-        _link_checkpoints(part, 0, folder, number)
-        folder.take_over(part, labels, rank)
+        _link_models(job, folder, labels)
+        _link_checkpoints(job, 0, folder, number)
+        folder.take_over(job, labels, rank)
     old = path.with_name(f"old-{number}")
     path.rename(old)
     shutil.rmtree(old)
 
 
-def gather_parts(folder: RunFolder, groups: Sequence[Group], batches: Sequence[Batch]) -> None:
-    """Put all parts back into a run folder, in the order of the groups."""
-    parts = folder.path / PARTS
-    if not parts.is_dir():
+def gather_job_folders(
+    folder: RunFolder, groups: Sequence[Group], batches: Sequence[Batch]
+) -> None:
+    """Put what all jobs have done into a run folder, in the order of the groups."""
+    jobs = folder.path / JOBS
+    if not jobs.is_dir():
         return
-    paths = list(parts.iterdir())
+    paths = list(jobs.iterdir())
     for number in sorted(int(path.name) for path in paths if path.name.isdecimal()):
-        absorb_part(folder, number, groups, batches)
+        absorb_job_folder(folder, number, groups, batches)
     for path in paths:
         if path.name.startswith(("new-", "old-")):  # half made, or half removed
             shutil.rmtree(path)
     with suppress(OSError):  # not empty
-        parts.rmdir()
+        jobs.rmdir()
 
 
 def _link_models(source: RunFolder, target: RunFolder, labels: Iterable[str]) -> None:
