@@ -82,7 +82,7 @@ def gather_job_folders(
         absorb_job_folder(folder, number, groups, batches)
     for path in paths:
         if path.name.startswith(("new-", "old-")):  # half made, or half removed
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):  # not empty
         jobs.rmdir()
 
