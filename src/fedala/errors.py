@@ -14,6 +14,8 @@ class UserError(ValueError):
 class RunError(Exception):
     """A run that cannot continue, although its input is sound. Its finished rounds are kept."""
 
+    exit_code = 1
+
 
 class PluginWarning(UserWarning):
     """An installed package that should add methods, and cannot be used. It is left out."""

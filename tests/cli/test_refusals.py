@@ -235,6 +235,15 @@ REFUSALS = [
     Refusal("RUN --out new --holdout-clients 3", "at least one must take part"),
     Refusal("RUN --out new --holdout-clients half", "holdout_clients must be a share"),
     Refusal("RUN --out new --holdout-epochs 0,2", "no effect without holdout_clients"),
+    # one of several GPUs; several processes
+    Refusal("RUN --out new --device cuda:999", "CUDA device"),
+    Refusal("run --resume stopped --device cuda:999", "CUDA device"),
+    Refusal("RUN --out new --device cuda:01", "device must be one of auto, cpu, cuda and cuda:"),
+    Refusal("PAPER --device cuda:999", "CUDA device"),
+    Refusal("bench --quick --device cuda:999", "CUDA device"),
+    Refusal("onboard f1 --data d.npz --device cuda:999", "CUDA device"),
+    Refusal("RUN --out new --jobs 0", "--jobs"),
+    Refusal("run --resume stopped --jobs -1", "--jobs"),
     # onboard
     Refusal("onboard nowhere --data d.npz", "nowhere"),
     Refusal("onboard f1 --data nowhere.npz", "nowhere.npz"),

@@ -100,7 +100,7 @@ def complete(name, incomplete):
         ("method", "fedala,ditto", ["fedala,ditto", "fedala,ditto+ala"]),
         ("method", "fedala,fedala", []),
         ("dataset", "cifar", ["cifar10", "cifar100"]),
-        ("device", "c", ["cpu", "cuda"]),
+        ("device", "c", ["cpu", "cuda", "cuda:"]),
         ("model", "re", ["resnet18"]),
         ("partition", "p", ["pathological:"]),
         ("set", "fedprox.", ["fedprox.mu="]),

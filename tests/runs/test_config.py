@@ -25,6 +25,8 @@ def values_of(field, kind):
         return st.dictionaries(st.sampled_from(["lr", "fedprox.mu"]), values)
     if field.name == "lanes":
         return st.sampled_from(["auto", "all"]) | st.integers(1, 999).map(str)
+    if field.name == "device":
+        return st.sampled_from(["auto", "cpu", "cuda"]) | st.integers(0, 99).map("cuda:{}".format)
     if field.name == "method":
         return st.lists(
             st.sampled_from(["fedala", "fedavg", "ditto+ala"]), min_size=1, unique=True

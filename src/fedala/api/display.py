@@ -70,7 +70,7 @@ def describe_plan(plan: Plan, options: Mapping[str, Any]) -> str:
     return (
         f"{plan.federation.dataset.describe()}, {config.partition} over {config.clients} clients; "
         f"{config.model}, {rate}, rounds: {config.rounds}, runs of each method: {config.seeds}, "
-        f"on {plan.device.type}{scaling}"
+        f"on {plan.device}{scaling}"
     )
 
 

@@ -96,7 +96,7 @@ def _describe_data(measured: Dataset, real: Dataset | None) -> str:
 
 def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
 
 

@@ -1,7 +1,5 @@
 """The command line: all commands, and how an error in any of them ends."""
 
-import contextlib
-import ctypes
 import re
 import sys
 import warnings
@@ -31,6 +29,7 @@ from fedala.cli import (
     run,
     trained,
 )
+from fedala.cli.memory import keep_freed_memory
 from fedala.cli.output import keep_lines, say
 from fedala.errors import PluginWarning, RunError, UserError
 from fedala.runs.provenance import versions
@@ -49,7 +48,7 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
         except RunError as error:
             say(f"Error: {error}")
-            raise typer.Exit(1) from None
+            raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             say(f"Interrupted{interrupt}.")
             raise typer.Exit(130) from None
@@ -113,23 +112,13 @@ def fedala(
 
 def main() -> None:
     """Run the command line."""
-    _keep_freed_memory()
+    keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a console without ρ shows a question mark
     # A usage error repeats its argument: control characters must not reach the terminal.
     sys.argv[1:] = [re.sub(r"[\x00-\x1f\x7f-\x9f]", "�", word) for word in sys.argv[1:]]
     app(prog_name="fedala")
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory; otherwise each step gets new pages for its gradients."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            library = ctypes.CDLL(None)
-            trim_threshold, mmap_threshold = -1, -3
-            library.mallopt(mmap_threshold, 32 * 2**20)
-            library.mallopt(trim_threshold, 2**30)
 
 
 if __name__ == "__main__":

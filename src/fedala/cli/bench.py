@@ -16,6 +16,7 @@ from fedala.errors import UserError
 from fedala.options import suggest
 from fedala.report import plots, tables
 from fedala.runs.config import Config
+from fedala.runs.devices import NAMES, choose_device
 
 app = typer.Typer()
 
@@ -34,7 +35,7 @@ def bench(
     case: Annotated[
         list[str] | None, typer.Option(help="measure this case only; can be given several times")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    device: Annotated[str, typer.Option(help=NAMES)] = "auto",
     precision: Annotated[str, typer.Option(help="float32, tf32, bf16 or float64")] = "float32",
     data_dir: Annotated[
         Path | None,
@@ -64,7 +65,8 @@ def bench(
         plots.check(plot)
     if out:
         _check_table_path(out)
-    Config.from_values({"device": device, "precision": precision})
+    choose_device(device)
+    Config.from_values({"precision": precision})
     loaded, reasons = load_real_data(chosen_cases, data_dir) if data_dir else ({}, {})
     for reason in reasons.values():
         say(f"Note: random data is used instead: {reason}")

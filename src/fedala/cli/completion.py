@@ -29,6 +29,7 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "evaluate": lambda: MODEL_KINDS,
     "augment": lambda: ("none", "flip", "crop:"),
     "class_weights": lambda: ("none", "balanced"),
+    "device": lambda: ("auto", "cpu", "cuda", "cuda:"),
     "lanes": lambda: ("auto", "all"),
 }
 

@@ -7,6 +7,7 @@ import typer
 
 from fedala.cli.output import keep_lines, print_line
 from fedala.report import tables
+from fedala.runs.devices import NAMES
 from fedala.runs.onboard import onboard as onboard_clients
 
 app = typer.Typer()
@@ -75,7 +76,7 @@ def onboard(
             metavar="FILE|MODULE",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda", metavar="NAME")] = "auto",
+    device: Annotated[str, typer.Option(help=NAMES, metavar="NAME")] = "auto",
 ) -> None:
     """Onboard a client that was not there: it receives, initialises, trains, and is tested."""
     found = onboard_clients(

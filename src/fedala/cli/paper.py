@@ -1,6 +1,5 @@
 """`fedala paper list | run | report`: the paper's tables and figures as commands."""
 
-import os
 import shlex
 import sys
 import time
@@ -26,7 +25,7 @@ from fedala.paper.reading import read_results
 from fedala.paper.results import CSV, Results
 from fedala.report.headline import format_spread
 from fedala.report.tables import WRAPPED, show
-from fedala.runs.config import Config
+from fedala.runs.devices import NAMES, choose_device, share_devices
 from fedala.runs.observer import Stopped, catch_stop_signals
 
 app = typer.Typer(
@@ -128,7 +127,7 @@ def run(
     eval_every: Annotated[
         int, typer.Option(help="evaluate every N rounds, and after the last", min=1, metavar="N")
     ] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    device: Annotated[str, typer.Option(help=NAMES)] = "auto",
     keep_checkpoints: Annotated[
         bool,
         typer.Option(
@@ -136,14 +135,20 @@ def run(
             help="also keep those of finished cells (large), to add rounds later",
         ),
     ] = False,
-    jobs: Annotated[int, typer.Option(help="processes that run cells in parallel", min=1)] = 1,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="processes that run cells in parallel, on several GPUs if there are several",
+            min=1,
+        ),
+    ] = 1,
     relay: Annotated[bool, typer.Option("--relay", hidden=True)] = False,
 ) -> None:
     """Run cells of the paper's tables with its presets. Each cell has its own folder."""
     began = time.monotonic()
     given_rounds, rounds = rounds, rounds or int(preset()["rounds"])
     seeds = seeds or int(preset()["seeds"])
-    Config.from_values({"device": device})
+    choose_device(device)
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
     if out.exists() and not relay:
@@ -194,10 +199,9 @@ def _run_cells(
             if jobs == 1:
                 running.run_cells(cells, replace(order, stop_signals=signals), board)
             else:
-                threads = str(max(1, (os.cpu_count() or 1) // jobs))
-                environment = {"OMP_NUM_THREADS": threads, **os.environ}
                 words = [*arguments, *_order_arguments(order)]
-                processes.run_processes(words, jobs, board, environment, signals)
+                devices = share_devices(order.device, jobs)
+                processes.run_processes(words, devices, board, signals)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; {_advice(out)}") from None
     finally:
@@ -220,13 +224,15 @@ def _run_cells(
 
 
 def _order_arguments(order: running.RunOptions) -> list[str]:
-    """Return the command-line arguments that give another process the same order."""
+    """Return the command-line arguments that give another process the same order.
+
+    Its device is its own.
+    """
     arguments = [
         f"--rounds={order.rounds}",
         f"--seeds={order.seeds}",
         f"--out={order.out}",
         f"--eval-every={order.eval_every}",
-        f"--device={order.device}",
     ]
     if order.keep_checkpoints:
         arguments.append("--keep-checkpoints")

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 
 from fedala.cli.config_options import config_options, given_options
+from fedala.cli.jobs import choose_jobs
 from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import RunError, UserError
 from fedala.lanes.normalization import is_standard
@@ -34,7 +34,6 @@ from fedala.runs.resumable_options import change_config, is_data_path
 from fedala.runs.resume import resume_advice
 from fedala.runs.seconds import MEANING
 from fedala.runs.sweep_results import find_sweeps
-from fedala.simulation import Simulation
 
 app = typer.Typer()
 
@@ -116,9 +115,25 @@ def run(
             rich_help_panel="Machine",
         ),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="processes that run methods and points of a sweep in parallel, on several GPUs if "
+            r"there are several [dim]\[default: 1][/dim]",
+            min=1,
+            metavar="N",
+            show_default=False,
+            rich_help_panel="Machine",
+        ),
+    ] = 1,
     **values: Any,
 ) -> None:
     """Run one or several methods: train, evaluate, compare. A run folder keeps all results."""
+    if jobs > 1 and (devices is not None or is_started_by_torchrun()):
+        raise UserError(
+            "--jobs runs methods in processes of their own, and --devices or torchrun spread each "
+            "of them over several: use one or the other."
+        )
     if devices is not None and not is_started_by_torchrun():
         check_devices(devices, str(values.get("device") or "auto"))
         raise typer.Exit(launch(devices, sys.argv[1:]))
@@ -127,7 +142,8 @@ def run(
             serve(group)
         else:
             lead = Leader(group) if group else None
-            _run(values, config, out, resume, lead, force=force, tensorboard=tensorboard, log=log)
+            log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
+            _run(values, config, out, resume, lead, force=force, log=log, jobs=jobs)
 
 
 def _run(
@@ -138,8 +154,8 @@ def _run(
     leader: Leader | None,
     *,
     force: bool,
-    tensorboard: bool,
-    log: list[str] | None,
+    log: list[str],
+    jobs: int,
 ) -> None:
     """Run what the command line says, in this process or as the leader of several."""
     given, file = given_options(values), Config.read(config) if config else {}
@@ -155,12 +171,13 @@ def _run(
         chosen = configure(given, file)
         folder = out or Path("runs") / _folder_name(chosen)
         RunFolder.check_output(folder, force=force)
-    log = [*(log or []), *(["tensorboard"] if tensorboard else [])]
     loggers.check(log)
     checked = leader.plan(chosen) if leader else plan(chosen)
     say(_description(checked, chosen))
+    processes = None if leader else choose_jobs(jobs, checked)
     simulate = leader.simulate if leader else build_simulation
-    _show(_execute(checked, folder, force=force, resume=resume, log=log, simulate=simulate))
+    how = {"resume": resume, "force": force, "jobs": processes, "simulate": simulate}
+    _show(_execute(checked, folder, log, how))
     page.write_after_run(folder, say, print_line)
     print_line(f"Run folder: {folder}")
 
@@ -213,7 +230,7 @@ def _description(checked: Plan, chosen: Config) -> str:
         f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
         f"{config.partition} over {config.clients} clients{unseen}; {config.model}"
         f"{_describe_input(checked)}, {_describe_rate(config, chosen)}, rounds: {config.rounds}, "
-        f"runs of each method: {config.seeds}, on {checked.device.type}{spread}"
+        f"runs of each method: {config.seeds}, on {checked.device}{spread}"
         f"{_describe_standardization(config, chosen)}"
     )
 
@@ -244,16 +261,11 @@ def _describe_standardization(config: Config, chosen: Config) -> str:
     return f"; features standardised by the training samples{default}"
 
 
-def _execute(
-    checked: Plan,
-    folder: Path,
-    *,
-    force: bool,
-    resume: Path | None,
-    log: list[str],
-    simulate: Callable[..., Simulation],
-) -> RunResult:
-    """Run all methods with a progress display, live loggers and a clean stop on a signal."""
+def _execute(checked: Plan, folder: Path, log: list[str], how: dict[str, Any]) -> RunResult:
+    """Run all methods with a progress display, live loggers and a clean stop on a signal.
+
+    `how`: further arguments of `execute`.
+    """
     config = checked.config
     try:
         with (
@@ -274,14 +286,7 @@ def _execute(
                 watch.begin,
                 watch.earlier,
             )
-            return execute(
-                checked,
-                folder,
-                force=force,
-                resume=resume,
-                observer=observer,
-                simulate=simulate,
-            )
+            return execute(checked, folder, observer=observer, **how)
     except RankLost as error:
         raise RunError(f"{error}. {resume_advice(config, folder).capitalize()}.") from None
     except Stopped as stopped:

@@ -51,15 +51,18 @@ class CudaBackend(Backend):
         matmul.allow_tf32 = cudnn.allow_tf32 = precision in ("tf32", "bf16")
         products = {"float32": "tf32x3", "tf32": "tf32", "bf16": "bf16"}
         try:
-            if precision in products and has_kernels():
-                from fedala.cuda.kernels import LaneKernels
+            # Triton launches kernels on the current device, and steps are captured there: whatever
+            # runs a model, on whichever of several GPUs, comes through here.
+            with torch.cuda.device(self.device):
+                if precision in products and has_kernels():
+                    from fedala.cuda.kernels import LaneKernels
 
-                convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
-                special = convolutions <= FEW_CONVOLUTIONS
-                with LaneKernels(products[precision], special=special):
+                    convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+                    special = convolutions <= FEW_CONVOLUTIONS
+                    with LaneKernels(products[precision], special=special):
+                        yield
+                else:
                     yield
-            else:
-                yield
         finally:
             matmul.allow_tf32, cudnn.allow_tf32 = before
 

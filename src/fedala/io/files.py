@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ def write_file(path: Path, data: bytes, *, private: bool = False, durable: bool 
         raise
     if durable:
         flush_folder(path.parent)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Give a file a second name in one step: a hard link if the disk has them, or a copy.
+
+    A file that has that name is replaced.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, path)
+    temporary.unlink(missing_ok=True)  # nothing is renamed if both are the same file
 
 
 def flush(descriptor: int) -> None:

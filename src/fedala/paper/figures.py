@@ -26,6 +26,7 @@ from fedala.paper.figure_plots import (
 from fedala.paper.running import DataCache
 from fedala.report import plots
 from fedala.runs.build import build_simulation
+from fedala.runs.devices import use_device
 from fedala.runs.observer import Stopped
 from fedala.runs.plan import Plan, plan
 from fedala.runs.tables import csv_text
@@ -67,8 +68,7 @@ class Request:
                 raise Stopped(f"{round} of {rounds} rounds of {method.title}")
 
         check_time(0)
-        devices = [checked.device] if checked.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with use_device(checked.device):
             for _ in build_simulation(checked, cast(Method, method)).run(after_round=check_time):
                 pass
 

@@ -25,6 +25,7 @@ from fedala.paper.experiments import Cell, Setting
 from fedala.paper.observer import CellObserver, Outcome
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
+from fedala.runs.devices import choose_device
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped
@@ -283,8 +284,9 @@ def _collect_facts(folder: Path, dataset: Dataset, device: str) -> dict[str, Any
     return {"samples": samples, "data": dataset.note, "device": name, "version": version}
 
 
-def _device_name(device: str) -> str:
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def _device_name(name: str) -> str:
+    device = choose_device(name)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' * (threads != 1)}"

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fedala.errors import UserError
+from fedala.runs.devices import share_cores
 
 
 def check_devices(devices: int, device: str) -> None:
@@ -30,7 +31,7 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
 
     # The ranks say in a sentence what is wrong; the agent's reports would bury it.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share_cores(devices)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,23 @@ from fedala.runs.plan import Plan
 from fedala.runs.seconds import average_seconds
 
 
+@dataclass
+class _Series:
+    """Rounds of some seeds of a group, which run side by side, as far as they have been shown."""
+
+    seeds: Sequence[int]
+    which_seeds: str = ""
+    """What a line says of the seeds: nothing if they are all of the run's."""
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)
+    """By label and seed."""
+    best: dict[str, dict[int, float]] = field(default_factory=dict)
+    rows: list[HistoryRow] = field(default_factory=list)
+    """Of the first run, in this process."""
+    diverged: set[tuple[int, int]] = field(default_factory=set)
+
+
 class RunProgress:
-    """Show the progress of a run: a plain line now and then.
+    """Show the progress of a run: a plain line now and then. Several groups may run at a time.
 
     `with RunProgress(plan) as progress: execute(plan, out, observer=RunObserver(progress.row))`
     """
@@ -29,16 +45,10 @@ class RunProgress:
         self.titles = {member.label: member.title for member in plan.members}
         self.names = [_describe_group(group) for group in plan.groups]
         self.last_labels = [group.members[-1].label for group in plan.groups]
-        self.last_seed = plan.config.seed + plan.config.seeds - 1
         self.every = every
-        self.group = -1
-        self.diverged: set[tuple[int, int]] = set()
-        self.scores: dict[str, dict[int, float]] = {}  # by label and seed
-        self.best: dict[str, dict[int, float]] = {}
         self.best_before: dict[str, dict[int, float]] = {}  # the resume
         self.seeds = range(plan.config.seed, plan.config.seed + plan.config.seeds)
-        self.which_seeds = ""
-        self.rows: list[HistoryRow] = []  # of the first run of the group, in this process
+        self.series = [_Series(self.seeds) for _ in plan.groups]
         self.metric = ACCURACY
         self.print_time = time.monotonic()
 
@@ -50,13 +60,11 @@ class RunProgress:
 
     def begin(self, method: str, seeds: Sequence[int]) -> None:
         """Show rounds of these seeds from now on."""
-        self.last_seed = seeds[-1]
-        self.group = -1  # the next row is the first of another series
+        which = ""
         if len(seeds) < len(self.seeds):
             several = f"seeds {seeds[0]} to {seeds[-1]}"
-            self.which_seeds = f", {several if len(seeds) > 1 else f'seed {seeds[0]}'}"
-        else:
-            self.which_seeds = ""
+            which = f", {several if len(seeds) > 1 else f'seed {seeds[0]}'}"
+        self.series[self.groups[method]] = _Series(seeds, which)
 
     def earlier(self, method: str, rows: Sequence[HistoryRow]) -> None:
         """Take into account what was evaluated before a resume."""
@@ -70,32 +78,32 @@ class RunProgress:
         The mean over the runs of a method is shown; in a sweep, that of the best point.
         """
         group = self.groups[method]
-        if group != self.group:
-            self.group, self.scores = group, {}
+        series = self.series[group]
+        if not series.rows:
             own = [label for label, number in self.groups.items() if number == group]
-            self.best = {label: dict(self.best_before.get(label, {})) for label in own}
-            self.rows, self.diverged = [], set()
+            series.best = {label: dict(self.best_before.get(label, {})) for label in own}
         seed, round, self.metric = row.seed, row.round, row.metric
-        self.scores.setdefault(method, {})[seed] = row.score
-        best = self.best.setdefault(method, {})
+        series.scores.setdefault(method, {})[seed] = row.score
+        best = series.best.setdefault(method, {})
         best[seed] = row.metric.pick_best([row.score, best.get(seed, row.score)])
-        if not self.rows or self.rows[-1].round < round:
-            self.rows.append(row)
-        if seed == self.last_seed and method == self.last_labels[group]:
-            self.show(group, round, self._describe(round))
+        if not series.rows or series.rows[-1].round < round:
+            series.rows.append(row)
+        if seed == series.seeds[-1] and method == self.last_labels[group]:
+            self.show(group, round, self._describe(series, round))
 
     def show(self, group: int, round: int, text: str) -> None:
         """Show what is known after a round of a group."""
         now = time.monotonic()
         if round == self.rounds or now - self.print_time >= self.every:
             self.print_time = now
-            self.say(f"{self.names[group]}{self.which_seeds}: {text}")
+            self.say(f"{self.names[group]}{self.series[group].which_seeds}: {text}")
 
     def fault(self, method: str, fault: Fault) -> None:
         """Name a client that diverged, once; the table of results counts how often it did."""
-        if fault.step is not None or (fault.seed, fault.client) not in self.diverged:
+        diverged = self.series[self.groups[method]].diverged
+        if fault.step is not None or (fault.seed, fault.client) not in diverged:
             self.say(f"{self.titles[method]}: {fault}")
-        self.diverged.add((fault.seed, fault.client))
+        diverged.add((fault.seed, fault.client))
 
     def say(self, sentence: str) -> None:
         """Print a sentence."""
@@ -106,12 +114,12 @@ class RunProgress:
         means = [float(np.mean(list(values.values()))) for values in by_label.values() if values]
         return self.metric.pick_best(means)
 
-    def _describe(self, round: int) -> str:
+    def _describe(self, series: _Series, round: int) -> str:
         score, best = (
             self.metric.format(self._find_best_mean(by_label)) + self.metric.unit
-            for by_label in (self.scores, self.best)
+            for by_label in (series.scores, series.best)
         )
-        pace = average_seconds(self.rows)
+        pace = average_seconds(series.rows)
         text = f"round {round}/{self.rounds}  {self.metric.title} {score}  best {best}"
         text += f"  {pace:.3g} s/round"
         if round < self.rounds:

@@ -23,6 +23,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import NEWCOMER_CLIENTS, NEWCOMERS
 from fedala.runs.results import MethodResult
 from fedala.runs.resumable_options import CHANGEABLE
+from fedala.runs.run_files import JOBS
 from fedala.runs.sweep import label_of, split_label
 from fedala.runs.sweep_results import Sweep, find_sweeps
 
@@ -246,7 +247,10 @@ def read_run(path: Path) -> Run:
     text, config, summary = _read_config_and_summary(folder)
     history = _read_table(folder, "history.csv")
     if not history:
-        raise UserError(f"{path} has nothing to report yet: no round has been evaluated.")
+        reason = "no round has been evaluated"
+        if (path / JOBS).is_dir():
+            reason = f"no job is finished; each has a folder that can be reported, {path / JOBS}/…"
+        raise UserError(f"{path} has nothing to report yet: {reason}.")
     titles = _read_titles(summary)
     results: dict[str, MethodResult] = {}
     for row in history:

@@ -24,6 +24,7 @@ from fedala.runs.config_values import (
     split_names,
     toml,
 )
+from fedala.runs.devices import NAMES, check_device_name
 
 LARGEST = 2**20  # bytes of a config file
 #: Options of the clients' optimiser and schedule.
@@ -261,7 +262,7 @@ class Config:
         "there are any, otherwise by the test samples; without it, all rounds are run",
         least=1,
     )
-    device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", f"device to compute on: {NAMES}")
     lanes: str = option(
         "auto", "clients to train in parallel: auto, all, or a number (1: one after another)"
     )
@@ -332,6 +333,7 @@ class Config:
             set=flatten_settings(values.get("set", {})),
             sweep=flatten_sweep(values.get("sweep", {})),
         )
+        check_device_name(config.device)
         if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", config.lanes):
             raise UserError(f"lanes must be auto, all or a number from 1 on, not {config.lanes!r}.")
         if not config.methods or len(set(config.methods)) < len(config.methods):

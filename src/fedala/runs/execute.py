@@ -6,14 +6,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from fedala.errors import RunError
 from fedala.metrics import ACCURACY
 from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.runs.batches import Batch, split_seeds
 from fedala.runs.build import build_preprocessing, build_simulation
 from fedala.runs.checkpoint import Checkpoints
+from fedala.runs.devices import use_device
 from fedala.runs.digests import Digests
 from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
 from fedala.runs.folder import RunFolder
@@ -23,6 +22,7 @@ from fedala.runs.holdout import (
     list_newcomer_clients,
     list_newcomers,
 )
+from fedala.runs.jobs import Jobs
 from fedala.runs.kept_models import BEST, LAST, KeptModels
 from fedala.runs.members import Group, Member
 from fedala.runs.observer import RunObserver, Stopped
@@ -42,11 +42,13 @@ def execute(
     resume: bool | Path | None = None,
     observer: RunObserver | None = None,
     simulate: Callable[..., Simulation] = build_simulation,
+    jobs: Jobs | None = None,
 ) -> RunResult:
     """Carry out a plan. With `resume`, continue the run in `out`, or a copy of the folder it names.
 
-    `simulate` makes a method's simulation. If the observer asks the run to stop, it ends with
-    `Stopped`, which has the results so far.
+    `simulate` makes a method's simulation. With `jobs`, other processes do the work, and only a
+    run folder can collect it. If the observer asks the run to stop, it ends with `Stopped`, which
+    has the results so far.
     """
     observer = observer or RunObserver()
     for sentence in plan.federation.notes:
@@ -64,9 +66,8 @@ def execute(
             )
     result = RunResult(plan.config, {}, out, plan.federation.client_names)
     began = time.time()
-    devices = [plan.device] if plan.device.type == "cuda" else []
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(use_device(plan.device))
         folder, about, progress = None, Digests(), dict[tuple[int, int], Progress]()
         batches = split_seeds(plan.config, [plan.config.seeds])
         if out and source and resume:
@@ -87,7 +88,11 @@ def execute(
                     folder.write_preprocessing(preprocessing)
                 if names := plan.federation.client_names:
                     folder.write_client_names(names)
+            if jobs and folder:
+                progress = jobs.carry_out(plan, folder, about, batches, progress, observer)
             for number, group in enumerate(plan.groups):
+                if jobs and (number, 0) not in progress:
+                    continue  # it has stopped or failed
                 results = {m.label: MethodResult(m.label, m.title) for m in group.members}
                 result.methods |= results
                 for batch in batches:
@@ -96,8 +101,12 @@ def execute(
                     if folder:
                         one.keep_in(folder, number, about)
                     one.carry_out(progress.get((number, batch.number)), simulate)
+                if jobs:
+                    jobs.add_figures(results, number)
                 if folder:
                     folder.write_summary(summarize(plan, result, time.time() - began))
+            if jobs and folder:
+                jobs.check_endings(plan, folder.path)
         except Stopped as stopped:
             stopped.result = result
             raise

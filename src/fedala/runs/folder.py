@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import BatchRecord, Digests, MethodRecord
 from fedala.runs.models import SavedModels, seed_of_model
-from fedala.runs.run_files import LOGGER_FOLDER, check_no_links, list_run_files
+from fedala.runs.run_files import JOBS, LOGGER_FOLDER, check_no_links, list_run_files
 from fedala.runs.tables import Tables
 from fedala.runs.verified_files import CLIENTS, RunRecord
 
@@ -75,6 +75,7 @@ class RunFolder:
         folder = cls(path)
         with folder.lock():
             try:
+                folder._check_jobs_are_free()
                 folder._clear(about or Digests())
                 folder.write_config(config)
             except OSError as error:
@@ -82,6 +83,12 @@ class RunFolder:
                     f"The output folder {path} cannot be made: {error.strerror}."
                 ) from None
             yield folder
+
+    def _check_jobs_are_free(self) -> None:
+        """Refuse a folder in which processes of a killed run are still working."""
+        for job in (self.path / JOBS).glob("*"):
+            with RunFolder(job).lock():
+                pass
 
     def _clear(self, about: Digests) -> None:
         """Remove the files of an earlier run, and start a new record.
@@ -97,7 +104,7 @@ class RunFolder:
         # A summary without a history would look damaged, and so would a history without a config.
         order = {"summary.json": 0, "config.toml": 2}
         for entry in sorted(entries, key=lambda entry: order.get(entry.name, 1)):
-            if entry.name not in (".lock", DIGESTS):
+            if entry not in (self.path / ".lock", self.path / DIGESTS):
                 entry.unlink(missing_ok=True)  # writing the record removed its half-written twin
         for folder in folders:
             folder.rmdir()  # fails if something has been added since
@@ -200,6 +207,22 @@ class RunFolder:
             entry.models = {name: one for name, one in models if seed_of_model(name) not in seeds}
         self._record.write()  # before the tables get shorter: a crash in between is not damage
         self.tables.replace(texts)
+
+    def take_over(
+        self, job: "RunFolder", methods: Collection[str], rank: Callable[[str, int], Any]
+    ) -> None:
+        """Replace the rows and records of some methods by those of the folder of a job.
+
+        The files that the records name must be here already. `rank` sorts the rows.
+        """
+        self.tables.replace(self.tables.with_rows_of(job.tables, methods, rank))
+        # A crash before this is not damage: rows may be newer than the record.
+        digests = self._record.digests_to_extend()
+        for method in methods:
+            digests.methods.pop(method, None)
+            if record := job.find_method_record(method):
+                digests.methods[method] = record
+        self._record.write()
 
     def has_begun(self) -> bool:
         """Tell whether a round has been evaluated, even if its row is gone."""

@@ -5,7 +5,6 @@
 
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Container
 from contextlib import suppress
@@ -67,11 +66,7 @@ class SavedModels:
         """Save a model whose file exists already: a hard link if the disk has them, or a copy."""
         path = self._file(method, seed, client, best)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        try:
-            os.link(file, path)
-        except OSError:
-            shutil.copyfile(file, path)
+        files.link_or_copy(file, path)
         self._record.method(method).models[self._name(path)] = digest
 
     def has_best(self, method: str, seed: int) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import save as pack_tensors
 from torch import nn
 
@@ -27,6 +26,7 @@ from fedala.lanes.trees import Params, take
 from fedala.methods import setting_prefixes
 from fedala.runs.build import build_task, count_lanes
 from fedala.runs.config import Config
+from fedala.runs.devices import use_device
 from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import check_method, parse_epochs
 from fedala.runs.newcomer_data import make_federation
@@ -98,8 +98,7 @@ def onboard(
     )
     transport = LocalTransport(setup, lanes=count_lanes(finished.config.lanes, task.device))
     newcomers = Newcomers(setup, transport, EvaluationSchedule(setup.rounds, 1), counts)
-    devices = [task.device] if task.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with use_device(task.device):
         arrivals = newcomers.arrive(
             [server], [finished.server_round(round + 1)], keeps_models=True, tests_received=True
         )

@@ -31,6 +31,7 @@ from fedala.methods import Method, ServerRound, import_methods
 from fedala.models import build_model
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
+from fedala.runs.devices import choose_device
 from fedala.runs.holdout import check_options, rehearse_newcomers
 from fedala.runs.losses import REGRESSIONS, make_loss
 from fedala.runs.members import (
@@ -85,7 +86,7 @@ class Plan:
         methods = printable(config.method, 200)
         return (
             f"<Plan {methods} on {self.federation.dataset.describe()}, {config.clients} clients; "
-            f"{config.model}, {config.rounds} rounds, on {self.device.type}>"
+            f"{config.model}, {config.rounds} rounds, on {self.device}>"
         )
 
     @property
@@ -163,7 +164,7 @@ def plan(
     members = make_members(config)
     check_effects(config, members)  # refuse what is wrong before data is loaded
     check_options(config, [member.method for member in members])
-    device = _choose_device(config.device)
+    device = choose_device(config.device)
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
     parse_normalization(config.normalize)
@@ -223,14 +224,6 @@ def plan(
     )
     _check_memory(checked)
     return checked
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "device is cuda, and there is no CUDA device here: use --device cpu or auto."
-        )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load_dataset(config: Config) -> Dataset:

@@ -16,6 +16,7 @@ from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import BatchRecord, Digests, MethodRecord
 from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
+from fedala.runs.job_folders import gather_job_folders
 from fedala.runs.members import Group
 from fedala.runs.observer import RunObserver
 from fedala.runs.plan import Plan
@@ -94,6 +95,8 @@ def reopen(
     is_copy = out.absolute() != folder.path.absolute()
     with ExitStack() as source_lock:
         source_lock.enter_context(folder.lock())
+        if folder.record and folder.record.identity == about.identity:
+            gather_job_folders(folder, plan.groups, batches)  # a killed process has left them
         progress = _inspect(plan, folder, before, about, batches, observer)
         check_room(plan, out, present=0 if is_copy else folder.size())
         changes = [f"{name}: {change}" for name, change in before.differences(after).items()]
@@ -209,16 +212,21 @@ def _inspect(
                 about.identity,
                 on_message=observer.on_message,
             )
-            histories = {
-                member.label: [
-                    row for row in history.get(member.label, []) if row.seed in batch.seeds
-                ]
-                for member in group.members
-            }
+            histories = select_histories(history, group, batch)
             found = checkpoints.find()
             inspection = _Inspection(plan, group, batch, folder, before, histories, found)
             progress[number, batch.number] = inspection.locate(observer)
     return progress
+
+
+def select_histories(
+    history: Mapping[str, list[HistoryRow]], group: Group, batch: Batch
+) -> dict[str, list[HistoryRow]]:
+    """Return the rows of a batch of a group, by label."""
+    return {
+        member.label: [row for row in history.get(member.label, []) if row.seed in batch.seeds]
+        for member in group.members
+    }
 
 
 def find_checkpoints(folder: RunFolder, number: int, batch: Batch) -> Path:

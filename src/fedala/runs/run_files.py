@@ -12,9 +12,10 @@ from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.tables import TABLES
 from fedala.runs.verified_files import LARGEST, WHOLE_FILES, RunRecord
 
+JOBS = "jobs"
 #: Files that lie directly in a run folder.
 _FILES = {*TABLES, "report.html", "lock", "log-id", *WHOLE_FILES, DIGESTS}
-_FOLDERS = ("models", "checkpoint", "tensorboard")
+_FOLDERS = ("models", "checkpoint", "tensorboard", JOBS)
 #: Files that lie in its sub-folders.
 _INNER_FILES = re.compile(
     r"models/(best/)?[^/]+/seed-\d+/(global|client-\d+)\.safetensors"
@@ -23,6 +24,9 @@ _INNER_FILES = re.compile(
     r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+",
     re.ASCII,
 )
+
+#: Folders in which other processes carry out groups; each has the files of a run folder.
+JOB_FOLDER = re.compile(rf"{JOBS}/((new|old)-)?\d+/", re.ASCII)
 
 #: A logger's own folder. It may hold links. It is never read here, and never deleted.
 LOGGER_FOLDER = "wandb"
@@ -107,4 +111,5 @@ def _is_older_run(path: Path) -> bool:
 def _is_run_file(inner: Path) -> bool:
     """Tell whether a run writes a file there; it may be half written."""
     whole = inner.parent / inner.name.removeprefix(".").removesuffix(".new")
+    whole = Path(JOB_FOLDER.sub("", whole.as_posix(), count=1))
     return str(whole) in _FILES or _INNER_FILES.fullmatch(whole.as_posix()) is not None

@@ -3,10 +3,11 @@
 import csv
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from datetime import UTC, datetime
+from itertools import chain
 from typing import IO, Any
 
 import numpy as np
@@ -205,11 +206,44 @@ class Tables:
             texts[name] = csv_text(columns, kept, header=True)
         return texts
 
+    def with_rows_of(
+        self, other: "Tables", methods: Container[str], rank: Callable[[str, int], Any]
+    ) -> dict[str, str]:
+        """Return the text of each table with the rows that another folder has of some methods.
+
+        They replace the rows that are here of these methods. All are sorted by the `rank` of their
+        method and seed. The digests of rows become those of these texts. Nothing is written.
+        """
+        self._hashes, texts = {}, {}
+
+        def order(line: Mapping[str, str]) -> Any:
+            return rank(line["method"], int(line["seed"]))
+
+        for name in TABLES:
+            found = []
+            for table in (self, other):
+                columns, lines = table._read_lines(name) if table._has(name) else ([], [])
+                own = [line for line in lines if (line["method"] in methods) == (table is other)]
+                found.append((columns, sorted(own, key=order)))
+            # The columns stand in the order in which the rows have brought them.
+            found.sort(key=lambda one: [order(line) for line in one[1][:1]])
+            columns = list(dict.fromkeys(chain(*(own for own, _ in found))))
+            rows = sorted(chain(*(own for _, own in found)), key=order)
+            for line in rows:
+                self._hashes.setdefault((name, line["method"]), RowHash()).add(line)
+            if rows or self._has(name):
+                texts[name] = csv_text(columns, rows, header=True)
+        return texts
+
+    def _has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
     def replace(self, texts: Mapping[str, str]) -> None:
         """Write tables, each in one step, if they differ from those on the disk."""
         for name, text in texts.items():
-            if (self.path / name).read_bytes() != text.encode():
-                files.write_file(self.path / name, text.encode())
+            path = self.path / name
+            if not path.is_file() or path.read_bytes() != text.encode():
+                files.write_file(path, text.encode())
 
     # --- reading --------------------------------------------------------------------------------
 

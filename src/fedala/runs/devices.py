@@ -1,0 +1,67 @@
+"""The device of a run: which one a name means, and how several processes share what there is."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from fedala.errors import UserError
+
+#: What `--device` takes, as help of commands.
+NAMES = "auto, cpu, cuda, or one of several GPUs, such as cuda:1"
+_PATTERN = re.compile("auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
+
+
+def check_device_name(name: str) -> None:
+    """Refuse a name that means no device on any machine."""
+    if not _PATTERN.fullmatch(name):
+        raise UserError(
+            f"device must be one of auto, cpu, cuda and cuda:NUMBER, such as cuda:1, not {name!r}."
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that a name means on this machine. Refuse one that is not there."""
+    check_device_name(name)
+    kind, _, number = name.partition(":")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and not count:
+        raise UserError(
+            f"device is {name}, and there is no CUDA device here: use --device cpu or auto."
+        )
+    if number and int(number) >= count:
+        present = "is 1 CUDA device here: cuda:0"
+        if count > 1:
+            present = f"are {count} CUDA devices here: cuda:0 to cuda:{count - 1}"
+        raise UserError(f"device is {name}, and there {present}.")
+    if kind == "cpu" or not count:
+        return torch.device("cpu")
+    return torch.device(name if number else "cuda")
+
+
+@contextmanager
+def use_device(device: torch.device) -> Iterator[None]:
+    """Make a device the current one, and keep torch's random state as it is."""
+    is_gpu = device.type == "cuda"
+    with (
+        torch.cuda.device(device) if is_gpu else nullcontext(),
+        torch.random.fork_rng(devices=[device] if is_gpu else []),
+    ):
+        yield
+
+
+def share_devices(name: str, jobs: int) -> list[str]:
+    """Return the device of each of several processes: GPUs in turn, unless one is named."""
+    if name in ("auto", "cuda") and choose_device(name).type == "cuda":
+        count = torch.cuda.device_count()
+        return [f"cuda:{job % count}" for job in range(jobs)]
+    return [name] * jobs
+
+
+def share_cores(jobs: int) -> int:
+    """Return how many cores each of several processes may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cores // jobs)
