@@ -136,6 +136,22 @@ def test_what_any_rank_refuses_is_refused(monkeypatch, who):
     assert str(caught.value).startswith("Rank 1 cannot take part: ") == (who == 1)
 
 
+def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lead, "SECONDS_TO_SEE", 0.0)
+    wait, seen = lead._wait_for_folder, []
+
+    def look_elsewhere(folder):
+        seen.append(folder)
+        wait(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(lead, "_wait_for_folder", look_elsewhere)
+    make_plan = partial(planned, "fedala", rounds=1)
+    with pytest.raises(UserError, match=r"Rank 1 cannot take part: .*elsewhere is not on"):
+        execute_on_ranks(2, make_plan, tmp_path / "run")
+    assert seen == [tmp_path / "run"]
+    execute_on_ranks(2, partial(make_plan, checkpoint_every=0), tmp_path / "other")
+
+
 # --- real processes --------------------------------------------------------------------------
 
 RUN = ["run", "--method", "fedala", "--model", "mlp", "--clients", "4", "--batch-size", "50",

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ from fedala.simulation.transport import Setup
 from fedala.simulation.variants import Variant
 
 BEGIN, END = "begin", "end"
+#: How long a rank waits for the run folder that rank 0 has made.
+SECONDS_TO_SEE = 60.0
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,15 @@ class Leader:
         **options: Any,
     ) -> Simulation:
         """Build the simulation of one group on all ranks: for `execute`."""
-        files = client_files.absolute() if client_files else None
+        # Without checkpoints, each rank has temporary files of its own.
+        has_shared_files = client_files and checked.config.checkpoint_every != 0
+        files = client_files.absolute() if client_files and has_shared_files else None
         labels = [member.label for member in checked.groups[0].members]
         beginning = Beginning(checked.config, labels, checked.layers, files)
-        self.group.share(([], BEGIN, (beginning,), False))
+        self.group.share(([], BEGIN, (beginning,), True))
+        for rank, reply in enumerate(self.group.gather(None)):
+            if isinstance(reply, Failure):
+                raise UserError(f"Rank {rank} cannot take part: {reply.sentence}")
 
         def make(setup: Setup) -> RankTransport:
             local = LocalTransport(
@@ -166,7 +175,9 @@ def obey(
         if name == BEGIN:
             assert begin is not None
             worker = None  # frees the memory of the method before
-            worker = begin(*arguments)
+            made = attempt(partial(begin, *arguments))
+            group.gather(made if isinstance(made, Failure) else None)
+            worker = None if isinstance(made, Failure) else made
             continue
         assert worker is not None
         worker.drop_models(released)
@@ -193,6 +204,8 @@ def _answer(command: Callable[[], Any], rank: int) -> Any:
 
 def _begin(group: RankGroup, own: Plan, beginning: Beginning) -> Worker:
     """Build this rank's share of a method."""
+    if beginning.client_files:
+        _wait_for_folder(beginning.client_files.parents[1])
     narrowed = beginning.apply(own)
     [only] = narrowed.groups
     options = _share_machine(group, narrowed)
@@ -209,3 +222,16 @@ def _begin(group: RankGroup, own: Plan, beginning: Beginning) -> Worker:
     local = simulation.transport
     assert isinstance(local, LocalTransport)
     return Worker(group, local, beginning.config.on_divergence)
+
+
+def _wait_for_folder(folder: Path) -> None:
+    """Refuse a run folder that only rank 0 can see. A network file system may show it late."""
+    end = time.monotonic() + SECONDS_TO_SEE
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            raise UserError(
+                f"{folder} is not on {socket.gethostname()}: ranks write their clients' states "
+                "there, so give --out a folder that all machines share, or use --checkpoint-every "
+                "0 to do without checkpoints."
+            )
+        time.sleep(0.2)
