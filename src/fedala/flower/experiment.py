@@ -51,6 +51,11 @@ class Deployment:
         "runs", "the server's folder of run folders; an unfinished run there is resumed"
     )
     min_nodes: int = option(2, "nodes that must be online before a round begins", least=1)
+    max_clients: int = option(
+        0,
+        "clients that there may be in time, with those that join later; 0: no more than clients",
+        least=0,
+    )
     min_updates: int = option(
         1, "good updates that a round needs; with fewer, the global model does not change", least=1
     )
@@ -151,6 +156,11 @@ class Experiment:
     """Makes Θ⁰ for a seed."""
     validates: bool = False
     """Whether some samples are held out to choose a round by."""
+
+    @property
+    def population(self) -> int:
+        """Return the number of clients that are expected at the start."""
+        return len(self.task.parts["train"])
 
     @classmethod
     def build(cls, config: Config, samples: Federation, custom: CustomApp | None) -> "Experiment":

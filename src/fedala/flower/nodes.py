@@ -34,14 +34,18 @@ class Nodes:
         max_samples: int = 2**53,
         validates: bool = True,
         rebind: bool = False,
+        max_clients: int = 0,
     ) -> None:
         """A round begins when `min_clients` of the `population` are online.
 
         A node that reports more than `max_samples` samples is refused. So is one that reports
         validation samples if the run does not use any (`validates`). With `rebind`, a client that
-        is offline may return as another node.
+        is offline may return as another node. With `max_clients` above the population, clients with
+        further numbers may join.
         """
         self.grid, self.population, self.min_clients = grid, population, min_clients
+        #: Every client's number is below this.
+        self.seats = max(population, max_clients)
         self.max_sizes = dict.fromkeys(PARTS, max_samples)
         if not validates:
             self.max_sizes["validation"] = 0
@@ -78,6 +82,13 @@ class Nodes:
                 )
                 last_count = count
             time.sleep(PAUSE)
+
+    def keep_seats(self, clients: Collection[int]) -> None:
+        """Let these clients, which have joined before, come back if there are fewer seats now."""
+        seats = max((self.seats, *(client + 1 for client in clients)))
+        if seats > self.seats:
+            self.seats = seats
+            self._refused.clear()  # one of them may have introduced itself already
 
     def restore_owners(self, owners: Mapping[int, int]) -> None:
         """Restore the owners of an earlier run of this experiment. Refuse nodes that contradict."""
@@ -139,7 +150,7 @@ class Nodes:
             try:
                 if isinstance(answer, UserError):
                     raise answer
-                said = Introduction.unpack(answer.content, self.population, self.max_sizes)
+                said = Introduction.unpack(answer.content, self.seats, self.max_sizes)
                 self._claim_number(said.client, node, online)
             except Exception as error:  # any problem with an answer concerns this node alone
                 self._refuse(node, clean_text(error))
