@@ -12,8 +12,10 @@ from fedala.flower.messages import PARTS, Introduction, clean_text
 
 log = getLogger("flwr")
 
-#: Seconds between two looks at the nodes and at their answers.
+#: The most seconds between two looks at the nodes, and at their answers.
 PAUSE = 1.0
+#: The seconds after the first look, and after an answer: others may be about to come.
+FIRST_PAUSE = 0.02
 
 REMEDY = "if this change is intended, start the run once with rebind=true"
 
@@ -195,8 +197,9 @@ class Nodes:
         for message_id in waiting.keys() - accepted:
             yield waiting.pop(message_id), UserError("the SuperLink did not accept its message")
         end = time.monotonic() + seconds
+        pause = FIRST_PAUSE
         while waiting:
-            start = time.monotonic()
+            start, before = time.monotonic(), len(waiting)
             for message_id, key in list(waiting.items()):
                 answer = self._pull_answer(message_id, messages[key])
                 if answer is not None:
@@ -206,7 +209,9 @@ class Nodes:
             if waiting and now >= end:
                 break
             if waiting:
-                time.sleep(min(max(PAUSE, now - start), end - now))
+                pause = FIRST_PAUSE if len(waiting) < before else min(1.5 * pause, PAUSE)
+                # At most half of the time goes into looking.
+                time.sleep(min(max(pause, now - start), end - now))
         for key in sorted(waiting.values()):
             yield key, UserError(f"it did not answer within {seconds:g} s")
 

@@ -1,5 +1,6 @@
 """The server of a real federation: the simulation's round loop, with clients on other machines."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from logging import getLogger
@@ -30,6 +31,9 @@ from fedala.runs.results import RunResult
 from fedala.simulation import Simulation
 
 log = getLogger("flwr")
+
+#: The environment variable of the server with the folder that a relative `out` lies in.
+BASE = "FEDALA_RUNS"
 
 
 def server_app(custom: CustomApp | None = None) -> ServerApp:
@@ -65,7 +69,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], custom: CustomApp | None = 
             row.round, config.rounds, row.metric.title, row.score, row.loss,
         )  # fmt: skip
 
-    out = Path(deployment.out).absolute() / deployment.experiment
+    out = find_run_folder(deployment)
     resume = (out / "config.toml").is_file()
     log.info("%s %s", "Resuming the run in" if resume else "Writing the run to", out)
     result = execute(
@@ -85,6 +89,22 @@ def serve(grid: Grid, run_config: Mapping[str, Any], custom: CustomApp | None = 
         last.metric.title, last.score, result.best_score,
     )  # fmt: skip
     return result
+
+
+def find_run_folder(deployment: Deployment) -> Path:
+    """Return the run folder of an experiment, and say what a relative `out` lies under."""
+    out = Path(deployment.out).expanduser()
+    if not out.is_absolute():
+        base = os.environ.get(BASE)
+        here = Path(base).expanduser().absolute() if base else Path.cwd()
+        reason = f"{BASE} names it" if base else "the SuperLink was started there"
+        log.info(
+            "out = %s is a folder in %s, because %s. An absolute path is the same wherever the "
+            "SuperLink is started.",
+            deployment.out, here, reason,
+        )  # fmt: skip
+        out = here / out
+    return out / deployment.experiment
 
 
 def check_growth(experiment: Experiment, deployment: Deployment, custom: CustomApp | None) -> None:
