@@ -24,6 +24,7 @@ from fedala.flower.local import OFFLINE_ENVIRONMENT, find_program
 from fedala.flower.processes import FAMILY, kill_family
 from fedala.runs.folder import RunFolder
 
+UNAVAILABLE = "Connection to the SuperLink is unavailable"
 SAMPLES, FEATURES, CLASSES, PARTICIPANTS = 40, 16, 4, 10
 
 
@@ -55,8 +56,8 @@ def run_fedala(folder: Path, *arguments: str) -> None:
     subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
 
 
-def run_engine(folder: Path, nodes: int) -> None:
-    """Run the app in Flower's simulation engine."""
+def run_engine(folder: Path, nodes: int) -> float:
+    """Run the app in Flower's simulation engine; return the seconds from start to end."""
     (folder / "flwr").mkdir()
     (folder / "flwr" / "config.toml").write_text(
         f'[superlink]\ndefault = "local"\n\n[superlink.local]\noptions.num-supernodes = {nodes}\n'
@@ -69,12 +70,19 @@ def run_engine(folder: Path, nodes: int) -> None:
     command = [find_program("flwr"), "run", "app", "local", "--stream"]
     options = ["--run-config", f"out='{folder}' experiment='there'"]
     environment[FAMILY] = f"{folder}/engine"
+    log, text = folder / "engine.log", UNAVAILABLE
     try:
-        with (folder / "engine.log").open("wb") as log:
-            streams = {"stdout": log, "stderr": log}
-            subprocess.run([*command, *options], env=environment, cwd=folder, check=True, **streams)
+        while UNAVAILABLE in text:  # on a busy machine, flwr does not wait until its SuperLink runs
+            with log.open("wb") as file:
+                start = time.perf_counter()
+                whole = [*command, *options]
+                subprocess.run(whole, env=environment, cwd=folder, stdout=file, stderr=file)
+            text = log.read_text()
     finally:
         kill_family(f"{folder}/engine")  # Flower leaves a SuperLink running
+    if not (folder / "there" / "summary.json").exists():
+        sys.exit(text[-3000:])
+    return time.perf_counter() - start
 
 
 def measure(folder: Path) -> tuple[float, float]:
@@ -91,9 +99,7 @@ def compare(nodes: int, rounds: int) -> str:
         options = list_options(folder / "data.npz", nodes, rounds)
         run_fedala(folder, "run", *options, "--out", "here")
         run_fedala(folder, "flower", "new", "app", *options)
-        start = time.perf_counter()
-        run_engine(folder, nodes)
-        whole = time.perf_counter() - start
+        whole = run_engine(folder, nodes)
         [there] = [
             path.parent for path in folder.glob("*/summary.json") if path.parent.name != "here"
         ]

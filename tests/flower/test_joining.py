@@ -6,7 +6,14 @@ import pytest
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
-from flower.inprocess import CUSTOM, RUN, InProcessGrid, make_samples  # noqa: E402
+from flower.inprocess import (  # noqa: E402
+    CUSTOM,
+    RUN,
+    InProcessGrid,
+    make_samples,
+    run_in_process,
+)
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid  # noqa: E402
 
 from fedala import UserError  # noqa: E402
 from fedala.flower import CustomApp, client_app  # noqa: E402
@@ -196,6 +203,25 @@ def test_the_best_round_is_one_in_which_all_answered(rows, best):
         full = sum(asked == answered for _, asked, answered in rows)
         assert summary["answers"]["full_rounds"] == full
         assert ("there is none" in summary["answers"]["best_is_picked_from"]) == (full == 0)
+
+
+class Engine(InProcessGrid, InMemoryGrid):
+    """Passes for the grid of Flower's simulation engine."""
+
+    def pull_messages(self, message_ids):
+        ids = list(message_ids)
+        self.pulled.append(len(ids))
+        return super().pull_messages(ids)
+
+
+def test_in_the_simulation_engine_answers_are_fetched_together(tmp_path):
+    run_config = {"clients": 3, "out": str(tmp_path / "runs"), **RUN, "rounds": 1}
+    engine = Engine(client_app(CUSTOM), 3, tmp_path / "engine", run_config)
+    engine.pulled = []
+    there = serve(engine, run_config, CUSTOM)
+    assert engine.pulled == [3, 3, 3]  # the introductions, round 1, and the last evaluation
+    _, here = run_in_process(tmp_path / "nodes", rounds=1)
+    assert list_figures(there) == list_figures(here)
 
 
 def test_the_history_tells_who_answered(tmp_path):

@@ -6,6 +6,7 @@ from logging import getLogger
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from fedala.errors import UserError
 from fedala.flower.messages import PARTS, Introduction, clean_text
@@ -188,9 +189,7 @@ class Nodes:
     ) -> Iterator[tuple[int, Message | UserError]]:
         """Send messages; yield the key of each with its answer, or the reason why there is none.
 
-        Answers are fetched one at a time. Fetched together, one that Flower cannot decode would
-        take the others with it. Also, the SuperLink then tells which message an answer belongs to,
-        not the answer itself.
+        `_pull_answers` fetches them.
         """
         accepted = set(self.grid.push_messages(messages.values())) if messages else set()
         waiting = {message.metadata.message_id: key for key, message in messages.items()}
@@ -200,11 +199,9 @@ class Nodes:
         pause = FIRST_PAUSE
         while waiting:
             start, before = time.monotonic(), len(waiting)
-            for message_id, key in list(waiting.items()):
-                answer = self._pull_answer(message_id, messages[key])
-                if answer is not None:
-                    del waiting[message_id]
-                    yield key, answer
+            sent = {message_id: messages[key] for message_id, key in waiting.items()}
+            for message_id, answer in self._pull_answers(sent):
+                yield waiting.pop(message_id), answer
             now = time.monotonic()
             if waiting and now >= end:
                 break
@@ -214,6 +211,28 @@ class Nodes:
                 time.sleep(min(max(pause, now - start), end - now))
         for key in sorted(waiting.values()):
             yield key, UserError(f"it did not answer within {seconds:g} s")
+
+    def _pull_answers(
+        self, sent: Mapping[str, Message]
+    ) -> Iterator[tuple[str, Message | UserError]]:
+        """Yield the id of each message that has an answer, with it or the reason to refuse it.
+
+        Answers are fetched one at a time. Fetched together, one that Flower cannot decode would
+        take the others with it. Also, the SuperLink then tells which message an answer belongs to,
+        not the answer itself. In the simulation engine, all nodes are the user's own, and nothing
+        is decoded. There, a thousand requests would keep the nodes from working.
+        """
+        if isinstance(self.grid, InMemoryGrid):
+            found: dict[str, list[Message]] = {}
+            for answer in self.grid.pull_messages(list(sent)):
+                found.setdefault(answer.metadata.reply_to_message_id, []).append(answer)
+            for message_id in [one for one in sent if one in found]:
+                yield message_id, _check_answers(sent[message_id], found[message_id])
+            return
+        for message_id, message in sent.items():
+            pulled = self._pull_answer(message_id, message)
+            if pulled is not None:
+                yield message_id, pulled
 
     def _pull_answer(self, message_id: str, message: Message) -> Message | UserError | None:
         """Fetch the answer to one message, or the reason to refuse it. None: not there yet."""
