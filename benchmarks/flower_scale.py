@@ -100,10 +100,8 @@ def compare(nodes: int, rounds: int) -> str:
         run_fedala(folder, "run", *options, "--out", "here")
         run_fedala(folder, "flower", "new", "app", *options)
         whole = run_engine(folder, nodes)
-        [there] = [
-            path.parent for path in folder.glob("*/summary.json") if path.parent.name != "here"
-        ]
-        [(here, _), (engine, total)] = [measure(folder / "here"), measure(there)]
+        here, _ = measure(folder / "here")
+        engine, total = measure(folder / "there")
     share = f"{engine:.2f} | {here:.3f} | {whole - total:.0f}"
     return f"| {nodes} | {share} |"
 
