@@ -39,6 +39,15 @@ class HistoryRow:
     seconds: float = 0.0
     metric: Metric = ACCURACY
     """What the scores measure."""
+    asked: int | None = None
+    """In a federation: the clients to which the server turned in this round."""
+    answered: int | None = None
+    """Those of them whose answers counted. The scores are those of these clients."""
+
+    @property
+    def is_full(self) -> bool:
+        """Tell whether all clients answered. On one machine, they always do."""
+        return self.asked == self.answered
 
     @property
     def accuracy(self) -> float:

@@ -355,7 +355,7 @@ def app_folder(tmp_path):
 def test_the_simulation_engine_runs_a_generated_app(simulate, app_folder, tmp_path):
     log = simulate(app_folder, {}, **INSTALLING)
     assert "App dependencies installed successfully" in log
-    assert (tmp_path / "runs" / "fedala" / "summary.json").exists(), log
+    assert (tmp_path / "runs" / "my-app" / "summary.json").exists(), log
 
 
 @pytest.mark.deployment
@@ -365,7 +365,7 @@ def test_a_superlink_runs_a_generated_app(app_folder, tmp_path):
         for client in range(2):
             federation.start_node(client)
         run = federation.submit(app_folder)
-        folder = RunFolder(federation.folder / "runs" / "fedala")
+        folder = RunFolder(federation.folder / "runs" / "my-app")
         history = read_history(follow_run(federation, run, folder, seconds=240))
         assert [row.round for row in history] == [0, 1]
         assert "App dependencies installed successfully" in federation.read_run_log(run)

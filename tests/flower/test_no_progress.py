@@ -56,13 +56,13 @@ def test_a_server_says_at_intervals_why_nobody_joins(broken_grid, monkeypatch, c
 def test_a_server_does_not_wait_for_nodes_that_cannot_come(broken_grid):
     """In Flower's simulation engine, all nodes are there from the start."""
     with pytest.raises(UserError, match=r"no further nodes can connect.*: no disk \(code 6\)"):
-        Nodes(broken_grid, 3, 2, can_grow=False).wait_until_ready(600)
+        Nodes(broken_grid, 3, 2, can_connect=False).wait_until_ready(600)
 
 
 def test_before_the_first_answer_further_nodes_may_come(tmp_path):
     grid = InProcessGrid(client_app(CUSTOM), 0, tmp_path)
     with pytest.raises(UserError, match=r"After 0\.01 s, 0 clients are online"):
-        Nodes(grid, 3, 2, can_grow=False).wait_until_ready(0.01)
+        Nodes(grid, 3, 2, can_connect=False).wait_until_ready(0.01)
 
 
 def name_another_client(reply):

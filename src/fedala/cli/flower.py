@@ -40,11 +40,10 @@ def new(
     """Write a folder for flwr run: an app for one method, with all options in pyproject.toml."""
     from fedala.flower.experiment import (
         SIMULATION_OPTIONS,
-        Deployment,
         check_evaluation,
         give_figures,
     )
-    from fedala.flower.new import check_app_folder, write_app
+    from fedala.flower.new import check_app_folder, choose_deployment, write_app
 
     check_app_folder(folder)
     given = given_options(values)
@@ -59,7 +58,7 @@ def new(
     config = configure({"method": "fedala", **given})
     _check_single_method(config)
     resolved = give_figures(plan(config)).config
-    write_app(folder, resolved, Deployment())
+    write_app(folder, resolved, choose_deployment(folder, resolved))
     print_line(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
     if resolved.dataset != "digits":
         print("Each node reads the data that its own node config names: see docs/deployment.md.")

@@ -12,8 +12,9 @@ from flwr.clientapp.typing import Mod
 
 from fedala.flower.arrays import pack_message, unpack_trusted_message
 from fedala.flower.client_store import ClientStore, choose_state_dir, name_client
-from fedala.flower.experiment import CustomApp, prepare_client, read_run_config
+from fedala.flower.experiment import CustomApp, prepare_client, read_run_config, set_threads
 from fedala.flower.messages import PARTS, Introduction, Reply, Request
+from fedala.flower.state_owner import check_states, identify_model
 from fedala.flower.upload_mods import find_misfit, prepare_mods, refuse_message
 from fedala.lanes import Cohort, Message, Params, State
 from fedala.lanes.messages import add_transient, drop_transient
@@ -77,11 +78,14 @@ class Client:
     def __init__(
         self, context: Context, custom: CustomApp | None, mods: Sequence[Mod] = ()
     ) -> None:
+        set_threads(context.node_config)
         self.experiment, self.number = prepare_client(context, custom)
         self.mods = mods
         _, self.deployment = read_run_config(context.run_config)
         folder = choose_state_dir(context.node_config)
         self.store = ClientStore(folder, self.deployment.experiment, name_client(context))
+        self.model = identify_model(self._make_initial_model())
+        check_states(self.store, self.experiment.method.name, self.model)
 
     def introduce(self, message: FlowerMessage) -> FlowerMessage:
         """Tell the server which client this is, and how many samples it has."""
@@ -112,7 +116,8 @@ class Client:
         elif request.work.train:
             # Save before the server hears of it. If the reply gets lost, the state before this
             # round is still there.
-            self.store.save(round, result.state, previous=since, method=method.name)
+            about = {"method": method.name, "model": self.model}
+            self.store.save(round, result.state, previous=since, **about)
         elif method.has_personal_models:
             model = drop_transient(self.experiment.task, result.evaluated)
             self.store.save_model(take(model, 0))
@@ -133,8 +138,8 @@ class Client:
         return add_transient(task, received, self.experiment.method.shared_part(task, initial))
 
     def _make_initial_model(self) -> Params:
-        """Make Θ⁰, which follows from the seed."""
-        return self.experiment.start(self.experiment.plan.config.seed)
+        """Return Θ⁰, which follows from the seed."""
+        return dict(self.experiment.initial)
 
     def _load_state(self, since: int, received: Message) -> tuple[State, bool]:
         """Return the client's state, and whether it lost the one that it should have."""

@@ -1,6 +1,7 @@
 """`fedala flower demo`: a federation of several machines, on one."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +35,7 @@ def run_demo(
     """
     clients = int(plan.config.clients or 1)
     config = make_paths_absolute(plan.config)
+    threads = share_cores(clients)
     with LocalFederation() as federation:
         say(f"SuperLink on 127.0.0.1:{federation.port}, with TLS and node authentication")
         folder = (out or federation.folder / "demo").absolute()
@@ -41,13 +43,22 @@ def run_demo(
         deployment = Deployment(experiment=folder.name, out=str(folder.parent), min_nodes=clients)
         write_app(app, config, deployment)
         for client in range(clients):
-            federation.start_node(client, **build_node_config(config))
+            federation.start_node(client, threads=threads, **build_node_config(config))
             say(f"SuperNode of client {client}: registered, started")
         run = federation.submit(app)
         say(f"Run {run} is submitted. Flower takes seconds to start a process for every message")
         follow_run(federation, run, RunFolder(folder), row)
         summary: dict[str, Any] = json.loads(RunFolder(folder).read_verified("summary.json"))
         return summary
+
+
+def share_cores(nodes: int) -> int:
+    """Return the threads of each of several nodes on this machine.
+
+    With all cores for each of them, they would wait for each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // nodes)
 
 
 def follow_run(

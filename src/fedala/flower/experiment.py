@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -48,9 +49,16 @@ class Deployment:
         "fedala", "name of the experiment, under which server and clients store their files"
     )
     out: str = option(
-        "runs", "the server's folder of run folders; an unfinished run there is resumed"
+        "runs",
+        "the server's folder of run folders, under $FEDALA_RUNS or where the SuperLink was "
+        "started; an unfinished run there is resumed",
     )
     min_nodes: int = option(2, "nodes that must be online before a round begins", least=1)
+    max_clients: int = option(
+        0,
+        "clients that there may be in time, with those that join later; 0: no more than clients",
+        least=0,
+    )
     min_updates: int = option(
         1, "good updates that a round needs; with fewer, the global model does not change", least=1
     )
@@ -160,6 +168,16 @@ class Experiment:
     validates: bool = False
     """Whether some samples are held out to choose a round by."""
 
+    @cached_property
+    def initial(self) -> Params:
+        """Return Θ⁰ of the run's seed, as one lane. It is made once, and never changed."""
+        return self.start(self.plan.config.seed)
+
+    @property
+    def population(self) -> int:
+        """Return the number of clients that are expected at the start."""
+        return len(self.task.parts["train"])
+
     @classmethod
     def build(cls, config: Config, samples: Federation, custom: CustomApp | None) -> "Experiment":
         """Plan the run on samples that are already divided among clients."""
@@ -239,12 +257,47 @@ def prepare_client(context: Context, custom: CustomApp | None) -> tuple[Experime
         others = (np.arange(0),) * number  # the samples of other clients are on other machines
         parts = {part: others + getattr(alone, part) for part in PARTS}
         return Experiment.build(config, Federation(alone.dataset, **parts), custom), number
-    samples = read_node_samples(config, context.node_config)
-    if number >= (clients := len(samples.train)):
+    experiment = _prepare_node(config, context.node_config)
+    if number >= experiment.population:
+        last = experiment.population - 1
         raise UserError(
-            f"This node says that it is client {number}, but the clients are 0 to {clients - 1}."
+            f"This node says that it is client {number}, but the clients are 0 to {last}."
         )
-    return Experiment.build(replace(config, data_dir=None), samples, None), number
+    return experiment, number
+
+
+#: In the simulation engine: the run of this process, and what all its nodes share.
+_simulated: list[tuple[Config, Experiment]] = []
+
+
+def _prepare_node(config: Config, node_config: Mapping[str, Any]) -> Experiment:
+    """Read a node's dataset and plan its run.
+
+    A worker of the simulation engine works for many nodes. They read the same files, whatever their
+    numbers, so it does that once.
+    """
+    if is_simulated():
+        if not _simulated or _simulated[0][0] != config:
+            _simulated[:] = [(config, _plan_node(config, node_config))]
+        return _simulated[0][1]
+    return _plan_node(config, node_config)
+
+
+def _plan_node(config: Config, node_config: Mapping[str, Any]) -> Experiment:
+    samples = read_node_samples(config, node_config)
+    return Experiment.build(replace(config, data_dir=None), samples, None)
+
+
+def set_threads(node_config: Mapping[str, Any]) -> None:
+    """Let torch use as many threads as the node config says, if it does."""
+    threads = node_config.get("threads")
+    if threads is None:
+        return
+    if type(threads) is not int or threads < 1:
+        raise UserError(
+            f"threads in the node config must be a whole number from 1, not {threads!r}."
+        )
+    torch.set_num_threads(threads)
 
 
 def read_node_samples(config: Config, node_config: Mapping[str, Any]) -> Federation:

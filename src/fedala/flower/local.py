@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedala.errors import RunError
 from fedala.flower.processes import FAMILY, Processes
@@ -201,13 +202,20 @@ def make_certificates(folder: Path) -> None:
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedala demo CA")])
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     names = [x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1"))]
-    authority = _build_certificate(issuer, issuer, authority_key.public_key()).add_extension(
-        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    issuing = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    authority = (
+        _build_certificate(issuer, issuer, authority_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_make_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .add_extension(issuing, critical=False)
     )
     server = (
         _build_certificate(subject, issuer, server_key.public_key())
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_make_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(issuing, critical=False)
     )
     for name, certificate in (("ca.crt", authority), ("server.crt", server)):
         signed = certificate.sign(authority_key, hashes.SHA384())
@@ -229,7 +237,17 @@ def _build_certificate(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(minutes=5))
         .not_valid_after(now + timedelta(days=7))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
+
+
+def _make_usage(**uses: bool) -> x509.KeyUsage:
+    """Say what a key is for. From Python 3.13 on, TLS refuses an authority that does not say it."""
+    names = (
+        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+        "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    )  # fmt: skip
+    return x509.KeyUsage(**{name: uses.get(name, False) for name in names})
 
 
 def _write_secret(path: Path, secret: bytes) -> None:

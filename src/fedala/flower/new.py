@@ -12,6 +12,7 @@ from fedala.io.user_code import module_name, read_source
 from fedala.runs.config import Config
 from fedala.runs.config_values import toml
 from fedala.runs.folder import nearest_existing_parent
+from fedala.simulation.participation import draw_participants
 
 APP = '''"""The app that `flwr run` starts.
 
@@ -63,6 +64,17 @@ def check_app_folder(folder: Path) -> None:
         raise UserError(f"The app cannot be written to {folder}: {error.strerror}.") from None
 
 
+def choose_deployment(folder: Path, config: Config) -> Deployment:
+    """Return the options of a new app's federation.
+
+    The experiment has the app's name, so that two apps do not share a run folder and client states.
+    A round waits for as many nodes as take part in it.
+    """
+    population = config.clients or Deployment.min_nodes
+    joined = len(draw_participants(config.seed, 1, population, config.join_ratio))
+    return Deployment(experiment=_make_project_name(folder), min_nodes=joined)
+
+
 def write_app(folder: Path, config: Config, deployment: Deployment) -> None:
     """Write an app folder. `config` has all its values resolved, so that a run can change each.
 
@@ -107,7 +119,7 @@ def _write_imports(modules: Collection[str]) -> str:
 
 def _make_project_name(folder: Path) -> str:
     letters = (c if c.isascii() and c.isalnum() else "-" for c in folder.resolve().name.lower())
-    return "".join(letters).strip("-") or "fedala-app"
+    return "".join(letters)[:100].strip("-") or "fedala-app"
 
 
 def _list_options(options: Any, without: Collection[str] = ()) -> list[str]:

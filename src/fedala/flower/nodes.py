@@ -7,14 +7,17 @@ from logging import INFO, WARNING, getLogger
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from fedala.errors import UserError
 from fedala.flower.messages import PARTS, Introduction, clean_text
 
 log = getLogger("flwr")
 
-#: Seconds between two looks at the nodes and at their answers.
+#: The most seconds between two looks at the nodes, and at their answers.
 PAUSE = 1.0
+#: The seconds after the first look, and after an answer: others may be about to come.
+FIRST_PAUSE = 0.02
 #: Seconds between two lines of the log that say what a run waits for.
 REPORT_PAUSE = 30.0
 #: The most reasons for missing updates that are remembered.
@@ -39,20 +42,24 @@ class Nodes:
         max_samples: int = 2**53,
         validates: bool = True,
         rebind: bool = False,
-        can_grow: bool = True,
+        can_connect: bool = True,
+        max_clients: int = 0,
     ) -> None:
         """A round begins when `min_clients` of the `population` are online.
 
         A node that reports more than `max_samples` samples is refused. So is one that reports
         validation samples if the run does not use any (`validates`). With `rebind`, a client that
-        is offline may return as another node. If the number of nodes cannot grow (`can_grow`), the
-        wait ends when all of them have answered.
+        is offline may return as another node. If no further node can connect (`can_connect`), the
+        wait ends when all of them have answered. With `max_clients` above the population, clients
+        with further numbers may join.
         """
         self.grid, self.population, self.min_clients = grid, population, min_clients
+        #: Every client's number is below this.
+        self.seats = max(population, max_clients)
         self.max_sizes = dict.fromkeys(PARTS, max_samples)
         if not validates:
             self.max_sizes["validation"] = 0
-        self.rebind, self.can_grow = rebind, can_grow
+        self.rebind, self.can_connect = rebind, can_connect
         #: The node id of each client that has introduced itself, and its number of samples.
         self.node_ids: dict[int, int] = {}
         self.sizes: dict[int, Mapping[str, int]] = {}
@@ -102,7 +109,7 @@ class Nodes:
         """Tell whether every node that can ever connect has said who it is, or was refused."""
         known = {*self.node_ids.values(), *self._refused}
         # Before the first answer, the simulation engine may still be adding nodes.
-        return not self.can_grow and bool(known) and known >= set(self.grid.get_node_ids())
+        return not self.can_connect and bool(known) and known >= set(self.grid.get_node_ids())
 
     def _explain_refusals(self) -> str:
         """Return how many of the nodes are refused, and the commonest reason, as sentences."""
@@ -113,6 +120,13 @@ class Nodes:
         share = f"{len(self._refused)} of {len(online)} connected nodes"
         who = "every connected node" if online <= self._refused.keys() else share
         return f" Refused: {who}; the commonest reason is: {reason}."
+
+    def keep_seats(self, clients: Collection[int]) -> None:
+        """Let these clients, which have joined before, come back if there are fewer seats now."""
+        seats = max((self.seats, *(client + 1 for client in clients)))
+        if seats > self.seats:
+            self.seats = seats
+            self._refused.clear()  # one of them may have introduced itself already
 
     def restore_owners(self, owners: Mapping[int, int]) -> None:
         """Restore the owners of an earlier run of this experiment. Refuse nodes that contradict."""
@@ -182,7 +196,7 @@ class Nodes:
             try:
                 if isinstance(answer, UserError):
                     raise answer
-                said = Introduction.unpack(answer.content, self.population, self.max_sizes)
+                said = Introduction.unpack(answer.content, self.seats, self.max_sizes)
                 self._claim_number(said.client, node, online)
             except Exception as error:  # any problem with an answer concerns this node alone
                 self._refuse(node, clean_text(error))
@@ -218,29 +232,50 @@ class Nodes:
     ) -> Iterator[tuple[int, Message | UserError]]:
         """Send messages; yield the key of each with its answer, or the reason why there is none.
 
-        Answers are fetched one at a time. Fetched together, one that Flower cannot decode would
-        take the others with it. Also, the SuperLink then tells which message an answer belongs to,
-        not the answer itself.
+        `_pull_answers` fetches them.
         """
         accepted = set(self.grid.push_messages(messages.values())) if messages else set()
         waiting = {message.metadata.message_id: key for key, message in messages.items()}
         for message_id in waiting.keys() - accepted:
             yield waiting.pop(message_id), UserError("the SuperLink did not accept its message")
         end = time.monotonic() + seconds
+        pause = FIRST_PAUSE
         while waiting:
-            start = time.monotonic()
-            for message_id, key in list(waiting.items()):
-                answer = self._pull_answer(message_id, messages[key])
-                if answer is not None:
-                    del waiting[message_id]
-                    yield key, answer
+            start, before = time.monotonic(), len(waiting)
+            sent = {message_id: messages[key] for message_id, key in waiting.items()}
+            for message_id, answer in self._pull_answers(sent):
+                yield waiting.pop(message_id), answer
             now = time.monotonic()
             if waiting and now >= end:
                 break
             if waiting:
-                time.sleep(min(max(PAUSE, now - start), end - now))
+                pause = FIRST_PAUSE if len(waiting) < before else min(1.5 * pause, PAUSE)
+                # At most half of the time goes into looking.
+                time.sleep(min(max(pause, now - start), end - now))
         for key in sorted(waiting.values()):
             yield key, UserError(f"it did not answer within {seconds:g} s")
+
+    def _pull_answers(
+        self, sent: Mapping[str, Message]
+    ) -> Iterator[tuple[str, Message | UserError]]:
+        """Yield the id of each message that has an answer, with it or the reason to refuse it.
+
+        Answers are fetched one at a time. Fetched together, one that Flower cannot decode would
+        take the others with it. Also, the SuperLink then tells which message an answer belongs to,
+        not the answer itself. In the simulation engine, all nodes are the user's own, and nothing
+        is decoded. There, a thousand requests would keep the nodes from working.
+        """
+        if isinstance(self.grid, InMemoryGrid):
+            found: dict[str, list[Message]] = {}
+            for answer in self.grid.pull_messages(list(sent)):
+                found.setdefault(answer.metadata.reply_to_message_id, []).append(answer)
+            for message_id in [one for one in sent if one in found]:
+                yield message_id, _check_answers(sent[message_id], found[message_id])
+            return
+        for message_id, message in sent.items():
+            pulled = self._pull_answer(message_id, message)
+            if pulled is not None:
+                yield message_id, pulled
 
     def _pull_answer(self, message_id: str, message: Message) -> Message | UserError | None:
         """Fetch the answer to one message, or the reason to refuse it. None: not there yet."""

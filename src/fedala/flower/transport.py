@@ -34,6 +34,8 @@ class FlowerTransport(Transport):
     client continues from and which node owns each number.
     """
 
+    can_grow = True
+
     def __init__(self, setup: Setup, nodes: Nodes, deployment: Deployment) -> None:
         self.setup, self.nodes, self.deployment = setup, nodes, deployment
         self.client_states = ClientStates(setup.task.device, everybody=True)
@@ -47,6 +49,8 @@ class FlowerTransport(Transport):
         self._round = 0  # the last one that is over
         self._failed_rounds = 0  # those since the last counted update
         self._has_counted = False  # whether an update has ever counted
+        self._asked: set[int] = set()  # clients that got a message in this round
+        self._missing: set[int] = set()  # those of them that did not answer, or not as they should
         empty: list[Any] = [range(0)] * nodes.population
         task.parts = {part: list(empty) for part in PARTS}
         self._update_sizes()
@@ -55,6 +59,7 @@ class FlowerTransport(Transport):
         self._check_progress()
         self.nodes.wait_until_ready(self.deployment.start_timeout)
         self._update_sizes()
+        self._asked, self._missing = set(), set()
         return True
 
     def _check_progress(self) -> None:
@@ -79,12 +84,30 @@ class FlowerTransport(Transport):
         [(reason, _)] = self.nodes.problems.most_common(1)
         return f"; the commonest reason is: {reason}"
 
+    def list_members(self, population: int = 0) -> list[int]:
+        """Return the clients of the start, and those that have joined since."""
+        joined = self.nodes.owners.keys() | self.counted.keys()
+        return sorted({*range(self.nodes.population), *joined})
+
+    def count_answers(self) -> dict[str, int]:
+        asked = len(self._asked)
+        return {"asked": asked, "answered": asked - len(self._missing)}
+
     def _update_sizes(self) -> None:
-        """Give the task the numbers of samples that the clients reported."""
-        for client in range(self.nodes.population):
-            for part in PARTS:
-                size = self.nodes.sizes.get(client, {}).get(part, 0)
-                self.setup.task.parts[part][client] = range(size)  # type: ignore[index]
+        """Give the task the numbers of samples that the clients reported.
+
+        Its lists end with the last client that has joined. A number that nobody has, has none.
+        """
+        parts: Any = self.setup.task.parts
+        members = self.list_members()
+        if members[-1] >= self.setup.population:
+            joined = ", ".join(str(c) for c in members if c >= self.setup.population)
+            log.info("Joined: client %s. The federation has %d clients.", joined, len(members))
+        for part in PARTS:
+            parts[part] = [
+                range(self.nodes.sizes.get(client, {}).get(part, 0))
+                for client in range(members[-1] + 1)
+            ]
 
     def run_round(
         self, request: RoundRequest, sent: Sequence[Message], joined: Sequence[Sequence[int]]
@@ -107,6 +130,8 @@ class FlowerTransport(Transport):
 
         A bad reply costs only that client's update, and one line of the log says why.
         """
+        members = set(self.list_members())
+        messages = {client: sent for client, sent in messages.items() if client in members}
         packed: dict[int, ArrayRecord] = {}  # clients that share a message share its record
         contents = {}
         for client, message in messages.items():
@@ -119,10 +144,14 @@ class FlowerTransport(Transport):
             contents[client] = work.pack()
         seconds = self.deployment.round_timeout
         answers = self.nodes.exchange(kind, contents, request.round, seconds)
+        self._asked |= messages.keys()
+        self._missing |= messages.keys() - answers.keys()
         for client in sorted(answers):
             # Forget each answer once it is decoded: the server holds every upload only once.
             result = self._read_answer(client, answers.pop(client), request, messages[client])
-            if result is not None:
+            if result is None:
+                self._missing.add(client)
+            else:
                 yield result
 
     def keep_states(self, result: CohortResult, policy: str) -> None:
@@ -164,18 +193,20 @@ class FlowerTransport(Transport):
         # Node ids are unsigned 64-bit numbers, which the file format does not have.
         owners = np.array(sorted(self.nodes.owners.items()), dtype=np.uint64)
         bound = torch.from_numpy(owners.reshape(-1, 2).view(np.int64))
-        return {"counted": counted.view(-1, 2), "bound": bound}
+        seats = torch.tensor(self.nodes.seats)
+        return {"counted": counted.view(-1, 2), "bound": bound, "seats": seats}
 
     def restore(self, round: int, state: Mapping[str, Any]) -> None:
         counted = dict(state["counted"].tolist())
         # Checkpoints of early versions do not have owners.
         owners = dict(state["bound"].numpy().view(np.uint64).tolist()) if "bound" in state else {}
-        clients = range(self.nodes.population)
+        clients = range(int(state.get("seats", self.nodes.seats)))
         are_known = all(client in clients for client in (*counted, *owners))
         if not are_known or not all(0 < last <= round for last in counted.values()):
             raise ValueError("the state of another federation")
         self.counted = counted
         self._round, self._has_counted = round, bool(counted)
+        self.nodes.keep_seats({*counted, *owners})
         self.nodes.restore_owners(owners)
         self._update_sizes()
 

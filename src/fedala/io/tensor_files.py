@@ -34,6 +34,24 @@ def load(path: Path, digest: str | None = None) -> tuple[dict[str, Any], dict[st
         return unpack(data)
 
 
+def read_about(path: Path) -> dict[str, Any]:
+    """Read the description alone, which is in the file's first bytes. It is not verified."""
+    try:
+        with path.open("rb") as file, files.refuse_damage(path):
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            about: dict[str, Any] = _read_header(file.read(size))["about"]
+            return dict(about)
+    except OSError as error:
+        raise files.DamagedFile(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _read_header(data: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(json.loads(data)["__metadata__"]["fedala"])
+    return header
+
+
 def pack(tree: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> bytes:
     """Return the content of a file that holds the tree and its description."""
     tensors: dict[str, Tensor] = {}
@@ -63,7 +81,7 @@ def pack(tree: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> byt
 def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tree and the description that `pack` was given."""
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["fedala"])
+    header = _read_header(data[8 : 8 + size])
     if header["version"] != files.VERSION:
         raise ValueError(
             f"it is of version {header['version']}, and this program reads version {files.VERSION}"

@@ -129,7 +129,7 @@ def summarize(plan: Plan, result: RunResult, seconds: float) -> dict[str, Any]:
         "rounds": result.config.rounds,
         "seeds": result.config.seeds,
         "seconds": seconds,
-        "command": command(),
+        "command": command(has_arguments=plan.has_local_clients),
         "data": plan.federation.dataset.note,
         "versions": {
             **versions(),
@@ -150,14 +150,18 @@ def versions() -> dict[str, str]:
     }
 
 
-def command() -> str:
-    """Return the running command as one would type it."""
+def command(*, has_arguments: bool = True) -> str:
+    """Return the running command as one would type it.
+
+    Without arguments, it is the program alone: Flower gives a token to its server app that way.
+    """
     program = Path(sys.argv[0])
     is_own = program.stem == "fedala" or program.parts[-2:] in (
         ("cli", "app.py"),
         ("fedala", "__main__.py"),
     )
-    return printable(shlex.join(["fedala" if is_own else sys.argv[0], *sys.argv[1:]]), 100_000)
+    arguments = sys.argv[1:] if has_arguments else []
+    return printable(shlex.join(["fedala" if is_own else sys.argv[0], *arguments]), 100_000)
 
 
 def _device_name(device: torch.device) -> str:

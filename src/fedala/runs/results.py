@@ -21,8 +21,13 @@ Models = dict[tuple[int, int | None], dict[str, Tensor]]
 
 
 def best_row(rows: Sequence[HistoryRow], column: str) -> HistoryRow | None:
-    """Return the first row with the best score in a column; None if no row has a number."""
+    """Return the first row with the best score in a column; None if no row has a number.
+
+    In a federation, a score counts the clients that answered. So rounds in which all of them
+    answered come first, and the others are compared only if there is no such round.
+    """
     candidates = [row for row in rows if not math.isnan(_number(row, column))]
+    candidates = [row for row in candidates if row.is_full] or candidates
     choose = max if not rows or rows[0].metric.higher_is_better else min
     return choose(candidates, key=lambda row: _number(row, column), default=None)
 
@@ -230,6 +235,8 @@ class MethodResult:
                 "clients": self.newcomers[-1]["clients"],
                 self.metric.name: {str(epochs): describe_spread(own) for epochs, own in scores},
             }
+        if any(row.asked is not None for row in self.history):
+            summary["answers"] = self._describe_answers()
         if any(round is not None for round in self.best_rounds):
             summary["best_models"] = {"picked_by": self.picked_by, "rounds": self.best_rounds}
         if any(round is not None for round in self.stops):
@@ -241,6 +248,19 @@ class MethodResult:
                 "seconds": self.checkpoints.seconds,
             }
         return summary
+
+    def _describe_answers(self) -> dict[str, Any]:
+        """Say in how many rounds of a federation all clients answered."""
+        full = sum(row.is_full for row in self.history)
+        which = (
+            "rounds in which all clients answered"
+            if full
+            else (
+                "all rounds: there is none in which all clients answered, so the best score may be "
+                "that of a few clients"
+            )
+        )
+        return {"rounds": len(self.history), "full_rounds": full, "best_is_picked_from": which}
 
     def scores(self) -> dict[str, dict[str, Any]]:
         """Return mean, standard deviation and runs of each kind of score."""

@@ -129,14 +129,33 @@ class FurtherModels:
         """Return the clients that do not take part; none if the run has ended."""
         return list_absent(self.setup.population, joined) if joined else []
 
-    def score_initial_models(self) -> ScoreTable:
-        """Test the initial model Θ⁰ of each run on the samples of all clients."""
+    def score_initial_models(self, known: np.ndarray | None = None) -> np.ndarray:
+        """Test the initial model Θ⁰ of each run on the samples of all clients.
+
+        With the scores that are `known`, test it only for clients that have none yet.
+        """
+        population, task = self.setup.population, self.setup.task
+        clients = [list(range(population))] * len(self.setup.seeds)
         table = ScoreTable(np.zeros(self.setup.score_shape))
-        everybody = [list(range(self.setup.population))] * len(self.setup.seeds)
-        for result in self.transport.score_models(0, self.setup.initial, everybody):
-            table.add(result.lanes, result.scores)
-        settle([table])
-        return table
+        if known is not None:
+            table.values = self.fit_scores(known)
+            is_new = table.values[:, :, 0, 2] == 0
+            is_new &= [task.size(client, "test") > 0 for client in range(population)]
+            clients = [np.flatnonzero(own).tolist() for own in is_new]
+        if any(clients):
+            for result in self.transport.score_models(0, self.setup.initial, clients):
+                table.add(result.lanes, result.scores)
+            settle([table])
+        return table.values
+
+    def fit_scores(self, known: np.ndarray) -> np.ndarray:
+        """Return a table with rows of zeros for the clients that have joined since it was made."""
+        runs, population, *rest = self.setup.score_shape
+        joined = population - known.shape[1]
+        is_possible = joined == 0 or (joined > 0 and self.transport.can_grow)
+        if not is_possible or known.shape != (runs, population - joined, *rest):
+            raise ValueError("another run's state")
+        return np.pad(known, ((0, 0), (0, joined), (0, 0), (0, 0))) if joined else known
 
     def _choose_test(self, predicts: bool) -> Callable[..., Iterator[CohortResult]]:
         return self.transport.predict_models if predicts else self.transport.score_models

@@ -96,7 +96,7 @@ class Simulation:
         about = (self.initial, self.seeds, rounds, join_ratio, parts, own, held_out)
         self.setup = setup = Setup(method, task, *about)
         self.methods = [setup.method_of(run) for run in range(len(self.seeds))]
-        self.population, self.parts = setup.population, parts
+        self.parts = parts
         self.transport: Transport = (
             transport(setup)
             if transport
@@ -109,7 +109,7 @@ class Simulation:
             setup, self.transport, schedule, holdout_epochs, holdout_every, on_message
         )
         self._sizes = self._list_sizes()
-        everybody = list(range(self.population))
+        everybody = list(range(setup.population))
         self.servers: list[State] = [
             self.methods[run].init_server(task, shared, self._server_round(run, 0, everybody))
             for run, shared in enumerate(setup.shared)
@@ -165,7 +165,7 @@ class Simulation:
     def list_models(self, run: int) -> RunModels:
         """Return the models of a run's latest evaluation, until the next round begins."""
         assert self._evaluated is not None, "the models of this evaluation have not been kept"
-        population = self.population if self._has_models_here else 0
+        population = self.setup.population if self._has_models_here else 0
         absent = list_absent(population, self._evaluated.joined[run])
         beginners = [client for client in absent if (run, client) not in self.clients]
         models = self.transport.list_absent_models(run, absent)
@@ -196,17 +196,14 @@ class Simulation:
 
     def restore(self, round: int, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned after so many rounds."""
-        scores = state.get("left")
-        if not matches(state["servers"], self.state()["servers"]) or (
-            scores is not None and tuple(scores.shape) != self.setup.score_shape
-        ):
+        if not matches(state["servers"], self.state()["servers"]):
             raise ValueError("another run's state")
         self.further_models.restore(state)
         self.transport.restore(round, state)
-        self.round = round
+        scores = self.further_models.fit_scores(state["left"].numpy()) if "left" in state else None
+        self.round, self.absent_scores = round, scores
         servers = tree_map(lambda t: t.to(self.task.device), state["servers"])
         self.servers = [servers[str(run)] for run in range(len(self.seeds))]
-        self.absent_scores = None if scores is None else scores.numpy()
         self._diverged = {(run, client): n for run, client, n in state["diverged"].tolist()}
         self._explained = {(run, client) for run, client in state["explained"].tolist()}
 
@@ -274,7 +271,7 @@ class Simulation:
 
     def _list_sizes(self) -> list[int]:
         """Return every client's number of training samples."""
-        return [self.task.size(client) for client in range(self.population)]
+        return [self.task.size(client) for client in range(self.setup.population)]
 
     def _draw_round(self, round: int) -> list[list[int]]:
         """Return who takes part in a round, by run; nobody if the run has stopped."""
@@ -285,7 +282,9 @@ class Simulation:
 
     def draw_participants(self, seed: int, round: int) -> list[int]:
         """Return who takes part in a round of a run."""
-        return draw_participants(seed, round, self.population, self.join_ratio)
+        members = self.transport.list_members(self.setup.population)
+        drawn = draw_participants(seed, round, len(members), self.join_ratio)
+        return [members[position] for position in drawn]
 
     def _take_result(self, work: RoundResults, result: CohortResult) -> None:
         """Note what a cohort did, and keep its clients' states."""
@@ -361,8 +360,8 @@ class Simulation:
 
     def _score_initial_models(self) -> ScoreTable:
         """Return the absent clients' scores; before its first round, a client has Θ⁰."""
-        if self.absent_scores is None:
-            self.absent_scores = self.further_models.score_initial_models().values
+        if self.absent_scores is None or self.transport.can_grow:
+            self.absent_scores = self.further_models.score_initial_models(self.absent_scores)
         return ScoreTable(self.absent_scores.copy())
 
     def _test_newcomers(self, round: int, *, is_last: bool) -> list[list[NewcomerScores]]:
@@ -394,6 +393,7 @@ class Simulation:
                 sent=self.further_models.count_numbers(work.sent[run]),
                 diverged=sum(n for lane, n in diverged.items() if lane[0] == run),
                 metric=self.task.loss.metric,
+                **self.transport.count_answers(),
             )
             scores = work.scores.values[run, :, 0]
             evaluations.append(Evaluation(row, scores, weights[run], models, run, newcomers[run]))

@@ -83,6 +83,8 @@ class Transport(ABC):
     #: The most clients in a cohort (None: all), and how many cohorts work at a time.
     lanes: int | None = None
     threads: int = 1
+    #: Whether clients may be there in a later round that were not there in the first.
+    can_grow: bool = False
 
     def set_width(self, lanes: int | None, threads: int) -> None:
         """Work with so many lanes and threads from now on."""
@@ -91,6 +93,17 @@ class Transport(ABC):
     def begin_round(self) -> bool:
         """Wait until a round can begin; tell whether the clients' sizes may be others now."""
         return False
+
+    def list_members(self, population: int) -> Sequence[int]:
+        """Return the clients among which participants are drawn, in order."""
+        return range(population)
+
+    def count_answers(self) -> dict[str, int]:
+        """Return how many clients were `asked` in this round, and have `answered`.
+
+        Empty if they are on this machine, where all of them do.
+        """
+        return {}
 
     @abstractmethod
     def run_round(
