@@ -89,7 +89,8 @@ def test_a_method_that_uploads_other_tensors_than_it_announced_is_refused(tmp_pa
     options = {"method": "controlled", "rounds": 1}
     with pytest.raises(UserError, match="are not those of its extra_template"):
         fedala.run(dataset=build_federation(), model=Net, lanes="1", **{**RUN, **options})
-    run_in_process(tmp_path, **options, round_timeout=0.01)
+    with pytest.raises(RunError, match="No update has counted in 1 rounds"):
+        run_in_process(tmp_path, **options, round_timeout=0.01)
     assert caplog.text.count("are not those of its extra_template") == 3
 
 
