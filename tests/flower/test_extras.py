@@ -21,7 +21,7 @@ from flower.test_parity import assert_same_models, assert_same_rows, load_models
 from small import Net  # noqa: E402
 
 import fedala  # noqa: E402
-from fedala.errors import RunError, UserError  # noqa: E402
+from fedala import UserError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 from fedala.lanes import Message  # noqa: E402
@@ -89,7 +89,7 @@ def test_a_method_that_uploads_other_tensors_than_it_announced_is_refused(tmp_pa
     options = {"method": "controlled", "rounds": 1}
     with pytest.raises(UserError, match="are not those of its extra_template"):
         fedala.run(dataset=build_federation(), model=Net, lanes="1", **{**RUN, **options})
-    with pytest.raises(RunError, match="No update has counted"):
+    with pytest.raises(RunError, match="No update has counted in 1 rounds"):
         run_in_process(tmp_path, **options, round_timeout=0.01)
     assert caplog.text.count("are not those of its extra_template") == 3
 

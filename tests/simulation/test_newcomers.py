@@ -76,7 +76,7 @@ class LateJoin(Simulation):
     """Everybody takes part but the last client, which comes in the last round."""
 
     def draw_participants(self, seed, round):
-        return list(range(self.population - (round < self.rounds)))
+        return list(range(self.setup.population - (round < self.rounds)))
 
 
 @pytest.mark.parametrize(
