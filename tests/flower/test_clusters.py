@@ -60,10 +60,13 @@ def submit(tmp_path):
 
     def run(script):
         text = script.replace("/shared/fedala", str(shared))
-        done = subprocess.run(
-            ["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=600
-        )
-        return shared, done.returncode, done.stdout + done.stderr
+        # Not a pipe: what the script leaves running, and Slurm would end, would keep it open.
+        with (tmp_path / "log").open("w+") as log:
+            done = subprocess.run(
+                ["bash", "-c", text], env=environment, stdout=log, stderr=log, timeout=600
+            )
+            log.seek(0)
+            return shared, done.returncode, log.read()
 
     try:
         yield run
