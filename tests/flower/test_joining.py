@@ -98,7 +98,7 @@ def test_a_client_that_joins_equals_one_that_was_offline_before(method, tmp_path
 @pytest.mark.parametrize("method", ["fedala", "fedavg"])
 def test_a_resumed_run_keeps_the_clients_that_have_joined(method, tmp_path, monkeypatch):
     """Also if nobody may join any more. Absent clients count with the scores that they had."""
-    options = {"clients": 2, "join_ratio": 0.5, "method": method, "rounds": 4}
+    options = {"clients": 2, "join_ratio": 0.5, "method": method, "rounds": 3}
     late = {2: 1}
     _, whole = federate(tmp_path / "a", [0, 1, 2], late, max_clients=3, **options)
 
