@@ -371,10 +371,11 @@ def test_a_superlink_runs_a_generated_app(app_folder, tmp_path):
         assert "App dependencies installed successfully" in federation.read_run_log(run)
 
 
-#: A shell's background jobs ignore Ctrl-C, so this restores Python's own handler.
+#: A shell's background jobs ignore Ctrl-C, and those of nohup SIGHUP: this restores what is usual.
 DEMO = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from fedala.cli.app import main
 main()
 """
