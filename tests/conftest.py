@@ -7,8 +7,12 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 if not torch.cuda.is_available():
+    # `torch.manual_seed` notes the whole stack for each kind of device that may come to be used.
+    for devices in (torch.cuda, torch.mtia, torch.xpu):
+        devices.manual_seed_all = lambda seed: None
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         from triton.runtime import interpreter
