@@ -505,6 +505,7 @@ def test_a_finished_run_that_kept_no_checkpoint_is_not_trained_again(here):
 def test_no_resume_is_advised_without_checkpoints(here):
     found = attempt(words("RUN --checkpoint-every 0 --out new"), here, before=stopping_after(2))
     assert found.code == 143, found.says
+    assert "Stopped after 2 rounds of " in found.says
     assert "--resume" not in found.says
     kept = attempt(words("RUN --out newer"), here, before=stopping_after(2))
     assert kept.code == 143, kept.says
