@@ -1,5 +1,6 @@
 """One thread per test process, since they run in parallel. Triton's interpreter without a GPU."""
 
+import gc
 import os
 import sys
 
@@ -56,6 +57,14 @@ def own_code(tmp_path, monkeypatch):
     registry._own_classes().clear()
     registry._own_classes().update(classes)
     catalogue.cache_clear()
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of later collections: of a million objects, each takes a second.
+
+    A round that runs out of memory collects what it held before it is tried again.
+    """
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
