@@ -14,7 +14,7 @@ from fedala import run
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.io import files, tensor_files
-from fedala.methods import list_methods, make
+from fedala.methods import catalogue, list_methods, make
 from fedala.report.progress import RunProgress
 from fedala.runs.checkpoint import Checkpoint
 from fedala.runs.config import Config
@@ -114,9 +114,11 @@ SETTINGS = {
         "lanes": "2", "join_ratio": 0.5, "eval_every": 2, "seeds": 2, "client_memory": 0.0,
     },
 }  # fmt: skip
-#: The first has nothing that the other two have not, but for its single seed.
+#: The first setting has nothing that the other two have not, but for its single seed. Optimisers
+#: and ALA have states of their own: two methods have both, besides FedALA.
 RESUMED = [
-    *((method, name) for method in list_methods() for name in list(SETTINGS)[1:]),
+    *((method, "two lanes, files") for method in list_methods()),
+    *((method, "adamw") for method in [*catalogue(), "ditto+ala", "pfedme+ala"]),
     *((method, "all lanes") for method in ("fedala", "fedavg", "partialfed+ala")),
 ]
 
