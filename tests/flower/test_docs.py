@@ -40,7 +40,7 @@ def find_blocks(language, page=PAGE):
     reason="needs openssl and ssh-keygen",
 )
 def test_the_certificates_are_good(tmp_path):
-    certificates, keys = find_blocks("sh")
+    certificates, keys, *_ = find_blocks("sh")
     for script in (certificates, keys):
         subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, capture_output=True)
     server, client = (
@@ -48,7 +48,7 @@ def test_the_certificates_are_good(tmp_path):
         ssl.create_default_context(cafile=tmp_path / "ca.crt"),
     )
     client.verify_flags |= ssl.VERIFY_X509_STRICT  # the default from Python 3.13 on
-    server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    server.load_cert_chain(tmp_path / "superlink.crt", tmp_path / "superlink.key")
     a, b = ssl.MemoryBIO(), ssl.MemoryBIO()
     one = client.wrap_bio(a, b, server_hostname="superlink.example")
     other = server.wrap_bio(b, a, server_side=True)
@@ -63,10 +63,36 @@ def test_the_certificates_are_good(tmp_path):
 
 
 def test_the_units_restart_nodes_after_the_minute_of_refusal():
-    server, node = find_blocks("ini")
+    superlink, node = find_blocks("ini")
     assert int(re.search(r"RestartSec=(\d+)", node)[1]) > 60
-    assert "--enable-supernode-auth" in server
+    assert "--enable-supernode-auth" in superlink
     assert "flower-supernode" in node
+
+
+def test_the_units_name_files_that_were_installed():
+    """The commands of the page make the user and the files that each unit names."""
+    *_, machine, superlink_files, node_files = find_blocks("sh")
+    for unit, own_files in zip(find_blocks("ini"), (superlink_files, node_files), strict=True):
+        user = re.search(r"^User=(.+)$", unit, re.MULTILINE)[1]
+        assert re.search(rf"^useradd .* {user}$", machine, re.MULTILINE)
+        assert f"StateDirectory={user}\n" in unit  # which is /var/lib/<its name>
+        installed = set(re.findall(r"install .* (\S+) /etc/fedala/$", machine + own_files, re.M))
+        assert set(re.findall(r"/etc/fedala/([\w.]+)", unit)) == installed
+        for folder in re.findall(r"='(/srv/[^']+)'", unit):
+            assert re.search(rf"^install -d .* {folder}$", own_files, re.MULTILINE)
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_accepts_the_units(tmp_path):
+    units = []
+    for name, unit in zip(("superlink", "supernode"), find_blocks("ini"), strict=True):
+        units.append(tmp_path / f"flower-{name}.service")
+        # systemd looks for the program, and this user exists everywhere.
+        programs = str(Path(sys.executable).parent)
+        units[-1].write_text(unit.replace("/opt/fedala/bin", programs).replace("=fedala", "=root"))
+    command = ["systemd-analyze", "verify", "--recursive-errors=no", *map(str, units)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def has_components(folder):

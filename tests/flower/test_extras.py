@@ -21,7 +21,7 @@ from flower.test_parity import assert_same_models, assert_same_rows, load_models
 from small import Net  # noqa: E402
 
 import fedala  # noqa: E402
-from fedala import UserError  # noqa: E402
+from fedala.errors import RunError, UserError  # noqa: E402
 from fedala.flower import client_app  # noqa: E402
 from fedala.flower.server import serve  # noqa: E402
 from fedala.lanes import Message  # noqa: E402

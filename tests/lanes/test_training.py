@@ -92,6 +92,7 @@ def captured(monkeypatch):
     task = ragged_task(SIZES)
     task.backend = object.__new__(cuda_backend.CudaBackend)
     task.backend._captured = {}
+    task.backend.device = -1  # torch.cuda.device(-1) changes nothing, and needs no GPU
     return task, FakeCapturedSteps.made
 
 

@@ -33,7 +33,7 @@ version = "1.0.0"
 description = "{method} on Flower, by fedala"
 requires-python = ">=3.11"
 # Leave fedala out: Flower installs these from a package index, and fedala is not on one.
-# Install it on the server and on every node from a copy of its repository: see docs/deployment.md.
+# Install it with the SuperLink and on every node, from its repository: see docs/deployment.md.
 dependencies = []
 
 [tool.flwr.app]
