@@ -50,6 +50,9 @@ class ThreadGroup(RankGroup):
         self.rank, self.size, self.local_size, self.hub = rank, hub.size, hub.size, hub
         self.is_broken = False
 
+    def note_start(self) -> None:
+        pass  # threads are not started again
+
     def share(self, value: Any = None) -> Any:
         with self._watch():
             found = self.hub.exchange(self.rank, pickle.dumps(value))[0]

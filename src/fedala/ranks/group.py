@@ -31,8 +31,8 @@ log = getLogger(__name__)
 ALIGNMENT = 16
 #: A rank that dies closes its connections, which is noticed at once. This is for nothing else.
 TIMEOUT = timedelta(days=2)
-
-
+#: A key of torchrun's store.
+STARTED = "fedala started"
 #: The bytes of an object that travel at once, with its length; the rest comes after them.
 SLOT, HEADER = 2**14, 8
 
@@ -142,9 +142,10 @@ class RankGroup:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         with self._watch():
-            store, *_ = next(iter(rendezvous("env://", timeout=TIMEOUT)))
-            # The store of torchrun's agent still has the addresses of ranks that died.
-            store = PrefixStore(f"attempt {count_restarts()}", store)
+            # It is the agent's, and outlives ranks that torchrun starts again.
+            self._store, *_ = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+            # It still has the addresses of those that died.
+            store = PrefixStore(f"attempt {count_restarts()}", self._store)
             dist.init_process_group(
                 "gloo", timeout=TIMEOUT, store=store, rank=self.rank, world_size=self.size
             )
@@ -161,6 +162,14 @@ class RankGroup:
                 self._tensors = dist.new_group(backend="nccl", timeout=TIMEOUT)
                 self._channel = device
 
+    def note_start(self) -> None:
+        """Note that the run has a folder, for ranks that torchrun starts after these."""
+        self._store.set(STARTED, "yes")
+
+    def was_started(self) -> bool:
+        """Tell whether ranks before these have made the run's folder, and died."""
+        return count_restarts() > 0 and self._store.check([STARTED])
+
     def leave(self) -> None:
         """End the conversation."""
         if not self.is_broken:
@@ -170,12 +179,13 @@ class RankGroup:
 
     def share(self, value: Any = None) -> Any:
         """Return the object that rank 0 gives, on every rank."""
-        row = _write_slot(pickle.dumps(value)) if self.rank == 0 else _empty_row(SLOT)
+        packed = pickle.dumps(value) if self.rank == 0 else b""
+        row = _write_slot(packed) if self.rank == 0 else _empty_row(SLOT)
         with self._watch():
             dist.broadcast(row, src=0)
             size, data = _read_slot(row)
             if rest := size - len(data):
-                row = _make_row(pickle.dumps(value)[-rest:]) if self.rank == 0 else _empty_row(rest)
+                row = _make_row(packed[-rest:]) if self.rank == 0 else _empty_row(rest)
                 dist.broadcast(row, src=0)
                 data += row.numpy().tobytes()
         return value if self.rank == 0 else pickle.loads(data)
@@ -258,6 +268,21 @@ class RankGroup:
             position: part.to(values[position].device, dtype).view(values[position].shape)
             for position, part in zip(positions, parts, strict=True)
         }
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Surround work in which ranks wait for each other's tensors.
+
+        If it fails on one of them, the others wait for nothing: that rank leaves the run.
+        """
+        with self._watch():
+            try:
+                yield
+            except RankLost:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise RankLost(f"Rank {self.rank} cannot continue: {reason}") from error
 
     @contextmanager
     def _watch(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """A rank's share of the clients, and all that rank 0 may ask of it.
 
 Each public method is a command. Rank 0 gives it to all ranks, and to its own worker. If it has a
-reply, an error travels in it. If it sends tensors instead, an error ends the process, and rank 0
-sees that.
+reply, an error travels in it. If it exchanges tensors instead, an error ends the process, and
+rank 0 sees that.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,6 +57,7 @@ class Worker:
     def _forget_round(self) -> None:
         self._uploads: list[tuple[Sequence[Lane], Message]] = []
         self._diverged: list[CohortResult] = []
+        self._round_keys: list[Key] = []
         self._round: tuple[RoundRequest, list[Message], list[list[int]]] | None = None
 
     @property
@@ -65,7 +66,8 @@ class Worker:
 
     def _receive(self, delivery: Delivery) -> tuple[list[Message], list[list[int]]]:
         sent, self.outbox = self.outbox, None
-        return deliver(self.group, delivery, sent, self.local.setup)
+        with self.group.exchange():
+            return deliver(self.group, delivery, sent, self.local.setup)
 
     # --- a round -------------------------------------------------------------------------------
 
@@ -88,6 +90,7 @@ class Worker:
             else:
                 self.local.keep_states(result, self.policy)
         key = self._keep_models(StackHere(result.evaluated, len(result.lanes)))
+        self._round_keys.append(key)
         keeps_state = any(True for _ in leaves(result.state))
         upload, evaluated = describe_tree(result.upload), describe_tree(result.evaluated)
         return Report(self._to_host(result), upload, evaluated, key, keeps_state)
@@ -122,7 +125,8 @@ class Worker:
         self._forget_round()
 
     def undo_round(self) -> None:
-        """Forget the round."""
+        """Forget the round. Rank 0 may not know the models that were kept until it failed."""
+        self.drop_models([(self.group.rank, key) for key in self._round_keys])
         self.local.undo_round()
         self._forget_round()
 
