@@ -1,5 +1,7 @@
 """What a round over ranks must hold besides its result: faults, details, newcomers, kept models."""
 
+import pickle
+
 import numpy as np
 import pytest
 import small
@@ -15,7 +17,7 @@ from fedala.methods import Method, make
 from fedala.ranks import worker
 from fedala.ranks.assignment import assign_lanes
 from fedala.ranks.delivery import deliver
-from fedala.ranks.group import RankLost, describe_tree, pack, unpack
+from fedala.ranks.group import RankLost, describe_tree, dump, pack, unpack
 from fedala.records import MODEL_KINDS
 from fedala.simulation import Simulation
 from fedala.simulation.local_transport import LocalTransport
@@ -50,6 +52,26 @@ def test_a_tree_of_any_types_travels_as_bytes():
     assert torch.equal(found["flags"], tree["flags"])
     assert torch.equal(found["odd"][0], tree["odd"][0])
     assert torch.equal(found["odd"][1], tree["odd"][1])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(12.0).view(3, 4)[:, 1:3],  # a view: the rest of its memory stays where it is
+        torch.tensor(7),
+        torch.ones(2, dtype=torch.bfloat16).expand(3, 2),
+        torch.zeros(0, 4),
+        torch.tensor([True, False]),
+    ],
+    ids=["view", "number", "expanded", "empty", "flags"],
+)
+def test_tensors_in_objects_travel_as_their_bytes(value):
+    data = dump({"a": [value]})
+    [found] = pickle.loads(data)["a"]
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert torch.equal(found, value)
+    assert len(data) < 400
 
 
 @pytest.mark.parametrize("name", ["fedala", "fedavg", "fedrep+ala"])

@@ -5,6 +5,7 @@ has a GPU of its own, else by gloo. The processes have the same program and the 
 objects are pickled: nothing of this is read from a file or from another program.
 """
 
+import io
 import os
 import pickle
 import socket
@@ -80,14 +81,18 @@ def pack(tree: Any, device: torch.device) -> Tensor:
     """Return all tensors of a tree as one row of bytes."""
     rows = []
     for _, leaf in leaves(tree):
-        flat = leaf.detach().to(device).reshape(-1)
-        if flat.stride(0) != 1:  # a single number may have any stride
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        row = flat.view(torch.uint8)
+        row = _view_bytes(leaf.to(device))
         rows.append(row)
         if missing := -row.numel() % ALIGNMENT:
             rows.append(row.new_zeros(missing))
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _view_bytes(value: Tensor) -> Tensor:
+    flat = value.detach().reshape(-1)
+    if flat.stride(0) != 1:  # a single number may have any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def unpack(row: Tensor, template: Any, device: torch.device) -> Any:
@@ -124,6 +129,28 @@ def _read_slot(row: Tensor) -> tuple[int, bytes]:
     data = row.numpy().tobytes()
     size = int.from_bytes(data[:HEADER], "little")
     return size, data[HEADER : HEADER + size]
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a tensor as its bytes: torch's own way takes five times as long."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _read_tensor, (_view_bytes(value.cpu()).numpy().tobytes(), Blank.of(value))
+        return NotImplemented
+
+
+def _read_tensor(data: bytes, blank: Blank) -> Tensor:
+    if not data:
+        return blank.make("cpu")
+    return _make_row(data).view(blank.dtype).view(blank.shape)
+
+
+def dump(value: Any) -> bytes:
+    """Return an object as bytes, for `pickle.loads`. Its tensors arrive in host memory."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 class RankGroup:
@@ -179,7 +206,7 @@ class RankGroup:
 
     def share(self, value: Any = None) -> Any:
         """Return the object that rank 0 gives, on every rank."""
-        packed = pickle.dumps(value) if self.rank == 0 else b""
+        packed = dump(value) if self.rank == 0 else b""
         row = _write_slot(packed) if self.rank == 0 else _empty_row(SLOT)
         with self._watch():
             dist.broadcast(row, src=0)
@@ -192,7 +219,7 @@ class RankGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's object, on rank 0; nothing on others. Rank 0's own is not copied."""
-        packed = b"" if self.rank == 0 else pickle.dumps(value)
+        packed = b"" if self.rank == 0 else dump(value)
         rows = [_empty_row(SLOT) for _ in range(self.size)] if self.rank == 0 else None
         with self._watch():
             dist.gather(_write_slot(packed), rows, dst=0)
