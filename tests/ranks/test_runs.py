@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from runs.test_resume import planned, stop_after
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from fedala.cli import run as run_command
 from fedala.cli.app import app
 from fedala.errors import RunError, UserError
 from fedala.ranks import launch, lead
@@ -347,3 +349,21 @@ def test_numbers_of_devices_that_cannot_be(monkeypatch):
     with pytest.raises(UserError, match="the number of GPUs here is 2"):
         check_devices(3, "auto")
     check_devices(3, "cpu")
+
+
+def test_the_device_of_a_config_file_counts(monkeypatch, tmp_path):
+    """Any number of processes can share the cores, whatever GPUs are there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(run_command, "launch", lambda devices, arguments: 100 + devices)
+    config = tmp_path / "config.toml"
+    config.write_text('device = "cpu"')
+    for more, code in (([], 2), (["--config", str(config)], 103)):
+        result = CliRunner().invoke(app, ["run", "--devices", "3", *more])
+        assert result.exit_code == code, result.output
+
+
+def test_the_ranks_of_a_machine_share_its_memory():
+    group = SimpleNamespace(local_size=4)
+    for given, expected in ((1.0, 2**28), (1e-9, 0)):
+        plan = planned("fedala", client_memory=given)
+        assert lead._share_machine(group, plan)["client_memory"] == expected

@@ -120,7 +120,8 @@ def run(
 ) -> None:
     """Run one or several methods: train, evaluate, compare. A run folder keeps all results."""
     if devices is not None and not is_started_by_torchrun():
-        check_devices(devices, str(values.get("device") or "auto"))
+        given = values.get("device") or (Config.read(config).get("device") if config else None)
+        check_devices(devices, str(given or "auto"))
         raise typer.Exit(launch(devices, sys.argv[1:]))
     with join_ranks() as group:
         if group and group.rank:

@@ -194,8 +194,10 @@ def _measure_initial_models(transport: Transport) -> list[float]:
 def _share_machine(group: RankGroup, own: Plan) -> dict[str, Any]:
     """Return the options of a rank's own clients. The ranks of a machine share its memory."""
     options = local_options(own)
-    if options["client_memory"] is None:
-        options["client_memory"] = free_memory() // 2 // group.local_size
+    memory = options["client_memory"]
+    options["client_memory"] = (
+        free_memory() // 2 if memory is None else memory
+    ) // group.local_size
     return options
 
 
