@@ -111,8 +111,8 @@ def demo(
 @app.command(
     epilog=keep_lines("""Examples:
   fedala flower export --out model.safetensors
-  fedala flower export --state-dir /var/lib/fedala/state --client 3 --out model.safetensors
-  fedala flower export --experiment ward --client 3 --out model.safetensors --force""")
+  fedala flower export --state-dir /srv/state --client 3 --out 3.safetensors
+  fedala flower export --experiment ward --client 3 --out 3.safetensors --force""")
 )
 def export(
     *,
