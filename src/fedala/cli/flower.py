@@ -112,7 +112,7 @@ def demo(
     epilog=keep_lines("""Examples:
   fedala flower export --out model.safetensors
   fedala flower export --state-dir /srv/state --client 3 --out 3.safetensors
-  fedala flower export --experiment ward --client 3 --out 3.safetensors --force""")
+  fedala flower export --experiment ward --out 3.safetensors --force""")
 )
 def export(
     *,
