@@ -1,5 +1,6 @@
 """One thread per test process, since they run in parallel. Triton's interpreter without a GPU."""
 
+import gc
 import os
 import sys
 
@@ -7,8 +8,12 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 if not torch.cuda.is_available():
+    # `torch.manual_seed` notes the whole stack for each kind of device that may come to be used.
+    for devices in (torch.cuda, torch.mtia, torch.xpu):
+        devices.manual_seed_all = lambda seed: None
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         from triton.runtime import interpreter
@@ -52,6 +57,14 @@ def own_code(tmp_path, monkeypatch):
     registry._own_classes().clear()
     registry._own_classes().update(classes)
     catalogue.cache_clear()
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of later collections: of a million objects, each takes a second.
+
+    A round that runs out of memory collects what it held before it is tried again.
+    """
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,7 @@
 """Methods of a user's own on Flower: they are parts of the app, and a run config names no code."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_run_config_cannot_make_a_node_execute_code(own_code, options):
     assert not (own_code / "executed").exists()
 
 
-def test_an_imported_method_becomes_a_part_of_the_app(own_code, monkeypatch):
+def test_an_imported_method_becomes_a_part_of_the_app(own_code):
     (own_code / "mine.py").write_text(SOURCE)
     options = "--method mine --clients 2 --rounds 1 --partition iid --batch-size 200"
     command = ["flower", "new", "new-app", "--import", "mine.py", *options.split()]
@@ -44,7 +45,8 @@ def test_an_imported_method_becomes_a_part_of_the_app(own_code, monkeypatch):
     # A node has the app, and no method of this name before it loads the app.
     del registry._own_classes()["mine"]
     catalogue.cache_clear()
-    monkeypatch.syspath_prepend(own_code / "new-app")
+    sys.path.insert(0, str(own_code / "new-app"))  # of a list that `own_code` takes back
+    importlib.invalidate_caches()
     loaded = importlib.import_module("app")
     values = {"method": "mine", "dataset": "digits", "partition": "iid", "clients": 2, "rounds": 1,
               "batch_size": 200, "out": str(own_code), "experiment": "here"}  # fmt: skip

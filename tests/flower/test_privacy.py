@@ -18,8 +18,9 @@ from flower.test_mod import (  # noqa: E402
     make_moving_app,
     measure_distance,
 )
-from flwr.app import ArrayRecord  # noqa: E402
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict  # noqa: E402
 from flwr.client import mod as legacy  # noqa: E402
+from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.clientapp.mod import (  # noqa: E402
     LocalDpMod,
     adaptiveclipping_mod,
@@ -272,3 +273,15 @@ def test_order_mods_lets_local_dp_bound_the_upload_of_another_app(example, tmp_p
         sent = ArrayRecord(example.make_model().state_dict())
         reply = app(make_message(sent), make_context(tmp_path))
         assert measure_distance(reply.content["arrays"], sent) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_order_mods_keeps_privacy_mods_out_of_evaluations(example, tmp_path):  # noqa: F811
+    """The reply to an evaluation has metrics and no arrays, and Flower's mods fail on it."""
+    sent = ArrayRecord(example.make_model().state_dict())
+    for mods, is_answered in (([LocalDpMod(0.1, **NO_NOISE)], False), (None, True)):
+        ala = ala_mod(example.setup, layers=1)
+        app = ClientApp(mods=mods or order_mods(ala, LocalDpMod(0.1, **NO_NOISE)))
+        metrics = RecordDict({"metrics": MetricRecord({"num-examples": 1})})
+        app.evaluate()(lambda message, context: Message(metrics, reply_to=message))  # noqa: B023
+        reply = app(make_message(sent, "evaluate"), make_context(tmp_path))
+        assert (reply.has_content() and "metrics" in reply.content) == is_answered

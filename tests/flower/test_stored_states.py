@@ -75,7 +75,9 @@ def test_the_list_has_every_state_and_nothing_else(folder):
 
 
 def test_an_empty_folder_is_no_mistake(tmp_path):
-    assert call(tmp_path, "state", "list") == (0, "No client has stored anything here.")
+    code, text = call(tmp_path, "state", "list")
+    assert code == 0
+    assert f"No client has stored anything in {tmp_path}." in text.replace("\n", "")
     code, text = call(tmp_path / "nowhere", "state", "list")
     assert code == 2
     assert "is not a folder" in text

@@ -32,7 +32,7 @@ METHODS = ["fedavg", "fedala", "fedrep", "fedamp", "fedfomo", "apple", "ditto+al
 
 
 def run_both(tmp_path, model, **options):
-    options = {"precision": "float64", **options}
+    options = {"precision": "float64", "rounds": 2, **options}
     grid, federated = run_in_process(tmp_path, custom=replace(CUSTOM, model=model), **options)
     simulated = fedala.run(dataset=build_federation(), model=model, lanes="1", **{**RUN, **options})
     return grid, federated, simulated

@@ -29,6 +29,12 @@ from fedala.simulation import Simulation
 PROOFS = (FedPer, FedBN, Scaffold, FedDyn, FedAdam, PFedHN)
 NAMES = [cls.name for cls in PROOFS]
 WITH_ALA = [f"{cls.name}+ala" for cls in PROOFS if not cls.refuses_ala]
+#: Each method with the shares of clients that join a round; with both ALA and absent clients, one.
+CASES = [
+    *((name, ratio) for name in NAMES for ratio in (1.0, 0.5)),
+    *((name, 1.0) for name in WITH_ALA),
+    ("scaffold+ala", 0.5),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +56,12 @@ def register_proofs(register_method):
 # --- what every method must hold -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
-@pytest.mark.parametrize("name", [*NAMES, *WITH_ALA])
+@pytest.mark.parametrize(("name", "join_ratio"), CASES)
 def test_lanes_are_independent(name, join_ratio):
     assert_lanes_are_independent(name, join_ratio)
 
 
-@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
-@pytest.mark.parametrize("name", [*NAMES, *WITH_ALA])
+@pytest.mark.parametrize(("name", "join_ratio"), CASES)
 def test_it_resumes_from_its_state(name, join_ratio, tmp_path):
     """A new simulation takes servers and clients in the middle, through files, to the same end."""
     task = ragged_task(SIZES)
@@ -84,8 +88,7 @@ def test_it_resumes_from_its_state(name, join_ratio, tmp_path):
         assert_close(found[key], models[key], 0)
 
 
-@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
-@pytest.mark.parametrize("name", [*NAMES, *WITH_ALA])
+@pytest.mark.parametrize(("name", "join_ratio"), CASES)
 def test_a_federation_equals_the_simulation(name, join_ratio, tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
     from flower.inprocess import RUN, build_federation, run_in_process

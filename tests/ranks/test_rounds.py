@@ -1,5 +1,7 @@
 """What a round over ranks must hold besides its result: faults, details, newcomers, kept models."""
 
+import pickle
+
 import numpy as np
 import pytest
 import small
@@ -12,8 +14,10 @@ from small import assert_close, evaluate, ragged_task, start_of
 from fedala.errors import RunError, UserError
 from fedala.lanes import Message, Uploads
 from fedala.methods import Method, make
+from fedala.ranks import worker
 from fedala.ranks.assignment import assign_lanes
-from fedala.ranks.group import describe_tree, pack, unpack
+from fedala.ranks.delivery import deliver
+from fedala.ranks.group import RankLost, describe_tree, dump, pack, unpack
 from fedala.records import MODEL_KINDS
 from fedala.simulation import Simulation
 from fedala.simulation.local_transport import LocalTransport
@@ -48,6 +52,26 @@ def test_a_tree_of_any_types_travels_as_bytes():
     assert torch.equal(found["flags"], tree["flags"])
     assert torch.equal(found["odd"][0], tree["odd"][0])
     assert torch.equal(found["odd"][1], tree["odd"][1])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(12.0).view(3, 4)[:, 1:3],  # a view: the rest of its memory stays where it is
+        torch.tensor(7),
+        torch.ones(2, dtype=torch.bfloat16).expand(3, 2),
+        torch.zeros(0, 4),
+        torch.tensor([True, False]),
+    ],
+    ids=["view", "number", "expanded", "empty", "flags"],
+)
+def test_tensors_in_objects_travel_as_their_bytes(value):
+    data = dump({"a": [value]})
+    [found] = pickle.loads(data)["a"]
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert torch.equal(found, value)
+    assert len(data) < 400
 
 
 @pytest.mark.parametrize("name", ["fedala", "fedavg", "fedrep+ala"])
@@ -163,6 +187,69 @@ def test_an_error_on_another_rank_is_raised_by_rank_0(monkeypatch, capfd):
     with pytest.raises(UserError, match="This cannot be"):
         evaluate_on_ranks(2, "fedavg", task, rounds=1)
     assert "Traceback" in capfd.readouterr().err  # of the unexpected one
+
+
+def test_an_error_that_nobody_expects_is_rank_0s_own_if_it_has_one(monkeypatch, capfd):
+    """As in one process; that of another rank is printed once, with the place in the code."""
+
+    def fail(self, request, sent, joined):
+        raise KeyError("a mistake in somebody's method")
+
+    monkeypatch.setattr(LocalTransport, "run_round", fail)
+    with pytest.raises(KeyError, match="somebody's method") as caught:
+        evaluate_on_ranks(3, "fedavg", task, rounds=1)
+    assert caught.traceback[-1].name == "fail"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_cannot_take_its_tensors_leaves_the_run(monkeypatch, who):
+    """The others would wait for it in vain."""
+
+    def fail(group, *arguments):
+        if group.rank == who:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate")
+        return deliver(group, *arguments)
+
+    monkeypatch.setattr(worker, "deliver", fail)
+    with pytest.raises(RankLost) as caught:
+        evaluate_on_ranks(2, "fedavg", task, rounds=1)
+    assert ("Rank 0 cannot continue: OutOfMemoryError" in str(caught.value)) == (who == 0)
+
+
+def test_models_of_a_round_that_is_undone_are_freed(monkeypatch):
+    """Rank 0 does not know of them: a reply with an error has no reports."""
+    workers, failures = [], []
+    init, run_round = worker.Worker.__init__, LocalTransport.run_round
+
+    def note(self, *arguments):
+        init(self, *arguments)
+        workers.append(self)
+
+    def fail_late(self, request, sent, joined):
+        for number, result in enumerate(run_round(self, request, sent, joined)):
+            if request.round == 2 and number == 1 and not failures:
+                failures.append(joined)
+                raise torch.OutOfMemoryError("out of memory. Tried to allocate")
+            yield result
+
+    monkeypatch.setattr(worker.Worker, "__init__", note)
+    monkeypatch.setattr(LocalTransport, "run_round", fail_late)
+
+    def prepare(simulation):
+        run = simulation.run
+
+        def run_and_free(*arguments):
+            yield from run(*arguments)
+            simulation._evaluated = None
+            simulation.transport.set_width(None, 1)  # any command takes the news along
+
+        simulation.run = run_and_free
+
+    evaluate_on_ranks(2, "fedala", task, lanes=2, prepare=prepare, rounds=3)
+    assert failures
+    assert len(workers) == 2
+    assert [len(one._models) for one in workers] == [0, 0]
 
 
 def keep_all(kept):

@@ -1,5 +1,7 @@
 """Run folders of runs over ranks: checkpoints, resumes on other numbers, real processes."""
 
+import errno
+import itertools
 import os
 import re
 import signal
@@ -7,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,15 +20,17 @@ from runs.test_resume import planned, stop_after
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from fedala.cli import run as run_command
 from fedala.cli.app import app
-from fedala.errors import UserError
-from fedala.ranks import lead
+from fedala.errors import RunError, UserError
+from fedala.ranks import launch, lead
 from fedala.ranks.launch import check_devices
 from fedala.ranks.lead import Leader, obey
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import Stopped
+from fedala.simulation.client_states import ClientStates
 
 OPTIONS = {"precision": "float64", "save_models": True, "save_best": True, "checkpoint_every": 1}
 
@@ -126,9 +132,9 @@ def test_without_a_folder_the_models_are_in_the_result():
 @pytest.mark.parametrize("who", [0, 1])
 def test_what_any_rank_refuses_is_refused(monkeypatch, who):
     def refuse(config):
-        is_leader = threading.current_thread() is threading.main_thread()
-        if is_leader == (who == 0):
+        if is_leader() == (who == 0):
             raise UserError("The data are not on this machine.")
+        return planned("fedala")
 
     monkeypatch.setattr(lead, "plan", refuse)
     with pytest.raises(UserError, match="The data are not on this machine") as caught:
@@ -146,10 +152,78 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lead, "_wait_for_folder", look_elsewhere)
     make_plan = partial(planned, "fedala", rounds=1)
-    with pytest.raises(UserError, match=r"Rank 1 cannot take part: .*elsewhere is not on"):
+    with pytest.raises(UserError, match=r"elsewhere is not on"):
         execute_on_ranks(2, make_plan, tmp_path / "run")
     assert seen == [tmp_path / "run"]
     execute_on_ranks(2, partial(make_plan, checkpoint_every=0), tmp_path / "other")
+
+
+def is_leader():
+    return threading.current_thread() is threading.main_thread()
+
+
+def test_ranks_with_other_data_are_refused(monkeypatch):
+    """The clients of the other rank would not be those that rank 0 plans with."""
+
+    def make_plan(config):
+        made = planned("fedala")
+        if is_leader():
+            return made
+        data = made.federation.dataset
+        federation = replace(made.federation, dataset=replace(data, x=data.x + 1))
+        return replace(made, federation=federation)
+
+    monkeypatch.setattr(lead, "plan", make_plan)
+    with pytest.raises(UserError, match="Rank 1 has another dataset or partition than rank 0"):
+        run_ranks(2, lambda group: Leader(group).plan(Config()), lead._serve)
+
+
+def test_initial_models_that_differ_between_ranks_are_refused(tmp_path):
+    plans = iter([planned("fedala"), planned("fedala")])
+
+    def make_plan():
+        made = next(plans)
+        numbers = itertools.count()
+
+        def make_model():  # its numbers are those of a counter, not of torch's generator
+            model = made.make_model()
+            torch.nn.init.constant_(next(model.parameters()), next(numbers) + id(made) % 97)
+            return model
+
+        return replace(made, make_model=make_model)
+
+    with pytest.raises(UserError, match="The initial model of rank 1 is not that of rank 0"):
+        execute_on_ranks(2, make_plan, tmp_path / "x")
+
+
+def test_a_rank_that_cannot_begin_says_why(monkeypatch, tmp_path):
+    def refuse(*arguments):
+        raise UserError("The model does not fit here.")
+
+    monkeypatch.setattr(lead, "_begin", refuse)
+    with pytest.raises(UserError, match="The model does not fit here"):
+        execute_on_ranks(2, partial(planned, "fedala"), tmp_path / "x")
+
+
+def test_a_full_disk_on_another_rank_is_told_as_in_one_process(monkeypatch, tmp_path):
+    write = ClientStates.write
+
+    def fail(self):
+        if is_leader():
+            return write(self)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ClientStates, "write", fail)
+    make_plan = partial(planned, "fedala", **OPTIONS)
+    with pytest.raises(RunError, match="cannot be written to any more: No space left on device"):
+        execute_on_ranks(2, make_plan, tmp_path / "x")
+
+
+def test_ranks_import_no_files_of_this_folder_that_the_program_does_not(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/somewhere/bin"])
+    assert launch._python_options() == ["-P"]
+    monkeypatch.setattr(sys, "path", [os.getcwd()])  # python -m fedala
+    assert launch._python_options() == []
 
 
 # --- real processes --------------------------------------------------------------------------
@@ -243,6 +317,47 @@ def test_a_signal_stops_all_ranks_after_their_round(tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.deployment
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    out = tmp_path / "x"
+    process = start("--rounds", 2000, "--out", out, "--devices", 2)
+    wait_for(lambda: list((out / "checkpoint").rglob("[0-9]*.json")))
+    ranks = find_ranks(process.pid)
+    process.kill()
+    said, _ = process.communicate(timeout=60)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks.values()))
+    assert "Stopped after" in said
+
+
+def start_by_torchrun(*arguments):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    return subprocess.Popen(
+        [sys.executable, *torchrun, "-m", "fedala", *RUN, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.deployment
+def test_ranks_that_torchrun_starts_again_resume_their_own_folder_alone(tmp_path):
+    out = tmp_path / "x"
+    process = start_by_torchrun("--rounds", 40, "--out", out)
+    wait_for(lambda: list((out / "checkpoint").rglob("[0-9]*.json")))
+    os.kill(find_ranks(process.pid)[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    rounds = [int(row.round) for row in RunFolder.open(out).history()["fedala"]]
+    assert rounds == list(range(41))
+    # A folder that an earlier command has made is refused, however often torchrun tries.
+    process = start_by_torchrun("--rounds", 50, "--out", out)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert said.count("Error: ") >= 2
+    assert len(RunFolder.open(out).history()["fedala"]) == 41
+
+
 def test_numbers_of_devices_that_cannot_be(monkeypatch):
     with pytest.raises(UserError, match="at least 1"):
         check_devices(0, "auto")
@@ -250,3 +365,21 @@ def test_numbers_of_devices_that_cannot_be(monkeypatch):
     with pytest.raises(UserError, match="the number of GPUs here is 2"):
         check_devices(3, "auto")
     check_devices(3, "cpu")
+
+
+def test_the_device_of_a_config_file_counts(monkeypatch, tmp_path):
+    """Any number of processes can share the cores, whatever GPUs are there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(run_command, "launch", lambda devices, arguments: 100 + devices)
+    config = tmp_path / "config.toml"
+    config.write_text('device = "cpu"')
+    for more, code in (([], 2), (["--config", str(config)], 103)):
+        result = CliRunner().invoke(app, ["run", "--devices", "3", *more])
+        assert result.exit_code == code, result.output
+
+
+def test_the_ranks_of_a_machine_share_its_memory():
+    group = SimpleNamespace(local_size=4)
+    for given, expected in ((1.0, 2**28), (1e-9, 0)):
+        plan = planned("fedala", client_memory=given)
+        assert lead._share_machine(group, plan)["client_memory"] == expected

@@ -14,7 +14,7 @@ import torch
 from small import QUICK, start_of
 
 from fedala.methods import make
-from fedala.ranks.group import RankGroup, count_packed, describe_tree, pack, unpack
+from fedala.ranks.group import RankGroup, count_packed, describe_tree, dump, pack, unpack
 from fedala.ranks.lead import dismiss, obey
 from fedala.ranks.transport import RankTransport
 from fedala.ranks.worker import Worker
@@ -50,14 +50,17 @@ class ThreadGroup(RankGroup):
         self.rank, self.size, self.local_size, self.hub = rank, hub.size, hub.size, hub
         self.is_broken = False
 
+    def note_start(self) -> None:
+        pass  # threads are not started again
+
     def share(self, value: Any = None) -> Any:
         with self._watch():
-            found = self.hub.exchange(self.rank, pickle.dumps(value))[0]
+            found = self.hub.exchange(self.rank, dump(value))[0]
         return value if self.rank == 0 else pickle.loads(found)
 
     def gather(self, value: Any) -> list[Any]:
         with self._watch():
-            found = self.hub.exchange(self.rank, pickle.dumps(value) if self.rank else None)
+            found = self.hub.exchange(self.rank, dump(value) if self.rank else None)
         return [value, *map(pickle.loads, found[1:])] if self.rank == 0 else []
 
     def share_tree(self, tree: Any, template: Any, device: torch.device) -> Any:

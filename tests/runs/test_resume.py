@@ -14,7 +14,7 @@ from fedala import run
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.io import files, tensor_files
-from fedala.methods import list_methods, make
+from fedala.methods import catalogue, list_methods, make
 from fedala.report.progress import RunProgress
 from fedala.runs.checkpoint import Checkpoint
 from fedala.runs.config import Config
@@ -28,20 +28,20 @@ from fedala.simulation.client_states import File
 SIZES = [9, 5, 7, 12, 3]
 
 
-def federation() -> Federation:
+def federation(sizes=SIZES) -> Federation:
     random = np.random.default_rng(0)
-    tests = [max(1, size // 3) for size in SIZES]
-    y = torch.from_numpy(random.integers(0, 3, sum(SIZES) + sum(tests)))
+    tests = [max(1, size // 3) for size in sizes]
+    y = torch.from_numpy(random.integers(0, 3, sum(sizes) + sum(tests)))
     y[:3] = torch.arange(3)
     x = torch.from_numpy(random.normal(size=(len(y), 1, 6, 6))).float() + y.view(-1, 1, 1, 1) * 0.5
-    parts = np.split(np.arange(len(y)), np.cumsum([*SIZES, *tests]))
-    none = tuple(np.arange(0) for _ in SIZES)
+    parts = np.split(np.arange(len(y)), np.cumsum([*sizes, *tests]))
+    none = tuple(np.arange(0) for _ in sizes)
     return Federation(
-        Dataset("own", x, y, 3), tuple(parts[: len(SIZES)]), tuple(parts[len(SIZES) : -1]), none
+        Dataset("own", x, y, 3), tuple(parts[: len(sizes)]), tuple(parts[len(sizes) : -1]), none
     )
 
 
-def planned(method="fedala", **options):
+def planned(method="fedala", sizes=SIZES, **options):
     settings = {
         "rounds": 4,
         "batch_size": 4,
@@ -50,7 +50,7 @@ def planned(method="fedala", **options):
         "device": "cpu",
         **options,
     }
-    return plan(Config.from_values({"method": method, **settings}), federation(), Net)
+    return plan(Config.from_values({"method": method, **settings}), federation(sizes), Net)
 
 
 def stop_after(rounds):
@@ -107,18 +107,26 @@ def interrupted(path, rounds, /, method="fedala", observer=None, **options):
 
 #: Optimisers that remember earlier rounds, as far as a method takes them.
 ADAM = {"optimizer": "adamw", "lr": 0.01, "keep_optimizer": True, "schedule": "cosine"}
-SETTINGS = [
-    {"lanes": "all"},
-    {"lanes": "all", "seeds": 2, **ADAM},
-    {"lanes": "2", "join_ratio": 0.5, "eval_every": 2, "seeds": 2, "client_memory": 0.0},
+SETTINGS = {
+    "all lanes": {"lanes": "all"},
+    "adamw": {"lanes": "all", "seeds": 2, **ADAM},
+    "two lanes, files": {
+        "lanes": "2", "join_ratio": 0.5, "eval_every": 2, "seeds": 2, "client_memory": 0.0,
+    },
+}  # fmt: skip
+#: The first setting has nothing that the other two have not, but for its single seed. Optimisers
+#: and ALA have states of their own: two methods have both, besides FedALA.
+RESUMED = [
+    *((method, "two lanes, files") for method in list_methods()),
+    *((method, "adamw") for method in [*catalogue(), "ditto+ala", "pfedme+ala"]),
+    *((method, "all lanes") for method in ("fedala", "fedavg", "partialfed+ala")),
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["all lanes", "adamw", "two lanes, files"])
-@pytest.mark.parametrize("method", list_methods())
-def test_resumed_is_uninterrupted(method, settings, tmp_path):
+@pytest.mark.parametrize(("method", "name"), RESUMED)
+def test_resumed_is_uninterrupted(method, name, tmp_path):
     """It stops after two of three rounds: ALA has learned its weights by then."""
-    settings = {"rounds": 3, **settings}
+    settings = {"rounds": 3, **SETTINGS[name]}
     if method.startswith("partialfed"):
         settings = {name: value for name, value in settings.items() if name not in ADAM}
     if make(method).requires_all_clients and "join_ratio" in settings:
@@ -144,13 +152,20 @@ def test_a_comparison_goes_on_in_the_method_where_it_stopped(tmp_path):
     ]
 
 
+DETAILED = {"evaluate": "trained,received,global", "metrics_every": 2, "join_ratio": 0.5}
+
+
+@pytest.fixture(scope="module")
+def detailed(tmp_path_factory):
+    return execute(planned("fedala,local", **DETAILED), tmp_path_factory.mktemp("detailed") / "run")
+
+
 @pytest.mark.parametrize("rounds", [1, 3, 6])
-def test_further_models_and_detailed_metrics_are_resumed(rounds, tmp_path):
+def test_further_models_and_detailed_metrics_are_resumed(rounds, detailed, tmp_path):
     """The trained models of the round before the stop are in the first row after it."""
-    options = {"evaluate": "trained,received,global", "metrics_every": 2, "join_ratio": 0.5}
-    whole = execute(planned("fedala,local", **options), tmp_path / "whole")
-    parts = interrupted(tmp_path / "parts", rounds, "fedala,local", **options)
-    same(tmp_path / "whole", tmp_path / "parts")
+    whole = detailed
+    parts = interrupted(tmp_path / "parts", rounds, "fedala,local", **DETAILED)
+    same(whole.folder, tmp_path / "parts")
     for method in ("fedala", "local"):
         found, expected = parts.methods[method], whole.methods[method]
         assert found.metrics == expected.metrics
@@ -250,8 +265,13 @@ def test_what_a_run_is_cannot_change(tmp_path):
     assert rows_of(tmp_path / "run") == before
 
 
-def test_another_folder(tmp_path):
-    execute(planned(), tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a finished run, which tests may copy and may not change."""
+    return execute(planned(), tmp_path_factory.mktemp("whole") / "run").folder
+
+
+def test_another_folder(whole, tmp_path):
     with pytest.raises(Stopped):
         execute(planned(), tmp_path / "first", observer=stop_after(2))
     before = {p: p.read_bytes() for p in (tmp_path / "first").rglob("[!.]*") if p.is_file()}
@@ -259,7 +279,7 @@ def test_another_folder(tmp_path):
         resume=tmp_path / "first", out=tmp_path / "second", dataset=federation(), model=Net
     )
     assert result.folder == tmp_path / "second"
-    same(tmp_path / "whole", tmp_path / "second")
+    same(whole, tmp_path / "second")
     assert before == {p: p.read_bytes() for p in (tmp_path / "first").rglob("[!.]*") if p.is_file()}
     with pytest.raises(UserError, match="exists already"):
         run(resume=tmp_path / "first", out=tmp_path / "second", dataset=federation(), model=Net)
@@ -308,7 +328,7 @@ def failing(monkeypatch, at):
 @pytest.mark.parametrize("method", ["fedala", "fedavg"])
 def test_a_disk_that_fails_anywhere_loses_nothing(method, tmp_path, monkeypatch):
     """A run for each write and rename, which fails there; all resume to the same end."""
-    options = {"rounds": 2, "checkpoint_every": 1, "join_ratio": 0.5}
+    options = {"rounds": 2, "checkpoint_every": 1, "join_ratio": 0.5, "sizes": SIZES[:3]}
     if method == "fedala":
         options["set"] = {"fedala.max_epochs": 2}
     options["save_best"] = method == "fedavg"  # its models are fewer files
@@ -346,48 +366,48 @@ def damaged(path, how):
     )
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run with a checkpoint of every round: once whole, once stopped after three of four."""
+    path, options = tmp_path_factory.mktemp("stopped"), {"checkpoint_every": 1}
+    execute(planned(**options), path / "whole")
+    with pytest.raises(Stopped):
+        execute(planned(**options), path / "run", observer=stop_after(3))
+    return path
+
+
+def resume_copy(stopped, tmp_path, damage):
+    """Resume a copy of the stopped run, after damage to the folder of its checkpoints."""
+    shutil.copytree(stopped / "run", tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoint" / "0")
+    said = []
+    observer = RunObserver(on_message=said.append)
+    execute(planned(checkpoint_every=1), tmp_path / "run", resume=True, observer=observer)
+    same(stopped / "whole", tmp_path / "run")
+    return said
+
+
 @pytest.mark.parametrize("how", ["shorter", "flipped", "empty", "gone"])
 @pytest.mark.parametrize("which", ["manifest", "server", "client"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, tmp_path):
-    options = {"checkpoint_every": 1}
-    execute(planned(**options), tmp_path / "whole")
-    with pytest.raises(Stopped):
-        execute(planned(**options), tmp_path / "run", observer=stop_after(3))
-    folder = tmp_path / "run" / "checkpoint" / "0"
-    newest, _ = sorted(folder.glob("*.json"), reverse=True)
-    client = max(folder.glob("0-*"), key=lambda path: int(path.stem.split("-")[2]))
-    victim = {"manifest": newest, "server": folder / "server-3.safetensors", "client": client}[
-        which
-    ]
-    victim.unlink() if how == "gone" else damaged(victim, how)
-    said = []
-    execute(
-        planned(**options),
-        tmp_path / "run",
-        resume=True,
-        observer=RunObserver(on_message=said.append),
-    )
-    same(tmp_path / "whole", tmp_path / "run")
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, stopped, tmp_path):
+    def damage(folder):
+        newest, _ = sorted(folder.glob("*.json"), reverse=True)
+        client = max(folder.glob("0-*"), key=lambda path: int(path.stem.split("-")[2]))
+        server = folder / "server-3.safetensors"
+        victim = {"manifest": newest, "server": server, "client": client}[which]
+        victim.unlink() if how == "gone" else damaged(victim, how)
+
+    said = resume_copy(stopped, tmp_path, damage)
     if not (which == "manifest" and how == "gone"):
         assert "Looking for an earlier checkpoint" in said[0]
 
 
-def test_a_damaged_manifest_before_the_last_harms_nothing(tmp_path):
-    options = {"checkpoint_every": 1}
-    execute(planned(**options), tmp_path / "whole")
-    with pytest.raises(Stopped):
-        execute(planned(**options), tmp_path / "run", observer=stop_after(3))
-    _, older = sorted((tmp_path / "run" / "checkpoint" / "0").glob("*.json"), reverse=True)
-    damaged(older, "shorter")
-    said = []
-    execute(
-        planned(**options),
-        tmp_path / "run",
-        resume=True,
-        observer=RunObserver(on_message=said.append),
-    )
-    same(tmp_path / "whole", tmp_path / "run")
-    assert said == []
+def test_a_damaged_manifest_before_the_last_harms_nothing(stopped, tmp_path):
+    def damage(folder):
+        _, older = sorted(folder.glob("*.json"), reverse=True)
+        damaged(older, "shorter")
+
+    assert resume_copy(stopped, tmp_path, damage) == []
 
 
 def test_no_checkpoint_left(tmp_path):
@@ -528,10 +548,9 @@ def test_a_changed_config_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["gone", "flipped", "another client's"])
-def test_a_damaged_model_is_noticed_and_written_again(how, tmp_path):
-    whole, path = tmp_path / "whole", tmp_path / "run"
-    for folder in (whole, path):
-        execute(planned(), folder)
+def test_a_damaged_model_is_noticed_and_written_again(how, whole, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
     model = path / "models" / "fedala" / "seed-0" / "client-00001.safetensors"
     if how == "gone":
         model.unlink()
@@ -559,12 +578,19 @@ def test_a_damaged_model_without_a_checkpoint_is_told(tmp_path):
     assert content(path) == before
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """The folder of a run of two rounds that got a third one."""
+    path = tmp_path_factory.mktemp("resumed") / "run"
+    execute(planned(rounds=2), path)
+    return execute(planned(rounds=3), path, resume=True).folder
+
+
 @pytest.mark.parametrize("name", ["split.csv", "summary.json", "resumed.csv", "preprocessing.json"])
 @pytest.mark.parametrize("how", ["shorter", "empty", "gone"])
-def test_what_can_be_written_again_is(name, how, tmp_path):
+def test_what_can_be_written_again_is(name, how, resumed, tmp_path):
     path = tmp_path / "run"
-    execute(planned(rounds=2), path)
-    execute(planned(rounds=3), path, resume=True)
+    shutil.copytree(resumed, path)
     split = (path / "split.csv").read_text()
     (path / name).unlink() if how == "gone" else damaged(path / name, how)
     execute(planned(rounds=4), path, resume=True)
@@ -580,10 +606,9 @@ def test_what_can_be_written_again_is(name, how, tmp_path):
     assert notes == [first, "rounds: 3 → 4"]
 
 
-def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(tmp_path):
+def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(whole, tmp_path):
     """As those of versions that wrote none."""
-    whole, path = tmp_path / "whole", tmp_path / "run"
-    execute(planned(), whole)
+    path = tmp_path / "run"
     with pytest.raises(Stopped):
         execute(planned(), path, observer=stop_after(2))
     (path / "digests.json").unlink()

@@ -8,7 +8,7 @@ from fedala.errors import RunError
 from fedala.lanes.backend import Backend
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.task import Task
-from fedala.methods import list_methods, make
+from fedala.methods import catalogue, list_methods, make
 from fedala.simulation import Simulation
 
 SIZES = [9, 5, 17, 12, 3]
@@ -57,8 +57,14 @@ def simulation_of(method, task, **options):
     return Simulation(make(method, QUICK.get(method)), task, start_of(task), rounds=3, **options)
 
 
-@pytest.mark.parametrize("lanes", [1, None])
-@pytest.mark.parametrize("method", list_methods())
+#: Alone in its cohort and among others; of the methods with ALA, two are alone.
+DIVERGING = [
+    *((method, None) for method in list_methods()),
+    *((method, 1) for method in [*catalogue(), "ditto+ala"]),
+]
+
+
+@pytest.mark.parametrize(("method", "lanes"), DIVERGING)
 def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(method, lanes, poisoned):
     """After round 2, the others are as in a good run, and the bad client as after round 1."""
     calm = simulation_of(method, ragged_task(SIZES), lanes=lanes)
@@ -273,6 +279,11 @@ def test_a_retried_round_reports_each_fault_once_and_at_its_end(poisoned, monkey
     simulation.step(1, train=True)
     [evaluation] = simulation.step(2, train=True)
     assert messages == ["Out of GPU memory with 2 lanes; retrying with 1."]
+    once = simulation_of("ditto", ragged_task(SIZES), lanes=1)
+    for round in (1, 2):
+        once.step(round, train=True)
+    for client in range(len(SIZES)):
+        assert_close(simulation.clients[0, client]["local"], once.clients[0, client]["local"], 1e-9)
     [(round, fault)] = faults
     assert round == 2, "the round should be over when its faults are reported"
     assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)

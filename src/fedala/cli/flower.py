@@ -1,5 +1,6 @@
 """`fedala flower new | demo | export`: the methods on Flower, and clients' models."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +61,11 @@ def new(
     resolved = give_figures(plan(config)).config
     write_app(folder, resolved, choose_deployment(folder, resolved))
     print_line(f"Written: {folder / 'pyproject.toml'}, {folder / 'app.py'}")
+    nodes = shlex.quote(f"num-supernodes={resolved.clients} client-resources-num-cpus=1")
+    print_line(
+        "To run it in Flower's simulation engine: flwr run "
+        f"{shlex.quote(str(folder))} local --stream --federation-config {nodes}"
+    )
     if resolved.dataset != "digits":
         print("Each node reads the data that its own node config names: see docs/deployment.md.")
 

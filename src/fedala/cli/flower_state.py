@@ -1,6 +1,7 @@
 """`fedala flower state list | clear`: what clients have stored on this machine."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,14 +42,14 @@ _RECENT = 3600  # seconds since the last change within which a run may still nee
 )
 def list_(state_dir: StateDir = None) -> None:
     """List the states of clients: experiment, client, round, size, last change."""
-    from fedala.flower.stored_states import list_states
+    from fedala.flower.stored_states import find_root, list_states
 
     states = list_states(state_dir)
     if not states:
-        print("No client has stored anything here.")
+        print_line(f"No client has stored anything in {find_root(state_dir)}.")
         return
     tables.show(tables.stored_states(map(_describe, states)))
-    print(f"{len(states):,} states, {byte_size(sum(state.size for state in states))}.")
+    print(f"{_count(states)}.")
     if any(state.belongs_to_run for state in states):
         print(
             "No later run uses a state that belongs to one run: delete those of finished runs with "
@@ -112,7 +113,7 @@ def clear(
         print("There is no such state.")
         return
     tables.show(tables.stored_states(map(_describe, states)))
-    total = f"{len(states):,} states, {byte_size(sum(state.size for state in states))}"
+    total = _count(states)
     if dry_run:
         print(f"{total}, would be deleted.")
         return
@@ -134,3 +135,9 @@ def _describe(state: Any) -> tuple[str, ...]:
         time.strftime("%Y-%m-%d %H:%M", time.localtime(state.changed)),
         "belongs to one run" if state.belongs_to_run else "",
     )
+
+
+def _count(states: Sequence[Any]) -> str:
+    """Say how many states there are, and how large they are together."""
+    noun = "state" if len(states) == 1 else "states"
+    return f"{len(states):,} {noun}, {byte_size(sum(state.size for state in states))}"

@@ -15,8 +15,8 @@ from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import RunError, UserError
 from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
-from fedala.ranks.group import RankLost, count_restarts, is_started_by_torchrun
-from fedala.ranks.launch import check_devices, launch
+from fedala.ranks.group import RankLost, is_started_by_torchrun
+from fedala.ranks.launch import GRACE, check_devices, launch
 from fedala.ranks.lead import Leader, join_ranks, serve
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
@@ -135,7 +135,8 @@ def run(
             "of them over several: use one or the other."
         )
     if devices is not None and not is_started_by_torchrun():
-        check_devices(devices, str(values.get("device") or "auto"))
+        given = values.get("device") or (Config.read(config).get("device") if config else None)
+        check_devices(devices, str(given or "auto"))
         raise typer.Exit(launch(devices, sys.argv[1:]))
     with join_ranks() as group:
         if group and group.rank:
@@ -159,7 +160,7 @@ def _run(
 ) -> None:
     """Run what the command line says, in this process or as the leader of several."""
     given, file = given_options(values), Config.read(config) if config else {}
-    if out and out.exists() and count_restarts():  # torchrun has started the same command again
+    if out and out.exists() and leader and leader.group.was_started():  # and then ranks died
         resume, out, force, config = out, None, False, None
     if resume:
         if config or force:
@@ -271,7 +272,7 @@ def _execute(checked: Plan, folder: Path, log: list[str], how: dict[str, Any]) -
         with (
             ProgressBars(Console(stderr=True), checked) as watch,
             loggers.Loggers(log, folder, vars(config), watch.say) as live,
-            catch_stop_signals(grace=2.0 if checked.ranks > 1 else 0.0) as signals,
+            catch_stop_signals(grace=GRACE if checked.ranks > 1 else 0.0) as signals,
         ):
 
             def show_row(method: str, row: HistoryRow) -> None:

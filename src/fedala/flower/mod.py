@@ -24,6 +24,7 @@ from fedala.flower.model_arrays import (
     make_array,
     match_names,
 )
+from fedala.flower.upload_mods import limit_to_training
 from fedala.lanes.losses import LossFunction
 
 log = getLogger("flwr")
@@ -231,14 +232,15 @@ def order_mods(*mods: Mod) -> list[Mod]:
 
     A mod that clips the update (`fixedclipping_mod`, `LocalDpMod`) measures it from the model that
     it passes on. Around ALA, that is the model that the server sent. Inside ALA, it would be the
-    initialised one, and the upload would not be bounded.
+    initialised one, and the upload would not be bounded. Such mods get train messages only: in an
+    evaluation, they fail.
     """
     ala_mods = [mod for mod in mods if isinstance(mod, ALAMod)]
     if len(ala_mods) > 1:
         raise UserError(
             "A client app takes one ALA mod: a second would blend a model that is already blended."
         )
-    return [*(mod for mod in mods if mod not in ala_mods), *ala_mods]
+    return [*(limit_to_training(mod) for mod in mods if mod not in ala_mods), *ala_mods]
 
 
 def _read_setup(returned: Any) -> tuple[nn.Module, Any, LossFunction | None]:

@@ -64,7 +64,7 @@ def list_states(state_dir: str | Path | None = None) -> list[StoredState]:
 
     Without it, that is the folder of nodes without a `state-dir`. Links are not followed.
     """
-    root = _find_root(state_dir)
+    root = find_root(state_dir)
     states = []
     for experiment in filter(lambda folder: is_experiment_name(folder.name), _list_folders(root)):
         for client in _list_folders(experiment):
@@ -152,7 +152,7 @@ def find_state(
     state_dir: str | Path | None = None,
 ) -> StoredState:
     """Return the only state of this experiment and client, or say which ones there are."""
-    root = _find_root(state_dir)
+    root = find_root(state_dir)
     states = list_states(root)
     if not states:
         raise UserError(f"{root} holds no client's state: name the node's state-dir.")
@@ -198,7 +198,7 @@ def export_personal(state: StoredState, path: Path) -> Path:
     return path
 
 
-def _find_root(state_dir: str | Path | None) -> Path:
+def find_root(state_dir: str | Path | None) -> Path:
     root = choose_state_dir({}) if state_dir is None else Path(state_dir).expanduser()
     if state_dir is not None and not root.is_dir():
         raise UserError(f"{root} is not a folder: name a node's state-dir.")

@@ -8,6 +8,7 @@ with at least one dimension.
 """
 
 from collections.abc import Sequence
+from functools import wraps
 from logging import getLogger
 
 import numpy as np
@@ -105,6 +106,22 @@ def refuse_message(message: Message, reason: str) -> Message:
     """Return a reply that tells the server why the mods do not fit."""
     log.error("%s.", reason)
     return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+
+
+def limit_to_training(mod: Mod) -> Mod:
+    """Return one of Flower's mods that change the update so that it leaves other messages alone.
+
+    In an evaluation there is no update, and Flower's mods fail.
+    """
+    if not (is_privacy_mod(mod) or mod is adaptiveclipping_mod):
+        return mod
+
+    @wraps(mod)
+    def limited(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        is_training = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+        return mod(message, context, call_next) if is_training else call_next(message, context)
+
+    return limited
 
 
 def limit_to_uploads(mod: Mod) -> Mod:

@@ -1,31 +1,38 @@
 """How a run begins and ends on several ranks: rank 0 leads, and the others serve."""
 
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
 from fedala.lanes.layer_units import Layers
 from fedala.methods import Method
+from fedala.ranks.failures import Failure, attempt, collect_replies, find_failures
 from fedala.ranks.group import RankGroup, RankLost, is_started_by_torchrun
-from fedala.ranks.transport import Failure, RankTransport, attempt
+from fedala.ranks.launch import GRACE, end_with_parent
+from fedala.ranks.transport import RankTransport
 from fedala.ranks.worker import Worker
 from fedala.runs.build import build_simulation, local_options
 from fedala.runs.config import Config
+from fedala.runs.observer import catch_stop_signals
+from fedala.runs.own_code import code_versions
 from fedala.runs.plan import Plan, plan
+from fedala.runs.provenance import versions
 from fedala.simulation import Simulation
 from fedala.simulation.local_transport import LocalTransport
-from fedala.simulation.transport import Setup
+from fedala.simulation.transport import Setup, Transport
 from fedala.simulation.variants import Variant
 
 BEGIN, END = "begin", "end"
@@ -54,16 +61,21 @@ def join_ranks() -> Iterator[RankGroup | None]:
     if not is_started_by_torchrun():
         yield None
         return
-    group = RankGroup()
-    try:
-        yield group
-    except KeyboardInterrupt:
-        group.is_broken = True  # in the middle of whatever it was
-        raise
-    finally:
-        if group.rank == 0 and not group.is_broken:
-            dismiss(group)
-        group.leave()
+    end_with_parent()
+    with ExitStack() as stack:
+        if int(os.environ["RANK"]):  # rank 0 hears the first signal, too, and ends the run
+            stack.enter_context(catch_stop_signals(announce=lambda sentence: None, grace=GRACE))
+        group = RankGroup()
+        try:
+            yield group
+        except KeyboardInterrupt:
+            group.is_broken = True  # in the middle of whatever it was
+            raise
+        finally:
+            if group.rank == 0 and not group.is_broken:
+                with suppress(RankLost):  # the run has its result, or its error
+                    dismiss(group)
+            group.leave()
 
 
 def dismiss(group: RankGroup) -> None:
@@ -78,15 +90,14 @@ class Leader:
         self.group = group
 
     def plan(self, config: Config) -> Plan:
-        """Let all ranks plan a run. Refuse what any of them refuses."""
+        """Let all ranks plan a run. Refuse what any of them refuses, and ranks that differ."""
         self.group.share(config)
-        own = attempt(lambda: plan(config))
+        own = attempt(lambda: plan(config), rank=0)
         replies = self.group.gather(own)
-        refused = [rank for rank, reply in enumerate(replies) if isinstance(reply, Failure)]
-        self.group.share(not refused)
-        if refused:
-            rank, sentence = refused[0], replies[refused[0]].sentence
-            raise UserError(f"Rank {rank} cannot take part: {sentence}" if rank else sentence)
+        refusal = _find_refusal(replies)
+        self.group.share(refusal is None)
+        if refusal:
+            refusal.throw()
         assert isinstance(own, Plan)
         self.group.connect_devices(own.device)
         return replace(own, ranks=self.group.size)
@@ -105,12 +116,10 @@ class Leader:
         # Without checkpoints, each rank has temporary files of its own.
         has_shared_files = client_files and checked.config.checkpoint_every != 0
         files = client_files.absolute() if client_files and has_shared_files else None
+        self.group.note_start()
         labels = [member.label for member in checked.groups[0].members]
         beginning = Beginning(checked.config, labels, checked.layers, files)
         self.group.share(([], BEGIN, (beginning,), True))
-        for rank, reply in enumerate(self.group.gather(None)):
-            if isinstance(reply, Failure):
-                raise UserError(f"Rank {rank} cannot take part: {reply.sentence}")
 
         def make(setup: Setup) -> RankTransport:
             local = LocalTransport(
@@ -121,31 +130,94 @@ class Leader:
             )
             return RankTransport(self.group, local, checked.config.on_divergence)
 
-        return build_simulation(
-            checked,
-            method,
-            transport=make,
-            on_message=on_message,
-            variants=variants,
-            **options,
-        )
+        def build() -> Simulation:
+            return build_simulation(
+                checked,
+                method,
+                transport=make,
+                on_message=on_message,
+                variants=variants,
+                **options,
+            )
+
+        simulation, *others = collect_replies(self.group, build)
+        assert isinstance(simulation, Simulation)
+        _check_initial_models(simulation.transport, others)
+        return simulation
+
+
+def _find_refusal(replies: Sequence[Any]) -> Failure | None:
+    """Return why a run cannot begin. Rank 0 replies with its plan, others with their code and data.
+
+    Without the same data, the clients of a rank would not be those that rank 0 plans with.
+    """
+    for failure in find_failures(replies):
+        if failure.rank and failure.kind is UserError:
+            sentence = f"Rank {failure.rank} cannot take part: {failure.sentence}"
+            return Failure(UserError(sentence), failure.rank)
+        return failure
+    own = _describe_sources(replies[0]) if len(replies) > 1 else {}
+    for rank, other in enumerate(replies[1:], 1):
+        for what in sorted(own.keys() | other.keys()):
+            if own.get(what) != other.get(what):
+                sentence = (
+                    f"Rank {rank} has another {what} than rank 0: all machines of a run need the "
+                    "same data, code and version of fedala."
+                )
+                return Failure(UserError(sentence), rank)
+    return None
+
+
+def _describe_sources(own: Plan) -> dict[str, str]:
+    """Return what must be the same on all ranks, by a name for it."""
+    return {
+        "dataset or partition": own.federation.digest(),
+        "version of fedala": versions()["fedala"],
+        **code_versions(own.config),
+    }
+
+
+def _check_initial_models(transport: Transport, others: Sequence[Sequence[float]]) -> None:
+    """Refuse a model whose initial numbers differ between ranks: clients would not start alike."""
+    own = _measure_initial_models(transport)
+    for rank, other in enumerate(others, 1):
+        if not np.allclose(own, other, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise UserError(
+                f"The initial model of rank {rank} is not that of rank 0: it must depend on "
+                "torch's random numbers alone, which are seeded, and on files that all ranks have."
+            )
+
+
+def _measure_initial_models(transport: Transport) -> list[float]:
+    """Return the mean size of each tensor: machines may round a little differently."""
+    return [
+        value.double().abs().mean().item()
+        for model in transport.setup.initial
+        for value in model.values()
+    ]
 
 
 def _share_machine(group: RankGroup, own: Plan) -> dict[str, Any]:
     """Return the options of a rank's own clients. The ranks of a machine share its memory."""
     options = local_options(own)
-    if options["client_memory"] is None:
-        options["client_memory"] = free_memory() // 2 // group.local_size
+    memory = options["client_memory"]
+    options["client_memory"] = (
+        free_memory() // 2 if memory is None else memory
+    ) // group.local_size
     return options
 
 
 def serve(group: RankGroup) -> None:
     """Do what rank 0 says, until it ends the run. If rank 0 is gone, end quietly."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 hears it, too, and ends the run
+    warnings.simplefilter("ignore")  # rank 0 shows them
     try:
         _serve(group)
-    except RankLost:
+    except KeyboardInterrupt:  # the second signal
+        os._exit(130)
+    except RankLost as lost:
+        if lost.__cause__:  # it is this rank that cannot continue
+            traceback.print_exception(lost.__cause__)
+        sys.stderr.flush()
         os._exit(1)  # rank 0 or torchrun tells what has happened
 
 
@@ -153,8 +225,8 @@ def _serve(group: RankGroup) -> None:
     config = group.share()
     if not isinstance(config, Config):  # rank 0 has refused the run
         return
-    own = attempt(lambda: plan(config))
-    group.gather(own if isinstance(own, Failure) else None)
+    own = attempt(lambda: plan(config), group.rank)
+    group.gather(own if isinstance(own, Failure) else _describe_sources(own))
     if not group.share() or isinstance(own, Failure):
         group.share()  # the end
         return
@@ -175,31 +247,26 @@ def obey(
         if name == BEGIN:
             assert begin is not None
             worker = None  # frees the memory of the method before
-            made = attempt(partial(begin, *arguments))
-            group.gather(made if isinstance(made, Failure) else None)
-            worker = None if isinstance(made, Failure) else made
+            worker = _answer_beginning(group, partial(begin, *arguments))
             continue
         assert worker is not None
         worker.drop_models(released)
         command = partial(getattr(worker, name), *arguments)
         if wants_reply:
-            group.gather(_answer(command, group.rank))
+            group.gather(attempt(command, group.rank))
         else:
-            command()
+            with group.exchange():
+                command()
 
 
-def _answer(command: Callable[[], Any], rank: int) -> Any:
-    """Return a command's reply. An error that rank 0 does not expect is printed here, too."""
-    try:
-        return command()
-    except RankLost:
-        raise
-    except Exception as error:
-        failure = Failure(error)
-        if failure.is_unexpected:
-            print(f"Rank {rank}:", file=sys.stderr)
-            traceback.print_exc()
-        return failure
+def _answer_beginning(group: RankGroup, begin: Callable[[], Worker]) -> Worker | None:
+    """Make a worker. If that fails, rank 0 hears of it, and ends the run."""
+    worker = attempt(begin, group.rank)
+    if isinstance(worker, Failure):
+        group.gather(worker)
+        return None
+    group.gather(_measure_initial_models(worker.local))
+    return worker
 
 
 def _begin(group: RankGroup, own: Plan, beginning: Beginning) -> Worker:

@@ -2,19 +2,20 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedala.errors import RunError, UserError, first_line
 from fedala.lanes import Cohort, Message, Params, State, Uploads
 from fedala.lanes.trees import tree_map
 from fedala.lanes.uploads import Piece
 from fedala.methods import Method
 from fedala.ranks.assignment import assign_lanes
 from fedala.ranks.delivery import Delivery, prepare
-from fedala.ranks.group import Blank, RankGroup, RankLost
+from fedala.ranks.failures import collect_replies
+from fedala.ranks.group import Blank, RankGroup
 from fedala.ranks.states import RankStates
 from fedala.ranks.uploads import RankUploads
 from fedala.ranks.worker import Key, Report, Worker
@@ -45,29 +46,26 @@ class RankTransport(Transport):
 
     # --- commands ------------------------------------------------------------------------------
 
-    def _tell(self, name: str, *arguments: Any, replies: bool = False) -> Any:
-        """Give a command to all ranks; return what this rank's own worker returns."""
+    def _send(
+        self, name: str, arguments: tuple[Any, ...], *, wants_reply: bool
+    ) -> Callable[[], Any]:
+        """Give a command to the other ranks; return rank 0's part of it."""
         released = []
         while self.released:
             released.append(self.released.pop())
-        self.group.share((released, name, arguments, replies))
+        self.group.share((released, name, arguments, wants_reply))
         self.worker.drop_models(released)
-        try:
-            return getattr(self.worker, name)(*arguments)
-        except BaseException as error:
-            # The others wait for tensors that do not come.
-            self.group.is_broken |= not (replies and isinstance(error, Exception))
-            raise
+        return partial(getattr(self.worker, name), *arguments)
+
+    def _tell(self, name: str, *arguments: Any) -> Any:
+        """Give a command to all ranks that exchanges tensors; return what rank 0 gets of it."""
+        command = self._send(name, arguments, wants_reply=False)
+        with self.group.exchange():
+            return command()
 
     def _call(self, name: str, *arguments: Any) -> list[Any]:
         """Give a command to all ranks; return the reply of each. An error of any is raised."""
-        own = attempt(lambda: self._tell(name, *arguments, replies=True))
-        found = self.group.gather(own)
-        for kind in (UserError, RunError, torch.OutOfMemoryError):
-            for reply in found:
-                if isinstance(reply, Failure) and issubclass(reply.kind, kind):
-                    raise reply.kind(reply.sentence)
-        return found
+        return collect_replies(self.group, self._send(name, arguments, wants_reply=True))
 
     def _deliver(
         self,
@@ -153,7 +151,7 @@ class RankTransport(Transport):
         return self.group.receive_tree(template, rank, self.setup.task.device)
 
     def finish_round(self, round: int, counted: Collection[Lane]) -> None:
-        self._tell("finish_round", round)
+        self._call("finish_round", round)
         self.client_states.note(self._places, self._with_state)
 
     def undo_round(self) -> None:
@@ -268,29 +266,6 @@ class RemoteModels(ModelStack):
     def get(self, lane: int) -> Params:
         one = tree_map(lambda blank: blank.with_lanes(1), self.blanks)
         return self.transport.fetch_model(self.rank, self.key, lane, one)
-
-
-class Failure:
-    """An error that travels to rank 0 in place of a reply."""
-
-    def __init__(self, error: Exception) -> None:
-        self.sentence = str(error)
-        kinds: tuple[type[Exception], ...] = (UserError, RunError, torch.OutOfMemoryError)
-        known = [kind for kind in kinds if isinstance(error, kind)]
-        self.kind = known[0] if known else RunError
-        self.is_unexpected = not known
-        if not known:
-            self.sentence = f"{type(error).__name__}: {first_line(error)}"
-
-
-def attempt(work: Callable[[], T]) -> "T | Failure":
-    """Do some work; an error that another rank must hear of is returned."""
-    try:
-        return work()
-    except RankLost:
-        raise
-    except Exception as error:
-        return Failure(error)
 
 
 def _move(value: Any, device: torch.device) -> Any:

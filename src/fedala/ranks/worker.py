@@ -1,8 +1,8 @@
 """A rank's share of the clients, and all that rank 0 may ask of it.
 
 Each public method is a command. Rank 0 gives it to all ranks, and to its own worker. If it has a
-reply, an error travels in it. If it sends tensors instead, an error ends the process, and rank 0
-sees that.
+reply, an error travels in it. If it exchanges tensors instead, an error ends the process, and
+rank 0 sees that.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,6 +57,7 @@ class Worker:
     def _forget_round(self) -> None:
         self._uploads: list[tuple[Sequence[Lane], Message]] = []
         self._diverged: list[CohortResult] = []
+        self._round_keys: list[Key] = []
         self._round: tuple[RoundRequest, list[Message], list[list[int]]] | None = None
 
     @property
@@ -65,7 +66,8 @@ class Worker:
 
     def _receive(self, delivery: Delivery) -> tuple[list[Message], list[list[int]]]:
         sent, self.outbox = self.outbox, None
-        return deliver(self.group, delivery, sent, self.local.setup)
+        with self.group.exchange():
+            return deliver(self.group, delivery, sent, self.local.setup)
 
     # --- a round -------------------------------------------------------------------------------
 
@@ -88,24 +90,11 @@ class Worker:
             else:
                 self.local.keep_states(result, self.policy)
         key = self._keep_models(StackHere(result.evaluated, len(result.lanes)))
+        self._round_keys.append(key)
         keeps_state = any(True for _ in leaves(result.state))
         upload, evaluated = describe_tree(result.upload), describe_tree(result.evaluated)
-        return Report(self._to_host(result), upload, evaluated, key, keeps_state)
-
-    def _to_host(self, result: CohortResult) -> CohortResult:
-        """Return the figures of a cohort; those of other ranks leave their device."""
         figures = replace(result, upload=Message(), evaluated={}, state={}, state_before={})
-        if self.group.rank == 0:
-            return figures
-        return replace(
-            figures,
-            metrics=_to_cpu(result.metrics),
-            scores=_to_cpu(result.scores),
-            scores_after_training=_to_cpu(result.scores_after_training),
-            further_scores=_to_cpu(result.further_scores),
-            is_finite=None if result.is_finite is None else result.is_finite.cpu(),
-            weights=_to_cpu(result.weights),
-        )
+        return Report(figures, upload, evaluated, key, keeps_state)
 
     def find_first_bad_step(self, lane: Lane) -> int | None:
         """Return the step in which a client of this round diverged, if it is this rank's."""
@@ -122,7 +111,8 @@ class Worker:
         self._forget_round()
 
     def undo_round(self) -> None:
-        """Forget the round."""
+        """Forget the round. Rank 0 may not know the models that were kept until it failed."""
+        self.drop_models([(self.group.rank, key) for key in self._round_keys])
         self.local.undo_round()
         self._forget_round()
 
@@ -193,7 +183,7 @@ class Worker:
             return []
         test = self.local.predict_models if predicts else self.local.score_models
         models = [message.model for message in sent]
-        return [self._to_host(result) for result in test(round, models, clients)]
+        return list(test(round, models, clients))
 
     def predict_absent(
         self, round: int, lanes: Sequence[Sequence[Lane]], runs: int
@@ -201,15 +191,14 @@ class Worker:
         """Collect what the personal models of this rank's absent clients predict."""
         own = lanes[self.group.rank]
         clients = [[client for other, client in own if other == run] for run in range(runs)]
-        return [self._to_host(one) for one in self.local.predict_absent(round, clients)]
+        return list(self.local.predict_absent(round, clients))
 
     def run_newcomers(self, work: Any, round: int, delivery: Delivery) -> list[Arrival]:
         """Let this rank's share of the newcomers arrive."""
         sent, clients = self._receive(delivery)
         if not any(clients):
             return []
-        arrivals = list(self.local.run_newcomers(work, round, sent, clients))
-        return arrivals if self.group.rank == 0 else [_to_cpu(arrival) for arrival in arrivals]
+        return list(self.local.run_newcomers(work, round, sent, clients))
 
     # --- models --------------------------------------------------------------------------------
 
@@ -254,8 +243,7 @@ class Worker:
         """Return a client's state, if it is with this rank."""
         if rank != self.group.rank:
             return None
-        state: State = tree_map(lambda t: t.cpu(), self.local.client_states[lane])
-        return state
+        return self.local.client_states[lane]
 
     def write_states(self) -> dict[Lane, File]:
         """Write the states of this rank's clients; return their files."""
@@ -268,11 +256,3 @@ class Worker:
     def adopt_states(self, found: Sequence[Mapping[Lane, File]], serial: int) -> None:
         """Take over states from files; `found`: by rank."""
         self.local.client_states.adopt(found[self.group.rank], serial)
-
-
-def _to_cpu(tree: Any) -> Any:
-    """Return the same figures in host memory."""
-    if isinstance(tree, Arrival):
-        scores, is_finite, received = map(_to_cpu, (tree.scores, tree.is_finite, tree.received))
-        return replace(tree, scores=scores, is_finite=is_finite, received=received)
-    return tree_map(lambda t: t.cpu() if isinstance(t, Tensor) else t, tree)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ def _device_name(device: torch.device) -> str:
     return f"CPU, {platform.machine()}, {threads} thread{'s' * (threads != 1)}"
 
 
+@cache
 def _commit() -> str | None:
     """Return the git commit of the source tree that runs; None if fedala is installed."""
     here = Path(__file__).resolve().parent
