@@ -41,13 +41,16 @@ _CALLS = {
 }
 #: Reads a file of this package, without pickles.
 _ALLOWED = "np.load(_WRITERS, allow_pickle=False)"
+#: What the processes of one run, which torchrun has started, say to each other.
+_BETWEEN_RANKS = "src/fedala/ranks/group.py"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled_or_evaluated(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & _MODULES
+            allowed = {"pickle"} if path == ROOT / _BETWEEN_RANKS else set()
+            assert not {alias.name.split(".")[0] for alias in node.names} & _MODULES - allowed
         elif isinstance(node, ast.ImportFrom):
             assert (node.module or "").split(".")[0] not in _MODULES
         elif isinstance(node, ast.Call):

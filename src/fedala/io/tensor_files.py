@@ -6,6 +6,7 @@ layout, or an error that says what is wrong with the file.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from safetensors.torch import load as deserialize
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from fedala.errors import UserError
 from fedala.io import files
+from fedala.io.untrusted import open_file
 
 
 def save(
@@ -37,14 +40,16 @@ def load(path: Path, digest: str | None = None) -> tuple[dict[str, Any], dict[st
 def read_about(path: Path) -> dict[str, Any]:
     """Read the description alone, which is in the file's first bytes. It is not verified."""
     try:
-        with path.open("rb") as file, files.refuse_damage(path):
+        with open_file(path) as file, files.refuse_damage(path):
             size = int.from_bytes(file.read(8), "little")
-            if size > path.stat().st_size:
+            if size > os.fstat(file.fileno()).st_size:
                 raise ValueError("its header is longer than the file")
             about: dict[str, Any] = _read_header(file.read(size))["about"]
             return dict(about)
     except OSError as error:
         raise files.DamagedFile(f"{path} cannot be read: {error.strerror}.") from None
+    except UserError as error:  # it is gone, or not a regular file
+        raise files.DamagedFile(str(error)) from None
 
 
 def _read_header(data: bytes) -> dict[str, Any]:

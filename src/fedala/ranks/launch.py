@@ -39,6 +39,8 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(ROUND))
     os.environ.setdefault("OMP_NUM_THREADS", str(share_cores(devices)))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can reach the ranks
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
