@@ -56,7 +56,7 @@ resolve: $(READY)
 # Real federations on this machine: killed nodes, a killed server, poisoned updates, and more. About a quarter of an hour.
 test-deployment: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[flower-simulation]'
-	$(BIN)/pytest -q -m deployment tests/flower
+	$(BIN)/pytest -q -m deployment tests/flower tests/ranks
 
 # The site, in build/site. A broken link or a page that the menu lacks is an error.
 docs: $(READY)

@@ -7,6 +7,7 @@ from fedala.lanes import Message
 from fedala.lanes.trees import count_lanes, take
 from fedala.ranks.group import RankGroup, describe_tree
 from fedala.simulation.client_states import Lane
+from fedala.simulation.participation import list_clients
 from fedala.simulation.transport import Setup
 
 
@@ -24,10 +25,7 @@ class Delivery:
 
     def clients_of(self, rank: int) -> list[list[int]]:
         """Return the clients of a rank, by run."""
-        return [
-            [client for other, client in self.lanes[rank] if other == run]
-            for run in range(self.runs)
-        ]
+        return list_clients(self.lanes[rank], self.runs)
 
 
 Sent = tuple[dict[int, Message], Sequence[dict[int, Message]]]

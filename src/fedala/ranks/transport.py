@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Uploads
@@ -23,6 +22,7 @@ from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import Lane
 from fedala.simulation.evaluated_models import ClientModels, ModelStack
 from fedala.simulation.local_transport import LocalTransport
+from fedala.simulation.participation import list_lanes
 from fedala.simulation.transport import Transport
 
 T = TypeVar("T")
@@ -75,8 +75,7 @@ class RankTransport(Transport):
         owners: Mapping[Lane, int],
     ) -> Delivery:
         """Spread the lanes over the ranks, and prepare what they get."""
-        lanes = [(run, client) for run, own in enumerate(joined) for client in own]
-        shares = assign_lanes(lanes, self.group.size, load, owners)
+        shares = assign_lanes(list_lanes(joined), self.group.size, load, owners)
         delivery, self.worker.outbox = prepare(sent, joined, shares)
         return delivery
 
@@ -123,7 +122,8 @@ class RankTransport(Transport):
         device = self.setup.task.device
         for name, value in vars(figures).items():
             if name != "lanes":
-                setattr(figures, name, _move(value, device))
+                moved = tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, value)
+                setattr(figures, name, moved)
         return figures
 
     def keep_states(self, result: CohortResult, policy: str) -> None:
@@ -198,9 +198,8 @@ class RankTransport(Transport):
     def predict_absent(
         self, round: int, clients: Sequence[Sequence[int]]
     ) -> Iterator[CohortResult]:
-        lanes = [(run, client) for run, own in enumerate(clients) for client in own]
         places = self.client_states.places
-        shares = assign_lanes(lanes, self.group.size, self._count_tests, places)
+        shares = assign_lanes(list_lanes(clients), self.group.size, self._count_tests, places)
         for results in self._call("predict_absent", round, shares, len(clients)):
             yield from results
 
@@ -240,12 +239,6 @@ class RankTransport(Transport):
         found: Key = self._call("select_models", rank, key, lanes)[rank]
         return found
 
-    def state(self) -> State:
-        return {}  # client states have files of their own
-
-    def restore(self, round: int, state: Mapping[str, Any]) -> None:
-        pass
-
 
 class RemoteModels(ModelStack):
     """Models that a rank keeps until nobody asks for them any more."""
@@ -266,13 +259,3 @@ class RemoteModels(ModelStack):
     def get(self, lane: int) -> Params:
         one = tree_map(lambda blank: blank.with_lanes(1), self.blanks)
         return self.transport.fetch_model(self.rank, self.key, lane, one)
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _move(one, device) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_move(one, device) for one in value]
-    return value

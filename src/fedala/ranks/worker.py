@@ -7,6 +7,7 @@ rank 0 sees that.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from fedala.lanes import Message, Params, State, Uploads
 from fedala.lanes.trees import leaves, tree_map
-from fedala.lanes.uploads import Piece
 from fedala.ranks.delivery import Delivery, Sent, deliver
 from fedala.ranks.group import RankGroup, describe_tree
 from fedala.simulation.client_round import CohortResult, RoundRequest
@@ -22,6 +22,8 @@ from fedala.simulation.client_states import File, Lane
 from fedala.simulation.evaluated_models import ModelStack, StackHere
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.newcomers import Arrival
+from fedala.simulation.participation import list_clients
+from fedala.simulation.round_results import pick_pieces
 
 Key = int
 """The number under which a rank keeps some models."""
@@ -158,21 +160,11 @@ class Worker:
 
     def _find_uploads(self, run: int, clients: Collection[int]) -> Uploads:
         """Return the uploads of those of some clients that are this rank's."""
-        wanted = set(clients)
-        pieces: list[Piece] = []
-        found: list[int] = []
-        for lanes, upload in self._uploads:
-            own = [
-                (position, client)
-                for position, (other, client) in enumerate(lanes)
-                if other == run and client in wanted
-            ]
-            if own:
-                positions, names = zip(*own, strict=True)
-                whole = self.local.setup.reset_transient(run, upload)
-                pieces.append(Piece(whole, positions, names))
-                found += names
-        return Uploads(sorted(found), torch.ones(len(found), device=self._device), pieces)
+        wanted = {(run, client) for client in clients}
+        complete = partial(self.local.setup.reset_transient, run)
+        pieces = pick_pieces(self._uploads, wanted, run, complete)
+        found = sorted(client for piece in pieces for client in piece.clients)
+        return Uploads(found, torch.ones(len(found), device=self._device), pieces)
 
     # --- tests ---------------------------------------------------------------------------------
 
@@ -189,8 +181,7 @@ class Worker:
         self, round: int, lanes: Sequence[Sequence[Lane]], runs: int
     ) -> list[CohortResult]:
         """Collect what the personal models of this rank's absent clients predict."""
-        own = lanes[self.group.rank]
-        clients = [[client for other, client in own if other == run] for run in range(runs)]
+        clients = list_clients(lanes[self.group.rank], runs)
         return list(self.local.predict_absent(round, clients))
 
     def run_newcomers(self, work: Any, round: int, delivery: Delivery) -> list[Arrival]:

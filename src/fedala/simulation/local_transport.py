@@ -1,7 +1,7 @@
 """Clients on this machine: one cohort after another, or several in threads."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from fedala.simulation.client_round import (
 from fedala.simulation.client_states import ClientStates, Lane
 from fedala.simulation.divergence import check_step, choose_states, state_after_divergence
 from fedala.simulation.out_of_memory import free_memory, halve_lanes
-from fedala.simulation.participation import form_cohorts
+from fedala.simulation.participation import form_cohorts, list_lanes
 from fedala.simulation.transport import Setup, Transport
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class LocalTransport(Transport):
         self, round: int, clients: Sequence[Sequence[int]]
     ) -> Iterator[CohortResult]:
         task = self.setup.task
-        for lane in [(run, client) for run, own in enumerate(clients) for client in own]:
+        for lane in list_lanes(clients):
             if model := self._model_of_absent(lane):  # some methods keep none in a client's state
                 log = PredictionLog()
                 cohort = Cohort(task, [lane[1]], [self.setup.seeds[lane[0]]], round)
@@ -151,9 +151,8 @@ class LocalTransport(Transport):
         return moved
 
     def _form_cohorts(self, clients: Sequence[Sequence[int]]) -> Iterator[list[Lane]]:
-        lanes = [(run, client) for run, own in enumerate(clients) for client in own]
         by_run = self.setup.method.sends_model_stack
-        return form_cohorts(self.setup.task, lanes, self.lanes, by_run=by_run)
+        return form_cohorts(self.setup.task, list_lanes(clients), self.lanes, by_run=by_run)
 
     def _run_cohorts(
         self, work: Callable[[list[Lane]], T], cohorts: Iterator[list[Lane]], round: int
@@ -235,12 +234,6 @@ class LocalTransport(Transport):
             )
             result.state = choose_states(result.is_finite, result.state, instead)
         self.client_states.scatter(result.lanes, result.state)
-
-    def state(self) -> State:
-        return {}  # client states have files of their own
-
-    def restore(self, round: int, state: Mapping[str, Any]) -> None:
-        pass
 
     def reduce_lanes(self) -> tuple[int, int] | None:
         everybody = len(self.setup.seeds) * self.setup.population

@@ -23,6 +23,16 @@ def list_absent(population: int, joined: Sequence[int]) -> list[int]:
     return sorted(set(range(population)) - set(joined))
 
 
+def list_lanes(clients: Sequence[Sequence[int]]) -> list[Lane]:
+    """Return the lanes of some clients of each run."""
+    return [(run, client) for run, own in enumerate(clients) for client in own]
+
+
+def list_clients(lanes: Sequence[Lane], runs: int) -> list[list[int]]:
+    """Return the clients of some lanes, by run: the reverse of `list_lanes`."""
+    return [[client for other, client in lanes if other == run] for run in range(runs)]
+
+
 def form_cohorts(
     task: Task, lanes: Sequence[Lane], width: int | None, *, by_run: bool
 ) -> Iterator[list[Lane]]:

@@ -1,7 +1,7 @@
 """What a round collects until it is over."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -59,17 +59,7 @@ class RoundResults:
 
     def list_pieces(self, run: int, complete: Callable[[Message], Message]) -> list[Piece]:
         """Return the uploads of one run that count, each as `complete` makes it."""
-        pieces = []
-        for lanes, upload in self.uploads:
-            own = [
-                (position, lane[1])
-                for position, lane in enumerate(lanes)
-                if lane[0] == run and lane not in self.diverged
-            ]
-            if own:
-                positions, clients = zip(*own, strict=True)
-                pieces.append(Piece(complete(upload), positions, clients))
-        return pieces
+        return pick_pieces(self.uploads, set(self.counted()), run, complete)
 
     def settle(self) -> None:
         """Bring the scores from the device to the host.
@@ -132,3 +122,23 @@ class RoundResults:
             own = [v for lane, v in values.items() if lane[0] == run and not np.isnan(v)]
             means[name] = float(np.mean(own)) if own else float("nan")
         return means
+
+
+def pick_pieces(
+    uploads: Sequence[tuple[Sequence[Lane], Message]],
+    wanted: Collection[Lane],
+    run: int,
+    complete: Callable[[Message], Message],
+) -> list[Piece]:
+    """Return the uploads of those lanes of a run that are wanted, each as `complete` makes it."""
+    pieces = []
+    for lanes, upload in uploads:
+        own = [
+            (position, lane[1])
+            for position, lane in enumerate(lanes)
+            if lane[0] == run and lane in wanted
+        ]
+        if own:
+            positions, clients = zip(*own, strict=True)
+            pieces.append(Piece(complete(upload), positions, clients))
+    return pieces

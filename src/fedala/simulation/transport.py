@@ -189,10 +189,12 @@ class Transport(ABC):
             if state and (model := self.setup.method.model_when_absent(Message(), state)):
                 yield [client], StackHere(model, 1)
 
-    @abstractmethod
     def state(self) -> State:
-        """Return what the transport must remember between rounds, as tensors."""
+        """Return what the transport must remember between rounds, as tensors.
 
-    @abstractmethod
-    def restore(self, round: int, state: Mapping[str, Any]) -> None:
+        Client states are not part of it: they have files of their own.
+        """
+        return {}
+
+    def restore(self, round: int, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Restore what `state` returned after so many rounds."""
