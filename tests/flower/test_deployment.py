@@ -376,7 +376,7 @@ DEMO = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from fedala.cli.app import main
+from fedala.__main__ import main
 main()
 """
 
