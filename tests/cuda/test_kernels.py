@@ -22,7 +22,9 @@ from triton.runtime.errors import OutOfResources
 
 from fedala.cuda.ala_kernel import Head, learn_weights
 from fedala.cuda.ala_learner import learn_head
+from fedala.cuda.buffers import make_buffer
 from fedala.cuda.kernels import LaneKernels
+from fedala.lanes.blocks import conv_pool_relu, linear_relu
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.local_aggregation import init_state, initialize
 from fedala.lanes.trees import join
@@ -63,6 +65,7 @@ FEW_CHANNELS = [
     (1, 9, 8, 5, 1, 0, 2, 2),  # the first layer of an image model
     (3, 9, 5, 3, 2, 1, 2, 2),
     (2, 7, 3, 1, 2, 0, 2, 2),
+    (6, 7, 10, 5, 1, 2, 2, 2),
 ]
 MANY_CHANNELS = [  # the other kernels, which take seconds
     ((32, 6, 64, 3, 1, 0, 2, 2), True),
@@ -87,11 +90,101 @@ def test_convolution(sizes, special):
     agree(lambda x, w, b=None: F.conv2d(x, w, b, stride, pad), *inputs, special=special)
 
 
-@pytest.mark.parametrize(("batch", "inside", "outside"), [(10, 40, 33), (1, 5, 3), (64, 16, 7)])
+@pytest.mark.parametrize(
+    ("sizes", "special"),
+    [
+        ((1, 12, 8, 5, 1, 0, 2, 2), True),
+        ((3, 9, 5, 3, 2, 1, 3, 2), True),  # an odd last row is in no window
+        ((16, 7, 8, 3, 1, 1, 2, 2), False),
+        ((32, 6, 32, 3, 1, 0, 2, 2), True),
+    ],
+)
+def test_convolution_with_pooling_and_relu(sizes, special):
+    channels, side, out, kernel, stride, pad, batch, lanes = sizes
+    agree(
+        lambda x, w, b: conv_pool_relu(x, w, b, stride, pad),
+        random(lanes, batch, channels, side, side),
+        random(lanes, out, channels, kernel, kernel, seed=1),
+        random(lanes, out, seed=2),
+        special=special,
+    )
+
+
+def test_layers_after_one_another_pass_on_channels_last():
+    def network(x, w1, w2, b):
+        return F.max_pool2d(F.conv2d(conv_pool_relu(x, w1, None, 1, 0), w2, b, 1, 1), 2).flatten(1)
+
+    agree(
+        network,
+        random(2, 2, 3, 10, 10),
+        random(2, 16, 3, 3, 3, seed=1),
+        random(2, 8, 16, 3, 3, seed=2),
+        random(2, 8, seed=3),
+    )
+
+
+def test_nan_passes_through_pooling_and_relu():
+    x = torch.full((1, 1, 4, 4), float("nan"), device=DEVICE)
+    with LaneKernels():
+        assert conv_pool_relu(x, torch.ones(1, 1, 1, 1, device=DEVICE), None, 1, 0).isnan().all()
+        ones = torch.ones(2, 4, device=DEVICE)
+        assert linear_relu(x[0, 0], ones, None).isnan().all()
+
+
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(batch, inside, outside, bias):
+def test_late_gradients_add_what_they_would_be(bias):
+    """For a convolution of each kind and a linear layer: w + f·∂L/∂w, and ∂L/∂w itself."""
+    shapes = {"first": (16, 3, 3, 3), "second": (16, 16, 3, 3), "last": (5, 64)}
+    params = {f"{name}.weight": random(2, *shape) for name, shape in shapes.items()}
+    if bias:
+        params |= {f"{n}.bias": random(2, s[0], seed=3) for n, s in shapes.items()}
+    params = {name: make_buffer(value.to(DEVICE), 2).copy_(value) for name, value in params.items()}
+    x = random(2, 4, 3, 8, 8).to(DEVICE)
+
+    def network(own, x):
+        x = conv_pool_relu(x, own["first.weight"], own.get("first.bias"), 1, 0)
+        x = F.conv2d(x, own["second.weight"], own.get("second.bias"), 1, 1)
+        x = F.max_pool2d(x, 2).flatten(1).repeat(1, 4)
+        return F.linear(x, own["last.weight"], own.get("last.bias")).sigmoid().mean()
+
+    def gradients(own):
+        own = {name: value.detach().requires_grad_() for name, value in own.items()}
+        found = torch.autograd.grad(
+            vmap(network)(own, x).sum(), list(own.values()), allow_unused=True
+        )
+        return dict(zip(own, found, strict=True))
+
+    expected = gradients(params)
+    known = {value.data_ptr(): name for name, value in params.items()}
+    with LaneKernels() as kernels, kernels.keep_late(known) as late:
+        assert all(value is None for value in gradients(params).values())
+    factors = torch.tensor([0.5, -2.0], device=DEVICE)
+    assert set(late.found) == set(params)
+    for [gradient] in late.found.values():
+        before = [params[name].clone() for name in gradient.names]
+        contiguous = [v.clone(memory_format=torch.contiguous_format) for v in before]
+        gradient.add_to([params[name] for name in gradient.names], factors)
+        gradient.add_to(contiguous, factors)  # in another order of memory
+        for name, old, other, own in zip(
+            gradient.names, before, contiguous, gradient.densify(), strict=True
+        ):
+            torch.testing.assert_close(own, expected[name], rtol=1e-4, atol=1e-3)
+            wanted = old + factors.view(-1, *[1] * (old.dim() - 1)) * own
+            torch.testing.assert_close(params[name], wanted, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(other, wanted, rtol=1e-5, atol=1e-4)
+            params[name].copy_(old)
+
+
+@pytest.mark.parametrize(("batch", "inside", "outside"), [(10, 40, 33), (1, 5, 3), (64, 16, 7)])
+@pytest.mark.parametrize("layer", [F.linear, linear_relu], ids=["linear", "with ReLU"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(batch, inside, outside, layer, bias):
     inputs = [random(3, batch, inside), random(3, outside, inside, seed=1)]
-    agree(F.linear, *inputs, *([random(3, outside, seed=2)] if bias else []))
+    agree(
+        lambda x, w, b=None: layer(x, w, b),
+        *inputs,
+        *([random(3, outside, seed=2)] if bias else []),
+    )
 
 
 @pytest.mark.parametrize("sides", [(6, 8), (7, 5)])
@@ -110,6 +203,47 @@ def test_pooling_of_equals_and_of_nan_is_torchs():
     torch.testing.assert_close(own, F.max_pool2d(x, 2), equal_nan=True)
     [gradient] = torch.autograd.grad(own.nan_to_num().sum(), x)
     assert gradient.flatten().tolist()[:2] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("sides", [(), (7, 5), (16, 20)], ids=str)
+def test_batch_normalization(training, affine, sides):
+    lanes, channels = 2, 5
+    x = 3 * random(lanes, 4, channels, *sides) + 2
+    own = [random(lanes, channels, seed=i) for i in (1, 2)] if affine else []
+    running = [random(lanes, channels, seed=3), random(lanes, channels, seed=4).square() + 0.5]
+    running = [value.to(DEVICE) for value in running]
+    kept = [value.clone() for value in running]
+
+    def normalize(x, mean, var, *own):
+        return F.batch_norm(x, mean, var, *(own or (None, None)), training, 0.3, 1e-5)
+
+    leaves = [value.to(DEVICE).requires_grad_() for value in (x, *own)]
+    double = [value.detach().double().requires_grad_() for value in leaves]
+    stats = [value.double() for value in kept]
+    expected = torch.stack(
+        [normalize(*(v[lane] for v in (double[0], *stats, *double[1:]))) for lane in range(lanes)]
+    )
+    slope = random(*expected.shape, seed=5).to(expected)
+    wanted = torch.autograd.grad(expected, double, slope)
+    with LaneKernels():
+        found = vmap(normalize)(leaves[0], *running, *leaves[1:])
+    slopes = torch.autograd.grad(found, leaves, slope.float())
+    for a, b in zip((found, *slopes, *running), (expected, *wanted, *stats), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
+    assert torch.equal(running[0], kept[0]) != training
+    with LaneKernels():
+        for lane in range(lanes):
+            one = normalize(*(v[lane] for v in (leaves[0], *kept, *leaves[1:])))
+            torch.testing.assert_close(one, found[lane], rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_of_somebody_else_gets_results_in_the_usual_order_of_memory():
+    x, w = random(2, 3, 4, 6, 6).to(DEVICE), random(2, 16, 4, 3, 3).to(DEVICE)
+    with LaneKernels(any_layout=False):
+        result = vmap(lambda x, w: F.conv2d(x, w).view(3, -1))(x, w)
+    assert result.shape == (2, 3, 256)
 
 
 @pytest.mark.parametrize(("batch", "classes"), [(10, 7), (3, 100), (1, 2)])

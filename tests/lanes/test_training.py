@@ -159,7 +159,7 @@ def test_nothing_is_fused_if_all_gradients_are_rows(monkeypatch):
 
     monkeypatch.setattr(optimizers, "descend_fused", refuse_nothing)
     table = torch.zeros(2, 5, 3)
-    rows = RowGradient(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, 3), table.shape)
+    rows = RowGradient(("table",), torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2, 3), table.shape)
     optimizers.descend({"table": table}, {"table": rows}, torch.full((1,), 0.5).expand(2))
     assert table.sum() == -0.5 * 2 * 2 * 3
 

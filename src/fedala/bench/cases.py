@@ -88,6 +88,15 @@ CASES = (
         "resnet18, fedala", "tiny-imagenet", (3, 64, 64), 200, 13_340, "resnet18",
         partition="iid", lr=0.1,
     ),
+    Case(
+        "tiny-imagenet cnn, fedala", "tiny-imagenet", (3, 64, 64), 200, 100_000,
+        has_plain_loop=False,
+    ),
+    Case(
+        "1,000 clients of 50 samples, 50 joining, fedavg", "cifar10", (3, 32, 32), 10, 67_000,
+        method="fedavg", partition="iid", clients=1000, join_ratio=0.05, lr=0.1,
+        has_plain_loop=False,
+    ),
     Case("fasttext, fedala", "ag_news", (200,), 4, 127_600, "fasttext", lr=0.1, vocabulary=98_635),
     replace(_MANY, name="1,001 clients, 100 joining", clients=1_001, join_ratio=0.0999),
     replace(_MANY, name="100,000 clients, 100 joining", clients=100_000, join_ratio=0.001),

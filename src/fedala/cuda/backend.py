@@ -1,6 +1,6 @@
 """How lanes run on a GPU."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,10 @@ from torch import nn
 from fedala.cuda import has_kernels
 from fedala.cuda.ala_learner import is_plain_head, learn_head
 from fedala.cuda.graphs import CapturedRunner, CapturedSteps
+from fedala.cuda.late import run_on_streams
 from fedala.lanes.backend import Backend
+from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.layers import Layered
 from fedala.lanes.optimizers import Numbers, UpdateRule
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, State, is_shared, leaves
@@ -28,6 +31,8 @@ class CudaBackend(Backend):
 
     predraws = True
     has_updates = True
+    #: The kernels that are in use now.
+    _kernels: Any = None
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -47,7 +52,7 @@ class CudaBackend(Backend):
     @contextmanager
     def use_arithmetic(self, model: nn.Module, precision: str) -> Iterator[None]:
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = matmul.allow_tf32, cudnn.allow_tf32
+        before, outer = (matmul.allow_tf32, cudnn.allow_tf32), self._kernels
         matmul.allow_tf32 = cudnn.allow_tf32 = precision in ("tf32", "bf16")
         products = {"float32": "tf32x3", "tf32": "tf32", "bf16": "bf16"}
         try:
@@ -59,12 +64,30 @@ class CudaBackend(Backend):
 
                     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
                     special = convolutions <= FEW_CONVOLUTIONS
-                    with LaneKernels(products[precision], special=special):
+                    any_layout = isinstance(model, Layered)
+                    with LaneKernels(
+                        products[precision], special=special, any_layout=any_layout
+                    ) as self._kernels:
                         yield
                 else:
                     yield
         finally:
+            self._kernels = outer
             matmul.allow_tf32, cudnn.allow_tf32 = before
+
+    @contextmanager
+    def keep_late(
+        self, params: Params, names: Sequence[str]
+    ) -> Iterator[dict[str, list[LateGradient]]]:
+        if self._kernels is None:
+            yield {}
+        else:
+            known = {params[name].data_ptr(): name for name in names}
+            with self._kernels.keep_late(known) as late:
+                yield late.found
+
+    def run_together(self, works: Sequence[Callable[[], None]]) -> None:
+        run_on_streams(works)
 
     def capture_steps(
         self,

@@ -1,47 +1,90 @@
 """The convolution with other weights in every lane, forward and backward."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from fedala.cuda.convolution_kernels import (
-    add_parts,
-    conv_backward_input,
-    conv_backward_weight,
-    conv_forward,
-    last_backward_input,
-    last_backward_weight,
-    last_forward,
-)
+from fedala.cuda import convolution_kernels as kernels
+from fedala.cuda.buffers import has_many_channels, to_first, to_last
+from fedala.cuda.late import LateGradients, give_gradients
+from fedala.cuda.pooling import spread_to_winners
+from fedala.cuda.tiles import count_parts, find_backward_tile, find_forward_tile, find_weight_tile
 
 
-def _find_block(size: int, most: int) -> int:
-    """Return a power of two that covers `size`, from 16 (the tensor cores' least) to `most`."""
-    return min(most, max(16, triton.next_power_of_2(size)))
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a convolution of one lane."""
 
+    batch: int
+    c: int
+    h: int
+    w: int
+    o: int
+    r: int
+    s: int
+    stride: int
+    pad: int
 
-def _has_many_channels(c: int, o: int) -> bool:
-    """Tell whether the `last_…` kernels can take the channels, 32 at a time.
+    @property
+    def p(self) -> int:
+        return (self.h + 2 * self.pad - self.r) // self.stride + 1
 
-    The first layer of an image model has one or three.
-    """
-    return c % 32 == 0 and o % 32 == 0
+    @property
+    def q(self) -> int:
+        return (self.w + 2 * self.pad - self.s) // self.stride + 1
 
+    @property
+    def is_few(self) -> bool:
+        """Tell whether there are too few channels to be read side by side."""
+        return not has_many_channels(self.c)
 
-def _find_tile(rows: int, inner: int) -> dict[str, int]:
-    """Return the fastest block sizes on an H200.
+    @property
+    def width(self) -> int:
+        """The channels as the kernels see them: real ones, or those of a row of the kernel."""
+        if not self.is_few:
+            return self.c
+        unit = 8 if self.s * self.c <= 8 and self.pad == 0 else 16
+        return triton.cdiv(self.s * self.c, unit) * unit
 
-    `rows` is the number of outputs, `inner` the number of channels in the sum.
-    """
-    if rows <= 64 and inner % 64 == 0:
-        return {"BM": 16, "BK": 64, "num_warps": 2, "num_stages": 3}
-    return {"BM": 64, "BK": 32, "num_warps": 4, "num_stages": 4}
+    @property
+    def columns(self) -> int:
+        return self.q if self.is_few else self.w
+
+    def arguments(self) -> tuple[int, ...]:
+        """Return C, H, W, O, P, Q, R, S, STRIDE, PAD and FEW of the kernels."""
+        sizes = self.width, self.h, self.columns, self.o, self.p, self.q, self.r, self.s
+        return *sizes, self.stride, self.pad, self.c if self.is_few else 0
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """Return x [lane, b, c, h, w] as the kernels take it: [lane, b, h, column, channel]."""
+        if not self.is_few:
+            return to_last(x).contiguous()
+        if x.stride(0) != x.shape[1] * x.stride(1):
+            x = x.contiguous()
+        y = x.new_empty(*x.shape[:2], self.h, self.q, self.width)
+        kernels.unfold_rows[(triton.cdiv(y.numel(), 1024),)](
+            x, y, y.numel(), *x.stride()[1:], self.c, self.h, self.w, self.q,
+            self.s, self.stride, self.pad, self.width, BLOCK=1024,
+        )  # fmt: skip
+        return y
+
+    def fold(self, dx: Tensor) -> Tensor:
+        """Return the gradient of x from that of what `unfold` returned."""
+        if not self.is_few:
+            return to_first(dx)
+        x = dx.new_empty(*dx.shape[:2], self.h, self.w, self.c)
+        kernels.fold_rows[(triton.cdiv(x.numel(), 1024),)](
+            dx, x, x.numel(), self.c, self.h, self.w, self.q,
+            self.s, self.stride, self.pad, self.width, BLOCK=1024,
+        )  # fmt: skip
+        return to_first(x)
 
 
 class Convolution(torch.autograd.Function):
-    """The convolution of a stack of lanes.
+    """The convolution of a stack of lanes, with max-pooling by two and ReLU if `pool`.
 
     x is [lane, b, c, h, w], weights are [lane, o, c, r, s], and bias is [lane, o].
     """
@@ -56,83 +99,87 @@ class Convolution(torch.autograd.Function):
         pad: int,
         precision: str,
         special: bool,
+        pool: bool,
+        late: LateGradients | None,
     ) -> Tensor:
         lanes, batch, c, h, v = x.shape
         _, o, _, r, s = w.shape
-        p, q = (h + 2 * pad - r) // stride + 1, (v + 2 * pad - s) // stride + 1
-        ctx.shape = shape = (c, h, v, o, p, q, r, s, stride, pad)
-        y = x.new_empty(lanes, batch, o, p, q)
-        has_bias = bias is not None
-        added = w if bias is None else bias.contiguous()
-        rows, bo = batch * p * q, _find_block(o, 64)
-        if last := _has_many_channels(c, o):
-            x = x.permute(0, 1, 3, 4, 2).contiguous()
-            w = w.flatten(3).permute(0, 3, 1, 2).contiguous()
-            kernel, tile = last_forward[special], _find_tile(rows, c)
-        else:
-            x, w = x.contiguous(), w.contiguous()
-            kernel, tile = conv_forward, {"BM": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
-        kernel[(triton.cdiv(rows, tile["BM"]), triton.cdiv(o, bo), lanes)](
-            x, w, added, y, batch, *shape, has_bias, BO=bo, PRECISION=precision, **tile
-        )
-        ctx.save_for_backward(x, w)
-        ctx.precision, ctx.has_bias, ctx.last, ctx.special = precision, has_bias, last, special
-        return y
+        shape = Shape(batch, c, h, v, o, r, s, stride, pad)
+        ctx.late, ctx.params = late, (w, bias)
+        x, w = shape.unfold(x), (w if shape.is_few else to_last(w)).contiguous()
+        p, q = (shape.p // 2, shape.q // 2) if pool else (shape.p, shape.q)
+        y = x.new_empty(lanes, batch, p, q, o)
+        winners = torch.empty_like(y, dtype=torch.int8) if pool else y
+        rows = batch * p * q * (4 if pool else 1)
+        tile = find_forward_tile(rows, shape.width, o, lanes, special=special, pad=pad)
+        grid = triton.cdiv(rows, tile["BM"]), triton.cdiv(o, tile["BO"]), lanes
+        kernels.forward[special][grid](
+            x, w, w if bias is None else bias.contiguous(), y, winners, batch,
+            *shape.arguments(), bias is not None, pool, PRECISION=precision, **tile,
+        )  # fmt: skip
+        ctx.save_for_backward(x, w, *([winners] if pool else []))
+        ctx.shape, ctx.precision, ctx.special = shape, precision, special
+        return to_first(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        dy = dy.permute(0, 1, 3, 4, 2).contiguous() if ctx.last else dy.contiguous()
+        x, w, *winners = ctx.saved_tensors
+        dy = to_last(dy).contiguous()
+        if winners:
+            dy = spread_to_winners(dy, winners[0], ctx.shape.p, ctx.shape.q)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = _backward_input(ctx, dy, w)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dw, db = _backward_weight(ctx, dy, x)
-        return dx, dw, db if ctx.has_bias else None, None, None, None, None
+        return dx, dw, db, *[None] * 6
 
 
 def _backward_input(ctx: Any, dy: Tensor, w: Tensor) -> Tensor:
-    c, h, v, o, *_ = ctx.shape
-    lanes, batch = dy.shape[:2]
-    dx = dy.new_empty(lanes, batch, c, h, v)
-    kernel = last_backward_input[ctx.special] if ctx.last else conv_backward_input
-    bc, tile = _find_block(c, 64), _find_tile(batch * h * v, o if ctx.last else 32)
-    kernel[(triton.cdiv(batch * h * v, tile["BM"]), triton.cdiv(c, bc), lanes)](
-        dy, w, dx, batch, *ctx.shape, BC=bc, PRECISION=ctx.precision, **tile
+    shape: Shape = ctx.shape
+    lanes = len(dy)
+    dx = dy.new_empty(lanes, shape.batch, shape.h, shape.columns, shape.width)
+    rows = shape.batch * shape.h * shape.columns
+    tile = find_backward_tile(rows, shape.o, shape.width, lanes, special=ctx.special)
+    grid = triton.cdiv(rows, tile["BM"]), triton.cdiv(shape.width, tile["BC"]), lanes
+    kernels.backward_input[ctx.special][grid](
+        dy, w, dx, shape.batch, *shape.arguments(), PRECISION=ctx.precision, **tile
     )
-    return dx
+    return shape.fold(dx)
 
 
-def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weights and bias."""
-    c, _, _, o, p, q, r, s, _, _ = ctx.shape
-    lanes, batch = dy.shape[:2]
-    weights, rows = o * c * r * s, batch * p * q
-    dw, db = x.new_empty(lanes, o, c, r, s), x.new_empty(lanes, o)
+def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weights and bias, if they are not late."""
+    shape: Shape = ctx.shape
+    lanes, o, width = len(dy), shape.o, shape.width
+    shifts = shape.r * (1 if shape.is_few else shape.s)
+    rows, size = shape.batch * shape.p * shape.q, o * width * shifts + o
+    tile = find_weight_tile(width * shifts, width, o, lanes, pad=shape.pad)
+    tiles = triton.cdiv(o, tile["BO"]) * triton.cdiv(width * shifts, tile["BN"])
     # If the weights are few and the sum is long, parts of the sum fill the device.
-    share = triton.cdiv(triton.cdiv(rows, max(1, min(16, rows // 256))), 64) * 64
+    share = triton.cdiv(rows, count_parts(rows, tiles * lanes) * 64) * 64
     count = triton.cdiv(rows, share)
-    parts = x.new_empty(count, lanes, weights + o)
-    bo = _find_block(o, 64)
-    blocks = {"BO": bo, "PRECISION": ctx.precision}
-    if ctx.last:
-        bc = 32
-        last_backward_weight[ctx.special][
-            (triton.cdiv(o, bo) * triton.cdiv(c, bc) * r * s, count, lanes)
-        ](dy, x, parts, batch, share, *ctx.shape, BC=bc, BK=32, **blocks, num_warps=2)
-    else:
-        bn = _find_block(c * r * s + 1, 64)
-        tiles = triton.cdiv(c * r * s + 1, bn)
-        blocks |= {"BN": bn, "BK": 64, "TILES": tiles}
-        conv_backward_weight[(triton.cdiv(o, bo) * tiles, count, lanes)](
-            dy, x, parts, batch, share, *ctx.shape, **blocks, num_warps=4, num_stages=2
+
+    def multiply() -> Tensor:
+        parts = x.new_empty(count, lanes, size)
+        kernels.backward_weight[ctx.special][(tiles, count, lanes)](
+            dy, x, parts, shape.batch, share, *shape.arguments(), PRECISION=ctx.precision, **tile
         )
-    sizes = {"COUNT": count, "WEIGHTS": weights, "ALL": weights + o}
-    shifts = r * s if ctx.last else 0
-    add_parts[(triton.cdiv(weights + o, 1024), lanes)](
-        parts, dw, db, lanes, **sizes, SHIFTS=shifts, BLOCK=1024
-    )
-    return dw, db
+        return parts
+
+    def write(parts: Tensor, dw: Tensor, db: Tensor | None, factors: Tensor | None) -> None:
+        given = (parts, 0) if factors is None else (factors, factors.stride(0))
+        weights = dw[0].numel()
+        together = min(16, triton.next_power_of_2(count))
+        block = max(128, 1024 // together)
+        kernels.add_parts[(triton.cdiv(weights + o, block), lanes)](
+            parts, dw, dw if db is None else db, *given, lanes, count, weights, o, size,
+            width, shape.r, shape.s, shape.c if shape.is_few else 0,
+            ADD=factors is not None, HAS_BIAS=db is not None, PARTS=together, BLOCK=block,
+        )  # fmt: skip
+
+    weight, bias = ctx.params
+    return give_gradients(ctx.late, weight, bias, write, multiply)
 
 
 def match_call(
@@ -144,6 +191,8 @@ def match_call(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    *,
+    pool: bool = False,
 ) -> Any:
     """Return how to call the kernels, or None if they do not cover this convolution."""
 
@@ -155,4 +204,5 @@ def match_call(
     is_plain = groups == 1 and find_side(dilation) == 1 and step is not None and pad is not None
     if not is_plain or x.dtype != torch.float32 or x.dim() != 4:
         return None
-    return Convolution.apply, (x, weight, bias), (step, pad, mode.precision, mode.special)
+    options = step, pad, mode.precision, mode.special, pool, mode.late
+    return Convolution.apply, (x, weight, bias), options

@@ -2,10 +2,15 @@
 
 cuDNN sees lanes as groups, which is slow, and unfolding writes every patch to memory. These kernels
 are implicit matrix products. A program computes one block of the output and gathers the patches on
-the way. The offset of a patch in memory is the sum of the output's offset and the weight's, so a
-block of patches costs a block of additions. Neighbours in memory are neighbours in the block.
+the way, channels last: a patch is then a few long runs of memory.
 
-`conv_…` kernels take channels first, `last_…` kernels take channels last, 32 at a time.
+An image with few channels has no such runs. So `unfold_rows` lays the S·C numbers that a row of the
+kernel covers side by side, padded to C' of them, for each output column. What is left is a
+convolution with kernels of R×1 over C' channels. FEW is then the number of real channels, else 0.
+
+With POOL, a convolution ends with max-pooling by two and ReLU. The four outputs of a window are
+neighbours in a block, so they never reach memory. A byte remembers which of them won, or that none
+did (4), for `pool_backward`.
 """
 
 import types
@@ -37,278 +42,296 @@ def _make_versions(kernel: Callable[..., None]) -> dict[bool, Any]:
 
 
 @triton.jit
-def conv_forward(
-    x, w, bias, y, B,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BO: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute y[lane, o, m] = Σ w[lane, o, k] · x[lane, m, k].
-
-    Outputs are m = (b, p, q), the sum is over k = (c, r, s).
-    """
-    lane = tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    o = tl.program_id(1) * BO + tl.arange(0, BO)
-    K: tl.constexpr = C * R * S
-    # Offsets in a large batch exceed 32 bits.
-    b, p, q = (m // (P * Q)).to(tl.int64), m // Q % P, m % Q
-    top, left = p * STRIDE - PAD, q * STRIDE - PAD
-    x += lane * B * C * H * W
-    w += lane * O * K
-    corner = b * (C * H * W) + top * W + left
-    acc = tl.zeros((BO, BM), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        r, s = k // S % R, k % S
-        inside = (k[:, None] < K) & (m[None, :] < B * P * Q)
-        if PAD > 0:
-            h, v = top[None, :] + r[:, None], left[None, :] + s[:, None]
-            inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        patch = tl.load(
-            x + corner[None, :] + (k // (R * S) * (H * W) + r * W + s)[:, None],
-            mask=inside,
-            other=0.0,
-        )
-        weight = tl.load(
-            w + o[:, None] * K + k[None, :], mask=(o[:, None] < O) & (k[None, :] < K), other=0.0
-        )
-        acc = dot(weight, patch, acc, PRECISION)
-    if HAS_BIAS:
-        acc += tl.load(bias + lane * O + o, mask=o < O, other=0.0)[:, None]
-    out = y + lane * B * O * P * Q + (b * (O * P * Q) + m % (P * Q))[None, :] + o[:, None] * (P * Q)
-    tl.store(out, acc, mask=(o[:, None] < O) & (m[None, :] < B * P * Q))
+def _find_outputs(m, P, Q, POOL: tl.constexpr):
+    """Return sample, row and column of outputs; with POOL, those of a window stand together."""
+    if POOL:
+        n = m // 4
+        row, column = n // (Q // 2) % (P // 2), n % (Q // 2)
+        return n // ((P // 2) * (Q // 2)), row * 2 + m % 4 // 2, column * 2 + m % 2
+    else:
+        return m // (P * Q), m // Q % P, m % Q
 
 
 @triton.jit
-def conv_backward_input(
-    dy, w, dx, B,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dx[lane, c, m] = Σ w[lane, c, k] · dy[lane, m, k].
-
-    Inputs are m = (b, h, v), the sum is over k = (o, r, s) with p·stride + r = h + pad.
-    """
-    lane = tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    K: tl.constexpr = O * R * S
-    b, h, v = m // (H * W), m // W % H + PAD, m % W + PAD
-    dy += lane * B * O * P * Q
-    w += lane * O * C * R * S
-    acc = tl.zeros((BC, BM), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        o, r, s = k // (R * S), k // S % R, k % S
-        p, q = h[None, :] - r[:, None], v[None, :] - s[:, None]
-        inside = (k[:, None] < K) & (m[None, :] < B * H * W) & (p >= 0) & (q >= 0)
-        if STRIDE > 1:
-            inside = inside & (p % STRIDE == 0) & (q % STRIDE == 0)
-            p, q = p // STRIDE, q // STRIDE
-        inside = inside & (p < P) & (q < Q)
-        grad = tl.load(
-            dy + (b * (O * P * Q))[None, :] + (o * (P * Q))[:, None] + p * Q + q,
-            mask=inside,
-            other=0.0,
-        )
-        offset = c[:, None] * (R * S) + (o * (C * R * S) + k % (R * S))[None, :]
-        weight = tl.load(w + offset, mask=(c[:, None] < C) & (k[None, :] < K), other=0.0)
-        acc = dot(weight, grad, acc, PRECISION)
-    out = (
-        dx + lane * B * C * H * W + (b * (C * H * W) + m % (H * W))[None, :] + c[:, None] * (H * W)
-    )
-    tl.store(out, acc, mask=(c[:, None] < C) & (m[None, :] < B * H * W))
+def _count_outputs(P, Q, POOL: tl.constexpr):
+    """Return how many outputs of a sample count: an odd last row or column is in no window."""
+    if POOL:
+        return (P // 2) * (Q // 2) * 4
+    else:
+        return P * Q
 
 
 @triton.jit
-def conv_backward_weight(
-    dy, x, parts, B, SHARE: tl.constexpr,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dw[lane, o, n] = Σ dy[lane, o, k] · x[lane, n, k], with n = (c, r, s).
+def _first_largest(a, i, b, j):
+    """Return the larger one and its place. The first of equals wins, and NaN, as in torch."""
+    second = (b > a) | ((b == a) & (j < i)) | (b != b)
+    return tl.where(second, b, a), tl.where(second, j, i)
 
-    The sum is over k = (b, p, q). The column n = N is the bias, and its x is 1. Each program adds
-    up SHARE terms. `add_parts` adds the parts in a fixed order, so that the bits are always the
-    same.
-    """
-    lane = tl.program_id(2).to(tl.int64)
-    o = tl.program_id(0) // TILES * BO + tl.arange(0, BO)
-    n = tl.program_id(0) % TILES * BN + tl.arange(0, BN)
-    part = tl.program_id(1)
-    N: tl.constexpr = C * R * S
-    r, s = n // S % R, n % S
-    offset = n // (R * S) * (H * W) + r * W + s
-    dy += lane * B * O * P * Q
-    x += lane * B * C * H * W
-    acc = tl.zeros((BO, BN), tl.float32)
-    end = tl.minimum((part + 1) * SHARE, B * P * Q)
-    for start in range(0, SHARE, BK):
-        k = part * SHARE + start + tl.arange(0, BK)
-        b, top, left = k // (P * Q), k // Q % P * STRIDE - PAD, k % Q * STRIDE - PAD
-        position = (b * (O * P * Q) + k % (P * Q))[None, :] + o[:, None] * (P * Q)
-        grad = tl.load(dy + position, mask=(o[:, None] < O) & (k[None, :] < end), other=0.0)
-        inside = (n[:, None] < N) & (k[None, :] < end)
-        if PAD > 0:
-            h, v = top[None, :] + r[:, None], left[None, :] + s[:, None]
-            inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        patch = tl.load(
-            x + (b * (C * H * W) + top * W + left)[None, :] + offset[:, None],
-            mask=inside,
-            other=0.0,
-        )
-        patch = tl.where(n[:, None] == N, 1.0, patch)
-        acc = dot(grad, tl.trans(patch), acc, PRECISION)
-    out = parts + (part * tl.num_programs(2) + lane) * O * (N + 1)
-    position = tl.where(n[None, :] == N, O * N + o[:, None], o[:, None] * N + n[None, :])
-    tl.store(out + position, acc, mask=(o[:, None] < O) & (n[None, :] <= N))
+
+@triton.jit
+def _store_outputs(
+    acc, y, winners, first, rows, o, O, POOL: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr
+):
+    """Store a block [m, o] of outputs, or the winners of its windows."""
+    if POOL:
+        places = tl.broadcast_to(tl.arange(0, 4)[None, :, None], (BM // 4, 4, BO))
+        windows = tl.reshape(acc, (BM // 4, 4, BO))
+        best, winner = tl.reduce((windows, places), 1, _first_largest)
+        alive = (best > 0) | (best != best)
+        n = first // 4 + tl.arange(0, BM // 4)
+        at = n.to(tl.int64)[:, None] * O + o[None, :]
+        mask = (n[:, None] < rows // 4) & (o[None, :] < O)
+        tl.store(y + at, tl.where(alive, best, 0.0), mask=mask)
+        tl.store(winners + at, tl.where(alive, winner, 4).to(tl.int8), mask=mask)
+    else:
+        m = first + tl.arange(0, BM)
+        at = m.to(tl.int64)[:, None] * O + o[None, :]
+        tl.store(y + at, acc, mask=(m[:, None] < rows) & (o[None, :] < O))
+
+
+@triton.jit
+def unfold_rows(
+    x, y, COUNT, image_stride, c_stride, h_stride, w_stride,
+    C: tl.constexpr, H, W, Q, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Set y[image, h, q, (s, c)] = x[image, c, h, q·stride − pad + s]."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    u, q = n % WIDTH, n // WIDTH % Q
+    row = n // WIDTH // Q
+    v = q * STRIDE - PAD + u // C
+    inside = (n < COUNT) & (u < S * C) & (v >= 0) & (v < W)
+    at = row // H * image_stride + row % H * h_stride + v * w_stride + u % C * c_stride
+    tl.store(y + n, tl.load(x + at, mask=inside, other=0.0), mask=n < COUNT)
+
+
+@triton.jit
+def fold_rows(
+    y, x, COUNT, C: tl.constexpr, H, W, Q,
+    S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up in x[image, h, v, c] what `unfold_rows` has spread."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    c, v, row = n % C, n // C % W, n // C // W
+    total = tl.zeros((BLOCK,), tl.float32)
+    for s in tl.static_range(S):
+        q = v + PAD - s
+        inside = (n < COUNT) & (q >= 0) & (q % STRIDE == 0) & (q // STRIDE < Q)
+        at = (row * Q + q // STRIDE) * WIDTH + s * C + c
+        total += tl.load(y + at, mask=inside, other=0.0)
+    tl.store(x + n, total, mask=n < COUNT)
+
+
+@triton.jit
+def _locate_weights(o, k, C, R: tl.constexpr, S: tl.constexpr, FEW: tl.constexpr):
+    """Return the offsets of weights [o, k], with k = (r, s, c), and which of them exist."""
+    if FEW > 0:  # they lie in memory as [o, c, r, s]
+        r, u = k // C, k % C
+        return ((o * FEW + u % FEW) * R + r) * S + u // FEW, (u < S * FEW) & (r < R)
+    else:
+        return o * (R * S * C) + k, k < R * S * C
 
 
 @_make_versions
-def last_forward(
-    x, w, bias, y, B,
+def forward(
+    x, w, bias, y, winners, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, FEW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, POOL: tl.constexpr,
     BO: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute y of `conv_forward` from x [lane, b, h, v, c] and w [lane, (r, s), o, c].
+    """Compute y[lane, m, o] = Σ x[lane, m, k] · w[lane, o, k].
 
-    The outer loop is over shifts (r, s), the inner one over channels.
+    Outputs are m = (b, p, q), the sum is over k = (r, s, c). With padding, BK must divide C.
     """
     lane = tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    first = tl.program_id(0) * BM
+    m = first + tl.arange(0, BM)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
-    b, top, left = (m // (P * Q)).to(tl.int64), m // Q % P * STRIDE - PAD, m % Q * STRIDE - PAD
-    x += lane * B * C * H * W
-    w += lane * O * C * R * S
+    columns: tl.constexpr = 1 if FEW else S
+    each = _count_outputs(P, Q, POOL)
+    rows = B * each
+    b, p, q = _find_outputs(m, P, Q, POOL)
+    top, left = p * STRIDE - PAD, q if FEW else q * STRIDE - PAD
+    # Offsets in a large batch exceed 32 bits; those from the block's first sample do not.
+    x += (lane * B + first // each) * C * H * W
+    corner = ((b - first // each) * H + top) * W + left
+    w += lane * O * R * S * (FEW if FEW else C)
+    K = R * columns * C
     acc = tl.zeros((BM, BO), tl.float32)
-    for i in range(0, R * S * (C // BK)):
-        shift, c = i // (C // BK), i % (C // BK) * BK + tl.arange(0, BK)
-        h, v = top + shift // S, left + shift % S
-        inside = m < B * P * Q
-        if PAD > 0:
-            inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
+    for i in range(0, (K + BK - 1) // BK):
+        k = i * BK + tl.arange(0, BK)
+        if PAD > 0:  # the block lies in one shift
+            shift = i // (C // BK)
+            h, v = top + shift // columns, left + shift % columns
+            inside = (m < rows) & (h >= 0) & (h < H) & (v >= 0) & (v < W)
+            offset = (shift // columns * W + shift % columns) * C + (k - shift * C)
+        else:
+            shift, inside = k // C, m < rows
+            offset = (shift // columns * W + shift % columns) * C + k % C
         patch = tl.load(
-            x + (((b * H + h) * W + v) * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0
+            x + (corner * C)[:, None] + offset[None, :],
+            mask=inside[:, None] & (k[None, :] < K),
+            other=0.0,
         )
-        weight = tl.load(
-            w + (shift * O + o)[:, None] * C + c[None, :], mask=o[:, None] < O, other=0.0
-        )
+        at, exists = _locate_weights(o[:, None], k[None, :], C, R, S, FEW)
+        weight = tl.load(w + at, mask=(o[:, None] < O) & exists, other=0.0)
         acc = dot(patch, tl.trans(weight), acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + lane * O + o, mask=o < O, other=0.0)[None, :]
-    out = y + lane * B * O * P * Q + (b * (O * P * Q) + m % (P * Q))[None, :] + o[:, None] * (P * Q)
-    tl.store(out, tl.trans(acc), mask=(o[:, None] < O) & (m[None, :] < B * P * Q))
+    y += lane * B * (each // 4 if POOL else each) * O
+    winners += lane * B * (each // 4) * O
+    _store_outputs(acc, y, winners, first, rows, o, O, POOL, BM, BO)
 
 
 @_make_versions
-def last_backward_input(
+def backward_input(
     dy, w, dx, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, FEW: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of `conv_backward_input` from dy [lane, b, p, q, o] and w [lane, (r, s), o, c]."""
+    """Compute dx[lane, m, c] = Σ dy[lane, m, k] · w[lane, k, c].
+
+    Inputs are m = (h, v, b), the sum is over k = (r, s, o) with p·stride + r = h + pad. A block has
+    few rows h and columns v, and near the border most of the shifts (r, s) lead outside of the
+    output. They are left out: with kernels of 5×5 on 12×12 inputs, nearly half of all.
+    """
     lane = tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    first = tl.program_id(0) * BM
+    m = first + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    b, h, v = m // (H * W), m // W % H + PAD, m % W + PAD
+    columns: tl.constexpr = 1 if FEW else S
+    b, h, v = m % B, m // (B * W) + PAD, m // B % W + (0 if FEW else PAD)
     dy += lane * B * O * P * Q
-    w += lane * O * C * R * S
+    w += lane * O * R * S * (FEW if FEW else C)
+    # The rows and columns of this block, and the shifts that lead from them into the output.
+    final = tl.minimum(first + BM, B * H * W) - 1
+    top, bottom = first // (B * W), final // (B * W)
+    left, right = first // B % W, final // B % W
+    if top < bottom:
+        left, right = 0, W - 1
+    low_r = tl.maximum(top + PAD - (P - 1) * STRIDE, 0)
+    high_r = tl.minimum(bottom + PAD, R - 1)
+    low_s, high_s = 0, 0
+    if FEW == 0:
+        low_s = tl.maximum(left + PAD - (Q - 1) * STRIDE, 0)
+        high_s = tl.minimum(right + PAD, S - 1)
+    span = (high_s - low_s + 1) * ((O + BK - 1) // BK)
     acc = tl.zeros((BM, BC), tl.float32)
-    for i in range(0, R * S * (O // BK)):
-        shift, o = i // (O // BK), i % (O // BK) * BK + tl.arange(0, BK)
-        p, q = h - shift // S, v - shift % S
+    for i in range(0, (high_r - low_r + 1) * span):
+        r, j = low_r + i // span, i % span
+        s, o = low_s + j // ((O + BK - 1) // BK), j % ((O + BK - 1) // BK) * BK + tl.arange(0, BK)
+        p, q = h - r, v - s
         inside = (m < B * H * W) & (p >= 0) & (q >= 0)
         if STRIDE > 1:
-            inside = inside & (p % STRIDE == 0) & (q % STRIDE == 0)
-            p, q = p // STRIDE, q // STRIDE
+            inside = inside & (p % STRIDE == 0)
+            p = p // STRIDE
+            if FEW == 0:
+                inside = inside & (q % STRIDE == 0)
+                q = q // STRIDE
         inside = inside & (p < P) & (q < Q)
         grad = tl.load(
-            dy + (((b * P + p) * Q + q) * O)[:, None] + o[None, :], mask=inside[:, None], other=0.0
+            dy + (((b * P + p) * Q + q) * O)[:, None] + o[None, :],
+            mask=inside[:, None] & (o[None, :] < O),
+            other=0.0,
         )
-        weight = tl.load(
-            w + (shift * O + o)[:, None] * C + c[None, :], mask=c[None, :] < C, other=0.0
-        )
+        k = (r * columns + s) * C + c
+        at, exists = _locate_weights(o[:, None], k[None, :], C, R, S, FEW)
+        weight = tl.load(w + at, mask=(o[:, None] < O) & (c[None, :] < C) & exists, other=0.0)
         acc = dot(grad, weight, acc, PRECISION)
-    out = (
-        dx + lane * B * C * H * W + (b * (C * H * W) + m % (H * W))[None, :] + c[:, None] * (H * W)
-    )
-    tl.store(out, tl.trans(acc), mask=(c[:, None] < C) & (m[None, :] < B * H * W))
+    at = (((b * H + m // (B * W)) * W + m // B % W) * C)[:, None] + c[None, :]
+    tl.store(dx + lane * B * C * H * W + at, acc, mask=(m[:, None] < B * H * W) & (c[None, :] < C))
 
 
 @_make_versions
-def last_backward_weight(
+def backward_weight(
     dy, x, parts, B, SHARE,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    BO: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, FEW: tl.constexpr,
+    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dw of `conv_backward_weight` from dy [lane, b, p, q, o] and x [lane, b, h, v, c].
+    """Compute dw[lane, o, n] = Σ dy[lane, k, o] · x[lane, k, n], and the bias's gradient.
 
-    Each program has one shift (r, s). The parts are [(r, s), o, c].
+    Weights are n = (r, s, c), the sum is over k = (b, p, q). With padding, BN must divide C. Each
+    program adds up SHARE terms.
+    `add_parts` adds the parts in a fixed order, so that the bits are always the same.
     """
     lane = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
-    tiles = (C + BC - 1) // BC
-    shift = tl.program_id(0) % (R * S)
-    o = tl.program_id(0) // (R * S) // tiles * BO + tl.arange(0, BO)
-    c = tl.program_id(0) // (R * S) % tiles * BC + tl.arange(0, BC)
+    columns: tl.constexpr = 1 if FEW else S
+    N = R * columns * C
+    tiles = (N + BN - 1) // BN
+    o = tl.program_id(0) // tiles * BO + tl.arange(0, BO)
+    first = tl.program_id(0) % tiles * BN
+    n = first + tl.arange(0, BN)
+    # With padding, the block lies in one shift.
+    shift = first // C if PAD > 0 else n // C
+    offset = (shift // columns * W + shift % columns) * C + (n - shift * C)
     dy += lane * B * O * P * Q
     x += lane * B * C * H * W
-    acc = tl.zeros((BO, BC), tl.float32)
+    acc = tl.zeros((BO, BN), tl.float32)
     bias = tl.zeros((BO,), tl.float32)
     end = tl.minimum((part + 1) * SHARE, B * P * Q)
     for start in range(0, SHARE, BK):
         k = part * SHARE + start + tl.arange(0, BK)
-        h, v = k // Q % P * STRIDE - PAD + shift // S, k % Q * STRIDE - PAD + shift % S
+        top, left = k // Q % P * STRIDE - PAD, k % Q
+        if FEW == 0:
+            left = left * STRIDE - PAD
         grad = tl.load(
             dy + k[:, None] * O + o[None, :], mask=(k[:, None] < end) & (o[None, :] < O), other=0.0
         )
         inside = k < end
         if PAD > 0:
+            h, v = top + shift // columns, left + shift % columns
             inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        offset = ((k // (P * Q) * H + h) * W + v) * C
         patch = tl.load(
-            x + offset[:, None] + c[None, :], mask=inside[:, None] & (c[None, :] < C), other=0.0
+            x + (((k // (P * Q) * H + top) * W + left) * C)[:, None] + offset[None, :],
+            mask=inside[:, None] & (n[None, :] < N),
+            other=0.0,
         )
         acc = dot(tl.trans(grad), patch, acc, PRECISION)
         bias += tl.sum(grad, 0)
-    out = parts + (part * tl.num_programs(2) + lane) * (O * C * R * S + O)
-    tl.store(
-        out + (shift * O + o)[:, None] * C + c[None, :],
-        acc,
-        mask=(o[:, None] < O) & (c[None, :] < C),
-    )
-    if tl.program_id(0) % (R * S) + tl.program_id(0) // (R * S) % tiles == 0:
-        tl.store(out + O * C * R * S + o, bias, mask=o < O)
+    out = parts + (part * tl.num_programs(2) + lane) * (O * N + O)
+    tl.store(out + o[:, None] * N + n[None, :], acc, mask=(o[:, None] < O) & (n[None, :] < N))
+    if first == 0:
+        tl.store(out + O * N + o, bias, mask=o < O)
 
 
-@triton.jit(do_not_specialize=["LANES", "COUNT", "WEIGHTS", "ALL"])
-def add_parts(parts, dw, db, LANES, COUNT, WEIGHTS, ALL, SHIFTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the parts of the gradients of weights and bias.
+@triton.jit(do_not_specialize=["LANES", "COUNT", "WEIGHTS", "O", "SIZE"])
+def add_parts(
+    parts, dw, db, factors, factor_stride, LANES, COUNT, WEIGHTS, O, SIZE,
+    C: tl.constexpr, R: tl.constexpr, S: tl.constexpr, FEW: tl.constexpr,
+    ADD: tl.constexpr, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of the gradients of weights and bias; a part has SIZE numbers.
 
-    If SHIFTS > 0, the parts are [(r, s), o, c].
+    With ADD, the gradients times the lane's factor are added to what is there.
     """
     lane = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    offset = i
-    if SHIFTS > 0:
-        offset = tl.where(i < WEIGHTS, i % SHIFTS * (WEIGHTS // SHIFTS) + i // SHIFTS, i)
+    is_weight, is_bias = i < WEIGHTS, (i >= WEIGHTS) & (i < WEIGHTS + O)
+    at = i
+    if FEW > 0:  # from [o, c, r, s] to [o, r, (s, c)]
+        s, r, c = i % S, i // S % R, i // (R * S) % FEW
+        at = i // (FEW * R * S) * (R * C) + r * C + s * FEW + c
+    at = tl.where(is_weight, at, SIZE - O + i - WEIGHTS)
     total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(0, COUNT):
-        total += tl.load(parts + (part * LANES + lane) * ALL + offset, mask=i < ALL, other=0.0)
-    tl.store(dw + lane * WEIGHTS + i, total, mask=i < WEIGHTS)
-    tl.store(db + lane * (ALL - WEIGHTS) + i - WEIGHTS, total, mask=(i >= WEIGHTS) & (i < ALL))
+    for first in range(0, COUNT, PARTS):  # loads that do not wait for each other
+        part = first + tl.arange(0, PARTS)
+        start = (part * LANES + lane) * SIZE
+        mask = (is_weight | is_bias)[None, :] & (part[:, None] < COUNT)
+        total += tl.sum(tl.load(parts + start[:, None] + at[None, :], mask=mask, other=0.0), 0)
+    at_weight, at_bias = lane * WEIGHTS + i, lane * O + i - WEIGHTS
+    if ADD:
+        total *= tl.load(factors + lane * factor_stride)
+        total += tl.load(dw + at_weight, mask=is_weight, other=0.0)
+        if HAS_BIAS:
+            total += tl.load(db + at_bias, mask=is_bias, other=0.0)
+    tl.store(dw + at_weight, total, mask=is_weight)
+    if HAS_BIAS:
+        tl.store(db + at_bias, total, mask=is_bias)

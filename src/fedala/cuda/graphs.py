@@ -9,10 +9,13 @@ have a batch. State comes and goes through fixed buffers.
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from fedala.cuda import has_kernels
+from fedala.cuda.buffers import make_buffer
 from fedala.lanes.task import Task
 from fedala.lanes.training import EagerRunner, Step
 from fedala.lanes.trees import is_shared, leaves, share, take, tree_map
@@ -24,22 +27,21 @@ class CapturedSteps:
     def __init__(self, task: Task, size: int, lanes: int, state: Any, fixed: Any) -> None:
         self.task, self.size, self.lanes = task, size, lanes
 
-        def make_buffer(value: torch.Tensor) -> torch.Tensor:
-            return value.new_empty(lanes, *value.shape[1:])
-
         def make_constant(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):  # a number: it is part of the key
                 return value
             if not is_shared(value):
-                return make_buffer(value)
+                return make_buffer(value, lanes)
             one: torch.Tensor = share(value.new_empty(1, *value.shape[1:]), lanes)
             return one
 
-        self.state, self.fixed = tree_map(make_buffer, state), tree_map(make_constant, fixed)
+        self.state = tree_map(partial(make_buffer, lanes=lanes), state)
+        self.fixed = tree_map(make_constant, fixed)
         longest = max((len(rows) for rows in task.parts["train"]), default=0)
         self.order = torch.zeros(lanes, longest, dtype=torch.int64, device=task.device)
         self.column = torch.arange(size, device=task.device)
         self.total = torch.zeros(lanes, device=task.device, dtype=task.dtype)
+        self._has_plain_samples = has_kernels(task.device) and _has_plain_samples(task)
         self.graphs: dict[tuple[int, int, Step], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -81,10 +83,18 @@ class CapturedSteps:
         return graph
 
     def _take_step(self, step: Step, lanes: slice) -> None:
-        x, y = self.task.training_batch(self.order[lanes, self.column])
-        losses = step(self.task, take(self.state, lanes), take(self.fixed, lanes), x, y)
-        self.total[lanes] += losses
-        self.column += self.size
+        state, fixed = take(self.state, lanes), take(self.fixed, lanes)
+        if self._has_plain_samples:
+            from fedala.cuda.batches import end_step, gather_batch
+
+            order = self.order[lanes]
+            x, y = gather_batch(self.task.x, self.task.y, order, self.column, self.size)
+            losses = step(self.task, state, fixed, x, y)
+            end_step(self.total[lanes], losses, self.column, self.size)
+        else:
+            x, y = self.task.training_batch(self.order[lanes, self.column])
+            self.total[lanes] += step(self.task, state, fixed, x, y)
+            self.column += self.size
 
 
 class CapturedRunner(EagerRunner):
@@ -108,8 +118,19 @@ class CapturedRunner(EagerRunner):
             super().step(step, lanes, columns)
 
     def finish(self) -> tuple[Any, torch.Tensor]:
-        state, total = tree_map(torch.clone, (self.state, self.total))
+        clone = partial(torch.clone, memory_format=torch.contiguous_format)
+        state, total = tree_map(clone, (self.state, self.total))
         return state, total
+
+
+def _has_plain_samples(task: Task) -> bool:
+    """Tell whether a batch is nothing but rows of two tensors, `x` and `y`."""
+    x, y = task.x, task.y
+    if task.augmentation or not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    first = task.inputs(torch.zeros(1, dtype=torch.int64, device=task.device))
+    is_dense = x.is_contiguous() and y.is_contiguous()
+    return is_dense and first.dtype == x.dtype and torch.bool not in (x.dtype, y.dtype)
 
 
 @contextmanager

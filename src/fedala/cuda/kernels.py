@@ -9,34 +9,58 @@ of lanes. A function that no kernel covers runs as usual.
 as float32), `tf32` or `bf16`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedala.cuda import convolution, entropy, linear, pooling
+from fedala.cuda import convolution, entropy, linear, normalization, pooling
+from fedala.cuda.late import LateGradients
+from fedala.lanes.blocks import conv_pool_relu, linear_relu
 from fedala.lanes.stacked import call_stacked
 
 
 class LaneKernels(TorchFunctionMode):
     """A mode that runs layers on their kernels, if they have one."""
 
-    def __init__(self, precision: str = "tf32x3", *, special: bool = True) -> None:
-        """Compile convolutions for each size if `special`: the fastest if there are few sizes."""
+    def __init__(
+        self, precision: str = "tf32x3", *, special: bool = True, any_layout: bool = True
+    ) -> None:
+        """Compile convolutions for each size if `special`: the fastest if there are few sizes.
+
+        With `any_layout`, the model takes activations in any order of memory: channels stay last.
+        """
         super().__init__()
-        self.precision, self.special = precision, special
+        self.precision, self.special, self.any_layout = precision, special, any_layout
+        self.late: LateGradients | None = None
         self.kernels: dict[Any, Callable[..., Any]] = {
             torch.conv2d: convolution.match_call,
+            conv_pool_relu: partial(convolution.match_call, pool=True),
             F.linear: linear.match_call,
+            linear_relu: partial(linear.match_call, relu=True),
             F.max_pool2d: pooling.match_call,
             F.cross_entropy: entropy.match_call,
+            F.batch_norm: normalization.match_call,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.kernels:
             call = self.kernels[func](self, *args, **(kwargs or {}))
             if call is not None:
-                return call_stacked(*call)
+                result = call_stacked(*call)
+                return result if self.any_layout else result.contiguous()
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def keep_late(self, names: dict[int, str]) -> Iterator[LateGradients]:
+        """Keep the gradients of parameters late, named by the address of their tensors."""
+        self.late = LateGradients(names)
+        try:
+            yield self.late
+        finally:
+            self.late.join()
+            self.late = None

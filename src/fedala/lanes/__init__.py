@@ -1,10 +1,10 @@
 """Lanes: clients that work side by side as one tensor program. What a method is written with."""
 
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.late_gradients import Gradients
 from fedala.lanes.messages import Message
 from fedala.lanes.optimizers import Number, UpdateRule, align, densify, descend, pull
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
-from fedala.lanes.row_gradients import Gradients
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, State, broadcast_lanes, tree_map
 from fedala.lanes.uploads import Uploads

@@ -4,12 +4,14 @@
 when a task asks for it: nothing else in this room knows of a GPU.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+
+from fedala.lanes.late_gradients import LateGradient
 
 
 class Backend:
@@ -38,6 +40,17 @@ class Backend:
     def use_arithmetic(self, model: nn.Module, precision: str) -> AbstractContextManager[Any]:
         """Switch to the arithmetic of a precision while a model runs."""
         return nullcontext()
+
+    def keep_late(
+        self, params: Any, names: Sequence[str]
+    ) -> AbstractContextManager[dict[str, list[LateGradient]]]:
+        """Collect gradients of the named parameters that are computed when they are used."""
+        return nullcontext({})
+
+    def run_together(self, works: Sequence[Callable[[], None]]) -> None:
+        """Do independent pieces of work, side by side if the device can."""
+        for work in works:
+            work()
 
     def capture_steps(
         self,

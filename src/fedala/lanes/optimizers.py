@@ -8,13 +8,15 @@ all lanes or [lane]. Momentum and the like are `slots` in the step's state.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedala.lanes.backend import Backend
+from fedala.lanes.late_gradients import Gradients, LateGradient, list_late
 from fedala.lanes.recipe import Optimizer, is_constant
-from fedala.lanes.row_gradients import Gradients, RowGradient
 from fedala.lanes.trees import Params, State, broadcast_lanes, flatten_lanes, is_shared
 
 Number = float | Tensor
@@ -89,10 +91,10 @@ class UpdateRule:
     ) -> None:
         """Take one step, in place."""
         if self.is_plain:
-            # Rows of a large embedding stay rows: a kernel would take the whole table.
-            has_rows = any(isinstance(value, RowGradient) for value in gradients.values())
-            if has_rows or is_shared(numbers["lr"]) or not task.backend.has_updates:
-                descend(params, gradients, numbers["lr"])
+            # Late gradients stay late: a kernel of the step would take them as whole tensors.
+            late = list_late(gradients)
+            if late or is_shared(numbers["lr"]) or not task.backend.has_updates:
+                descend(params, gradients, numbers["lr"], task.backend)
                 return
         whole = densify(gradients)
         targets = {name: params[name].detach() for name in whole}
@@ -156,8 +158,18 @@ def find_clip_factors(gradients: Mapping[str, Tensor], largest: Number) -> Tenso
     return factors
 
 
-def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
+def descend(
+    params: Params, gradients: Gradients, lr: Tensor, backend: Backend | None = None
+) -> None:
     """Take one step of gradient descent, in place. `lr` is [lane]."""
+    late = list_late(gradients)
+    factors = -lr if late else lr
+
+    def add(gradient: LateGradient) -> None:
+        gradient.add_to([params[name].detach() for name in gradient.names], factors)
+
+    works = [partial(add, gradient) for gradient in late]
+    (backend or Backend(lr.device)).run_together(works)
     whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
     targets = [params[name].detach() for name in whole]
     # A model may learn nothing but row gradients: a kernel wants at least one tensor.
@@ -166,9 +178,6 @@ def descend(params: Params, gradients: Gradients, lr: Tensor) -> None:
     else:
         for target, gradient in zip(targets, whole.values(), strict=True):
             target.addcmul_(gradient, broadcast_lanes(lr, gradient).to(target.dtype), value=-1)
-    for name, value in gradients.items():
-        if isinstance(value, RowGradient):
-            value.add_to(params[name].detach(), -lr)
 
 
 def _can_fuse(target: Tensor, gradient: Tensor) -> bool:
@@ -207,8 +216,11 @@ def descend_fused(
 
 def densify(gradients: Gradients) -> Params:
     """Return gradients as whole tensors, for arithmetic that needs them so."""
+    whole: Params = {}
+    for late in list_late(gradients):
+        whole |= dict(zip(late.names, late.densify(), strict=True))
     return {
-        name: value.densify() if isinstance(value, RowGradient) else value
+        name: value if isinstance(value, Tensor) else whole[name]
         for name, value in gradients.items()
     }
 

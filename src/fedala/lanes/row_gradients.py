@@ -7,7 +7,7 @@ step adds it to those rows alone.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes
 
@@ -23,32 +24,26 @@ from fedala.lanes.trees import broadcast_lanes
 LEAST_ROWS = 2048
 
 
-@dataclass
-class RowGradient:
+@dataclass(eq=False)
+class RowGradient(LateGradient):
     """The gradient of tables [lane, row, …] as values [lane, n, …] at indices [lane, n]."""
 
+    names: tuple[str, ...]
     indices: Tensor
     values: Tensor
     shape: torch.Size
 
-    def densify(self) -> Tensor:
-        """Return the gradient as a whole tensor."""
+    def densify(self) -> Sequence[Tensor]:
         whole = self.values.new_zeros(self.shape)
-        self.add_to(whole, self.values.new_ones(len(self.values)))
-        return whole
+        self.add_to([whole], self.values.new_ones(len(self.values)))
+        return [whole]
 
-    def add_to(self, table: Tensor, factors: Tensor) -> None:
-        """Add the gradient times `factors`, [lane], in place.
-
-        The order of addition is fixed, so the result is the same every time.
-        """
+    def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
+        """Add the gradient. The order of addition is fixed: the result is always the same."""
+        [table] = targets
         lanes = torch.arange(len(table), device=table.device)[:, None].expand_as(self.indices)
         scaled = self.values * broadcast_lanes(factors, self.values).to(self.values.dtype)
         table.index_put_((lanes, self.indices), scaled, accumulate=True)
-
-
-Gradients = dict[str, Tensor | RowGradient]
-"""By parameter: a gradient of its shape, or the rows of it that a batch used."""
 
 
 class _Found(list[tuple[Tensor, Tensor]]):
@@ -97,7 +92,7 @@ class RowGradients(TorchFunctionMode):
             indices = torch.where(
                 nothing, torch.arange(indices.shape[1], device=indices.device) % shape[1], indices
             )
-        return RowGradient(indices, values, shape)
+        return RowGradient((name,), indices, values, shape)
 
 
 class _Current(threading.local):

@@ -22,6 +22,7 @@ from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
 from fedala.lanes.foreign_model import INDEX_TYPES, Trial
+from fedala.lanes.late_gradients import Gradients, join_gradients
 from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, Layered, call, layers_of
@@ -32,12 +33,7 @@ from fedala.lanes.outputs import keep_tensors
 from fedala.lanes.parameters import list_few
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
 from fedala.lanes.recurrent import UnrolledRecurrence, is_recurrent
-from fedala.lanes.row_gradients import (
-    Gradients,
-    RowGradients,
-    find_padding_rows,
-    large_embeddings,
-)
+from fedala.lanes.row_gradients import RowGradients, find_padding_rows, large_embeddings
 from fedala.lanes.samples import Samples, TrainingLength
 from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
 
@@ -375,7 +371,11 @@ class Task:
         names = self.trainable if names is None else names
         by_rows = self.embeddings if count_lanes(params) == 1 or self.uses_vmap else {}
         rows = RowGradients(name for name in by_rows if name in names)
-        with torch.enable_grad(), rows if rows.found else nullcontext():
+        with (
+            torch.enable_grad(),
+            rows if rows.found else nullcontext(),
+            self.backend.keep_late(params, names) as late,
+        ):
             state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
             batch = (state, x, y)
             losses = self.per_lane(objective, *batch, *fixed) if objective else self.losses(*batch)
@@ -385,13 +385,14 @@ class Task:
                     f"{list_few(names)}."
                 )
             wanted = [state[name] for name in names]
-            values = torch.autograd.grad(losses.sum(), wanted, allow_unused=True) if names else ()
+            slopes = torch.ones_like(losses)
+            values = torch.autograd.grad(losses, wanted, slopes, allow_unused=True) if names else ()
         gradients: Gradients = {}
         for name, value in zip(names, values, strict=True):
             if rows.found.get(name):
                 gradients[name] = rows.gradient(name, params[name].shape, self.embeddings[name])
-            else:  # None: a parameter that the model does not use
-                gradients[name] = torch.zeros_like(params[name]) if value is None else value
+            else:
+                gradients[name] = join_gradients(name, params[name], value, late.get(name, ()))
         for name, row in self.padding:
             whole = gradients.get(name)
             if isinstance(whole, Tensor):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedala.lanes.late_gradients import Gradients
 from fedala.lanes.optimizers import UpdateRule, pull
-from fedala.lanes.row_gradients import Gradients
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, State, take, tree_map
 

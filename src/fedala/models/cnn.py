@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedala.errors import UserError
+from fedala.lanes.blocks import run_conv_pool_relu, run_linear_relu
 from fedala.lanes.layers import Layered
 
 
@@ -28,10 +28,9 @@ class CNN(Layered):
 
     def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:
         return (
-            # ReLU keeps order, so pooling first gives the same and leaves a quarter of the work.
-            lambda x: F.max_pool2d(self.conv1(x), 2).relu(),
-            lambda x: F.max_pool2d(self.conv2(x), 2).relu().flatten(1),
-            lambda x: self.fc1(x).relu(),
+            lambda x: run_conv_pool_relu(self.conv1, x),
+            lambda x: run_conv_pool_relu(self.conv2, x).flatten(1),
+            lambda x: run_linear_relu(self.fc1, x),
             self.fc2,
         )
 

@@ -1,0 +1,89 @@
+"""Block sizes of the convolution's kernels, by measurement on an H200.
+
+A large block reads less and computes more. With few lanes, large blocks leave most of the GPU idle:
+there, small ones are faster. So the sizes depend on how many blocks of 64 rows there are. A kernel
+that is compiled for all sizes has one block size for all, so that it is compiled once.
+"""
+
+import math
+
+import triton
+
+Tile = dict[str, int]
+
+
+def find_block(size: int, most: int) -> int:
+    """Return a power of two that covers `size`, from 16 (the tensor cores' least) to `most`."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+#: (most blocks of 64 rows, (rows, columns, terms of the sum at a time, warps, stages)).
+_FORWARD = (
+    (66, (16, 64, 64, 4, 3)),
+    (132, (64, 32, 64, 4, 3)),
+    (600, (64, 64, 32, 4, 4)),
+    (math.inf, (128, 64, 32, 8, 3)),
+)
+_FORWARD_NARROW = ((math.inf, (128, 32, 16, 4, 2)),)
+_FORWARD_NARROWEST = ((math.inf, (64, 32, 64, 4, 2)),)
+_BACKWARD = (
+    (100, (16, 32, 64, 2, 3)),
+    (280, (32, 32, 64, 2, 3)),
+    (2000, (64, 32, 32, 4, 4)),
+    (math.inf, (128, 32, 32, 4, 3)),
+)
+_GENERAL = ((math.inf, (64, 64, 32, 4, 4)),)
+_SHORT = ((math.inf, (16, 64, 64, 2, 3)),)
+_Table = tuple[tuple[float, tuple[int, ...]], ...]
+
+
+def find_forward_tile(
+    rows: int, inner: int, outer: int, lanes: int, *, special: bool, pad: int
+) -> Tile:
+    """Return the block sizes of the forward pass.
+
+    There are so many `rows` of outputs, and sums over so many channels, `inner`.
+    """
+    if inner % 32:
+        table = _FORWARD_NARROWEST if inner == 8 else _FORWARD_NARROW
+    else:
+        table = _choose(_FORWARD, rows, inner, special)
+    tile = _pick(table, rows, outer, lanes)
+    if pad and inner % tile["BK"]:
+        tile["BK"] = 32
+    return tile | {"BO": find_block(outer, tile.pop("BN"))}
+
+
+def find_backward_tile(rows: int, inner: int, outer: int, lanes: int, *, special: bool) -> Tile:
+    """Return the block sizes of the gradient of the input."""
+    tile = _pick(_choose(_BACKWARD, rows, inner, special), rows, outer, lanes)
+    tile["BK"] = find_block(inner, tile["BK"])
+    return tile | {"BC": find_block(outer, tile.pop("BN"))}
+
+
+def find_weight_tile(weights: int, inner: int, outer: int, lanes: int, *, pad: int) -> Tile:
+    """Return the block sizes of the gradient of so many weights per output."""
+    bo, warps = find_block(outer, 64), 2
+    if inner % 32 == 0:
+        bn = 64 if lanes >= 20 and not pad else 32
+    else:
+        bn = 16 if pad or lanes >= 20 else find_block(weights, 32)
+        warps = 1 if bo * bn <= 512 else 2
+    return {"BO": bo, "BN": bn, "BK": 32, "num_warps": warps, "num_stages": 3}
+
+
+def count_parts(rows: int, programs: int) -> int:
+    """Return into how many parts a sum over `rows` is split, so that programs fill the device."""
+    return max(1, min(triton.cdiv(512, programs), rows // 128))
+
+
+def _choose(special_table: _Table, rows: int, inner: int, special: bool) -> _Table:
+    if special:
+        return special_table
+    return _SHORT if rows <= 64 and inner % 64 == 0 else _GENERAL
+
+
+def _pick(table: _Table, rows: int, outer: int, lanes: int) -> Tile:
+    blocks = triton.cdiv(rows, 64) * triton.cdiv(outer, 64) * lanes
+    sizes = next(sizes for most, sizes in table if blocks <= most)
+    return dict(zip(("BM", "BN", "BK", "num_warps", "num_stages"), sizes, strict=True))
