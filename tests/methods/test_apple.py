@@ -115,7 +115,9 @@ def test_a_step_by_hand():
     cohort, received, state = line_cohort(round=9, rounds=10)
     apple = make("apple")
     initialized, state = apple.initialize(cohort, received, state)
-    assert initialized["weight"].item() == 2.5
+    assert initialized["weight"].item() == 1
+    tested = apple.model_to_evaluate(cohort, initialized, received, state)
+    assert tested["weight"].item() == 2.5
     upload, after = apple.train(cohort, initialized, received, state)
     assert upload.model["weight"].item() == pytest.approx(0.75)
     assert after["p"][0].tolist() == pytest.approx([0.2, 0.6])

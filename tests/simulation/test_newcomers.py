@@ -222,10 +222,10 @@ def test_fedamp_sends_the_mean_of_its_mixes_and_apple_all_cores():
             assert_close({"w": message.model["out.weight"]}, {"w": weight.sum(0)[None] / 4}, 1e-12)
         else:
             cohort = simulation.transport.make_cohort([(0, 4)], 2, [message], [[4]])
-            initialized, _ = simulation.method.initialize(
-                cohort, cohort.received, simulation.setup.init_client(task, (0, 4))
-            )
+            own, received = simulation.setup.init_client(task, (0, 4)), cohort.received
+            initialized, own = simulation.method.initialize(cohort, received, own)
+            tested = simulation.method.model_to_evaluate(cohort, initialized, received, own)
             cores = server["cores"]["out.weight"][0]
             shares = torch.tensor(SIZES[:KNOWN], dtype=torch.float64) / sum(SIZES[:KNOWN])
             mix = (shares[:, None, None] * cores).sum(0)[None]
-            assert_close({"w": initialized["out.weight"]}, {"w": mix}, 1e-12)
+            assert_close({"w": tested["out.weight"]}, {"w": mix}, 1e-12)

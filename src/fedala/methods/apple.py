@@ -74,9 +74,12 @@ class APPLE(Method):
         return {"core": initial}  # and p_i, once the server has sent p_0
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        state = {"p": received.extra["p_0"], **state}
-        own = mark_own(cohort, state["p"])
-        return compose(cohort.task, state["core"], state["p"], received.model, own), state
+        return state["core"], {"p": received.extra["p_0"], **state}
+
+    def model_to_evaluate(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> Params:
+        return self._compose_personal(cohort, received, state)
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
@@ -101,6 +104,9 @@ class APPLE(Method):
     def trained_model(
         self, cohort: Cohort, received: Message, upload: Message, state: State
     ) -> Params:
+        return self._compose_personal(cohort, received, state)
+
+    def _compose_personal(self, cohort: Cohort, received: Message, state: State) -> Params:
         own = mark_own(cohort, state["p"])
         return compose(cohort.task, state["core"], state["p"], received.model, own)
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -12,6 +12,8 @@ from fedala.errors import UserError
 #: What `--device` takes, as help of commands.
 NAMES = "auto, cpu, cuda, or one of several GPUs, such as cuda:1"
 _PATTERN = re.compile("auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
+#: What the driver, cuDNN and Triton say of a GPU that has failed.
+_DEVICE_ERRORS = re.compile(r"CUDA error|CUDA driver error|cuDNN error|Triton Error \[CUDA\]")
 
 
 def check_device_name(name: str) -> None:
@@ -43,13 +45,49 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def use_device(device: torch.device) -> Iterator[None]:
-    """Make a device the current one, and keep torch's random state as it is."""
+    """Make a device the current one, and keep torch's random state as it is.
+
+    A GPU has nothing left to do at the end, however that comes: a process that ends in the middle
+    of its work can break those that share the GPU with it under NVIDIA's MPS.
+    """
     is_gpu = device.type == "cuda"
-    with (
-        torch.cuda.device(device) if is_gpu else nullcontext(),
-        torch.random.fork_rng(devices=[device] if is_gpu else []),
-    ):
-        yield
+    failure: BaseException | None = None
+    try:
+        with (
+            torch.cuda.device(device) if is_gpu else nullcontext(),
+            torch.random.fork_rng(devices=[device] if is_gpu else []),
+        ):
+            try:
+                yield
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                wait_for_device(device)
+    except RuntimeError as error:
+        if failure is None or not is_device_error(error):
+            raise
+        # A GPU that has failed cannot get its random state back: what came first says more.
+        raise failure from failure.__cause__
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a GPU has done its work. One that has failed has none left."""
+    if device.type == "cuda":
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(device)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Tell whether a GPU has failed, as it can because of another process under NVIDIA's MPS.
+
+    Such a GPU does nothing more for this process. A lack of memory is not a failure.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, getattr(torch, "AcceleratorError", ())):  # since torch 2.8
+        return True
+    return isinstance(error, RuntimeError) and bool(_DEVICE_ERRORS.search(str(error)))
 
 
 def share_devices(name: str, jobs: int) -> list[str]:

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fedala.errors import RunError
+from fedala.errors import RunError, first_line
 from fedala.metrics import ACCURACY
 from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.runs.batches import Batch, split_seeds
 from fedala.runs.build import build_preprocessing, build_simulation
 from fedala.runs.checkpoint import Checkpoints
-from fedala.runs.devices import use_device
+from fedala.runs.devices import is_device_error, use_device
 from fedala.runs.digests import Digests
 from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
 from fedala.runs.folder import RunFolder
@@ -108,7 +108,8 @@ def execute(
             if jobs and folder:
                 jobs.check_endings(plan, folder.path)
         except Stopped as stopped:
-            stopped.result = result
+            begun = {label: one for label, one in result.methods.items() if one.history}
+            stopped.result = replace(result, methods=begun)
             raise
         except OSError as error:
             if folder is None:
@@ -175,7 +176,12 @@ class _BatchRun:
             for label in self.results:
                 self.observer.on_begin(label, self.batch.seeds)
                 self.observer.on_earlier(label, progress.histories[label] if progress else [])
-            self._run(progress, simulate)
+            try:
+                self._run(progress, simulate)
+            except RuntimeError as error:
+                if not (is_device_error(error) and self.observer.should_stop()):
+                    raise
+                raise self._stop_at_checkpoint(error) from error
         self._note_ends()
 
     def _note_ends(self) -> None:
@@ -216,6 +222,14 @@ class _BatchRun:
             self.folder.tables.flush()
             self._record(self.checkpoints.round, is_finished=True)
             self.checkpoints.finish(keep=self.plan.config.keep_checkpoint)
+
+    def _stop_at_checkpoint(self, error: RuntimeError) -> Stopped:
+        """Return how a run stops if the GPU fails in the round that it should finish first."""
+        kept = (self.checkpoints.round if self.checkpoints else None) or 0
+        return Stopped(
+            f"Stopped after {kept} rounds of {self.group.title}: the GPU failed in a later one "
+            f"({first_line(error)})"
+        )
 
     def _take_over(self, progress: Progress) -> None:
         """Continue the history and the checkpoints of an earlier process."""

@@ -326,7 +326,7 @@ class Simulation:
                 )
             work.uploads = []
             return servers
-        if work.uploads:
+        if work.uploads and work.request.evaluate:
             work.uploaded = max(
                 self.further_models.count_numbers(upload) for _, upload in work.uploads
             )
