@@ -68,9 +68,11 @@ def read_image_folder(
             y += [label] * len(images)
             clients += [place.client] * len(images)
             split += [place.part or 0] * len(images)
-            below = (file.relative_to(place.folder / name).parts for file in images)
+            level = len((place.folder / name).parts)
+            below = (file.parts[level:] for file in images)
             depths += [(name, path[0] if len(path) > 1 else "") for path in below]
-    empty = [name for label, name in enumerate(names) if label not in set(y)]
+    present = set(y)
+    empty = [name for label, name in enumerate(names) if label not in present]
     if empty:
         where = folder / (f"…/{empty[0]}" if clients_by else empty[0])
         raise UserError(f"{where} holds no images (png, jpg, …); every class needs at least one.")

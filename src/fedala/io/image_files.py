@@ -90,7 +90,9 @@ def decode_block(sources: Sequence[ImageSource], frame: Frame, into: Pixels) -> 
     for source, row in zip(sources, into, strict=True):
         header, image = _open(source, extract)
         if image.shape != (header.height, header.width, len(row)):
-            raise UserError(f"{source.name} is not a readable image (its header is wrong).")
+            raise UserError(
+                f"{source.name} is not a readable image (its header says another size)."
+            )
         fit(image.transpose(2, 0, 1), row)
         headers.append(header)
     return headers
