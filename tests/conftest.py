@@ -9,6 +9,7 @@ import torch
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+os.environ["FEDALA_CACHE"] = "off"  # tests of the cache name a folder
 
 if not torch.cuda.is_available():
     # `torch.manual_seed` notes the whole stack for each kind of device that may come to be used.

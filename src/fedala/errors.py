@@ -21,6 +21,10 @@ class PluginWarning(UserWarning):
     """An installed package that should add methods, and cannot be used. It is left out."""
 
 
+class CacheWarning(UserWarning):
+    """Decoded samples that could not be kept, or were damaged: loading them takes longer."""
+
+
 def import_optional(module: str, package: str, extra: str, what: str) -> Any:
     """Import an optional package when it is used; if it is missing, say how to install it."""
     try:

@@ -1,7 +1,5 @@
 """Images of different sizes become images of one size on loading."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from fedala.cli.app import app
 from fedala.data import Dataset, federate, load, resize_images
 from fedala.data.images import decode_images
 from fedala.errors import UserError
+from fedala.io.image_files import ImageSource
 
 PIL = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 Y = torch.tensor([0, 1, 0, 1])
@@ -92,8 +91,8 @@ def test_encoded_images_of_a_table(tmp_path):
         return path.read_bytes()
 
     contents = [encode(photo) for photo in PHOTOS]
-    sources = [(f"image {i}", lambda c=c: io.BytesIO(c)) for i, c in enumerate(contents)]
-    found, _ = decode_images(sources, 8)
+    sources = [ImageSource(f"image {i}", None, content) for i, content in enumerate(contents)]
+    found, _ = decode_images(sources, "a table", 8)
     for image, photo in zip(found, PHOTOS, strict=True):
         np.testing.assert_array_equal(image.numpy(), shrink(photo, 8))
 

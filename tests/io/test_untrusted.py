@@ -29,7 +29,7 @@ ALLOWED = {
 HARMLESS = {
     "archive.open(info)", "archive.open(member.info)", "zipfile.ZipFile(file)",
     "gzip.GzipFile(fileobj=file)", "np.loadtxt(text, dtype=np.float32, ndmin=2, comments=None)",
-    "ParquetFile(data)", "pillow.open(data(), formats=_FORMATS)",
+    "ParquetFile(data)", "pillow.open(data, formats=FORMATS)",
     "files(__package__).joinpath(name).read_text(encoding='utf-8')",
     "files(package).joinpath('templates', name).read_text(encoding='utf-8')",
 }  # fmt: skip

@@ -31,7 +31,7 @@ from fedala.cli import (
 )
 from fedala.cli.memory import keep_freed_memory
 from fedala.cli.output import keep_lines, say
-from fedala.errors import PluginWarning, RunError, UserError
+from fedala.errors import CacheWarning, PluginWarning, RunError, UserError
 from fedala.runs.provenance import versions
 
 
@@ -55,10 +55,10 @@ class Commands(TyperGroup):
 
 
 def _make_warner(show: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that shows warnings: those about plugins as a sentence."""
+    """Return a function that shows warnings: those of this program as a sentence."""
 
     def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
-        if issubclass(category, PluginWarning):
+        if issubclass(category, PluginWarning | CacheWarning):
             say(f"Warning: {message}")
         else:
             show(message, category, *where)

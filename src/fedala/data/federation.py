@@ -141,9 +141,8 @@ class Federation:
                     np.int64(len(row)).tobytes() + np.ascontiguousarray(row, np.int64).tobytes()
                 )
         for tensor in (self.dataset.x, self.dataset.y):
-            digest.update(
-                repr(tensor.shape).encode() + np.ascontiguousarray(tensor.numpy()).data.cast("B")
-            )
+            digest.update(repr(tensor.shape).encode())
+            digest.update(np.ascontiguousarray(tensor.numpy()).data.cast("B"))
         return digest.hexdigest()
 
 

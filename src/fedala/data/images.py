@@ -1,10 +1,8 @@
 """Image files, in folders and inside tables."""
 
-import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from io import BytesIO
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedala.data.cache import load_or_make
 from fedala.data.columns import PART_WORDS
 from fedala.data.dataset import Dataset, RawData
+from fedala.data.decoding import decode_all, identify_images, is_large
 from fedala.errors import UserError, import_optional, printable
-from fedala.io.untrusted import check_expansion, check_memory, read_file
+from fedala.io.image_files import GREY, ColourAmongGrey, ImageSource, find_frame, fit
+from fedala.io.untrusted import check_memory
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
-#: Pillow knows more formats, but one of them starts a program.
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-MAX_IMAGE_BYTES = 2**28
-_GREY = {"1", "L", "LA"}
 _TRANSPARENT = {"LA", "PA", "RGBA", "RGBa", "La"}
 #: What `clients_by` must be for an image tree.
 FOLDER = "folder"
@@ -29,9 +26,6 @@ _LAYOUTS = (
     "Images are read from class/x.png, train/class/x.png and, with --clients-by folder, "
     "client/class/x.png, train/client/class/x.png or client/train/class/x.png"
 )
-
-#: The name of an image in messages, and a function that reads its bytes.
-Source = tuple[str, Callable[[], BytesIO]]
 
 
 class _Place(NamedTuple):
@@ -74,14 +68,16 @@ def read_image_folder(
             y += [label] * len(images)
             clients += [place.client] * len(images)
             split += [place.part or 0] * len(images)
-            below = (file.relative_to(place.folder / name).parts for file in images)
+            level = len((place.folder / name).parts)
+            below = (file.parts[level:] for file in images)
             depths += [(name, path[0] if len(path) > 1 else "") for path in below]
-    empty = [name for label, name in enumerate(names) if label not in set(y)]
+    present = set(y)
+    empty = [name for label, name in enumerate(names) if label not in present]
     if empty:
         where = folder / (f"…/{empty[0]}" if clients_by else empty[0])
         raise UserError(f"{where} holds no images (png, jpg, …); every class needs at least one.")
     _refuse_hidden_level(folder, set(depths), has_clients=clients_by is not None)
-    x, notes = decode_images([_source(file) for file in files], resize)
+    x, notes = decode_images(_list_sources(files), str(folder), resize)
     raw = RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names), notes=notes)
     if any(place.part is not None for place in places):
         raw = raw._replace(split=np.array(split, dtype=np.uint8))
@@ -153,68 +149,44 @@ def read_plain_images(folder: Path, resize: int | None = None) -> tuple[list[Pat
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise UserError(f"{folder} holds no images (png, jpg, …).")
-    return files, decode_images([_source(file) for file in files], resize)[0]
+    return files, decode_images(_list_sources(files), str(folder), resize)[0]
 
 
-def _source(file: Path) -> Source:
-    return str(file), lambda: BytesIO(read_file(file, MAX_IMAGE_BYTES))
+def _list_sources(files: Sequence[Path]) -> list[ImageSource]:
+    return [ImageSource(str(file), file) for file in files]
 
 
 def decode_images(
-    sources: Sequence[Source], resize: int | None = None
+    sources: Sequence[ImageSource], place: str, resize: int | None = None
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Decode images to uint8 N×C×H×W: one channel if all are grey, otherwise RGB.
 
     They must have one size, or are resized to `resize` × `resize` pixels. Also returns sentences
-    that say what was lost or converted.
+    that say what was lost or converted. `place` is the file or folder that they are in. Those of a
+    large dataset are kept, so that the next run need not decode them.
     """
-    pillow = import_optional("PIL.Image", "pillow", "images", "Reading image files")
-    stored = 0
+    import_optional("PIL.Image", "pillow", "images", "Reading image files")
 
-    def count_bytes(source: Source) -> Source:
-        def data() -> BytesIO:
-            nonlocal stored
-            content = source[1]()
-            stored += content.getbuffer().nbytes
-            return content
+    def decode() -> tuple[torch.Tensor, list[str]]:
+        frame = find_frame(sources[0], resize)
+        try:
+            x, modes = decode_all(sources, frame, place)
+        except ColourAmongGrey:
+            x, modes = decode_all(sources, frame._replace(is_grey=False), place)
+        return torch.from_numpy(x), _describe_modes(modes)
 
-        return source[0], data
-
-    # Headers first: sizes and modes must be known before memory is taken for the pixels.
-    headers = [
-        _read(pillow, count_bytes(source), lambda image: (image.size, image.mode))
-        for source in sources
-    ]
-    (width, height), _ = headers[0]
-    for (name, _), (size, mode) in zip(sources, headers, strict=True):
-        if size != (width, height) and resize is None:
-            raise UserError(
-                f"{name} has {size[0]}×{size[1]} pixels, {sources[0][0]} has {width}×{height}; "
-                "all images must have one size, or --resize 64 makes them 64×64."
-            )
-        if mode[0] in "IF":
-            raise UserError(f"{name} has more than 8 bits per channel ({mode}); save it with 8.")
-    grey = all(mode in _GREY for _, mode in headers)
-    channels = 1 if grey else 3
-    shape = (len(sources), channels, resize or height, resize or width)
-    areas = [size[0] * size[1] for size, _ in headers]
-    all_images = f"{sources[0][0]} and all other images together"
-    advice = "if that is right, save the pixels with np.savez"
-    check_expansion(channels * sum(areas), stored, all_images, advice)
-    check_memory(math.prod(shape) + 8 * max(areas), all_images)
-    pixels = np.empty(shape, dtype=np.uint8)
-    for row, source, (size, _) in zip(pixels, sources, headers, strict=True):
-        image = _read(pillow, source, lambda image: _pixels(image, grey))
-        if image.shape != (size[1], size[0], channels):
-            raise UserError(f"{source[0]} is not a readable image (its header says another size).")
-        _fit(pillow, image.transpose(2, 0, 1), row)
-    return torch.from_numpy(pixels), _describe_modes([mode for _, mode in headers])
+    if not is_large(sources):
+        x, notes = decode()
+    else:
+        identify = partial(identify_images, sources, place, resize)
+        x, notes = load_or_make(place, f"images, {resize}", identify, decode)
+    return x, tuple(notes)
 
 
-def _describe_modes(modes: Sequence[str]) -> tuple[str, ...]:
+def _describe_modes(modes: Sequence[str]) -> list[str]:
     """Say which images were converted."""
     notes = []
-    greys = sum(mode in _GREY for mode in modes)
+    greys = sum(mode in GREY for mode in modes)
     if 0 < greys < len(modes):
         verb = "is" if greys == 1 else "are"
         notes.append(f"{greys:,} of {len(modes):,} images {verb} grey; all are read as RGB.")
@@ -223,17 +195,7 @@ def _describe_modes(modes: Sequence[str]) -> tuple[str, ...]:
         notes.append(
             f"{clear:,} of {len(modes):,} images {verb} an alpha channel, which is left out."
         )
-    return tuple(notes)
-
-
-def _fit(pillow: Any, image: Any, into: Any) -> None:
-    """Copy an image of bytes, C×H×W, resized to the size of `into`: bilinear, with antialias."""
-    height, width = into.shape[1:]
-    for channel, target in zip(image, into, strict=True):
-        if channel.shape != target.shape:
-            small = pillow.fromarray(np.ascontiguousarray(channel))
-            channel = np.asarray(small.resize((width, height), pillow.Resampling.BILINEAR))
-        target[...] = channel
+    return notes
 
 
 def resize_images(dataset: Dataset, side: int) -> Dataset:
@@ -252,32 +214,10 @@ def resize_images(dataset: Dataset, side: int) -> Dataset:
 
 def fit_images(images: "Sequence[Any] | np.ndarray[Any, Any]", shape: Sequence[int]) -> Tensor:
     """Return images of bytes, each C×H×W, as uint8 of `shape`, resized if they differ in size."""
-    pillow = import_optional("PIL.Image", "pillow", "images", "Resizing images")
     resized = np.empty((len(images), *shape), dtype=np.uint8)
     for image, row in zip(images, resized, strict=True):
-        _fit(pillow, image, row)
+        fit(image, row)
     return torch.from_numpy(resized)
-
-
-def _pixels(image: Any, grey: bool) -> Any:
-    if image.mode == "P":
-        image = image.convert("RGBA")  # as pillow advises for a palette with transparency
-    return np.atleast_3d(np.asarray(image.convert("L" if grey else "RGB")))
-
-
-def _read(pillow: Any, source: Source, extract: Callable[[Any], Any]) -> Any:
-    """Open an image and return what `extract` takes from it."""
-    name, data = source
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # pillow warns about images that it can read
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            with pillow.open(data(), formats=_FORMATS) as image:
-                return extract(image)
-    except UserError:
-        raise
-    except Exception as error:  # a broken file can raise almost any kind of error
-        raise UserError(f"{name} is not a readable image ({type(error).__name__}).") from None
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from fedala.data.images import read_image_folder, resize_images
 from fedala.data.leaf import find_leaf_files, read_leaf
 from fedala.data.matching import match_classes, name_numbers, order_features
 from fedala.data.tables import read_hub, read_own_parquet, read_parquet
-from fedala.data.text import encode_texts
+from fedala.data.text import build_tokens, encode_texts
 from fedala.errors import (
     UserError,
     first_line,
@@ -58,7 +58,7 @@ def load(
         )
     try:
         raw = _read_own(name, wanted, resize) if known is None else _read_known(known, data_dir)
-        dataset = build_dataset(name, raw, known)
+        dataset = build_dataset(name, raw, known, uses_cache=True)
         return dataset if resize is None else resize_images(dataset, resize)
     except MemoryError:
         raise UserError(f"{name} does not fit into the memory of this machine.") from None
@@ -268,17 +268,23 @@ def build_dataset(
     known: KnownDataset | None = None,
     tokens: tuple[str, ...] | None = None,
     length: int | None = None,
+    *,
+    uses_cache: bool = False,
 ) -> Dataset:
     """Build a dataset; if it is a known one, check its classes and the shape of its samples.
 
     With `tokens`, these are the vocabulary of its texts; `length` is theirs, by default that of the
-    longest text.
+    longest text. `uses_cache` is for texts that are in files: those of a program are not kept.
     """
     notes: tuple[str, ...] = raw.notes
     if isinstance(raw.x, torch.Tensor):
         x, vocabulary, tokens = raw.x, None, ()
     else:
-        x, tokens = encode_texts(raw.x, tokens, known.shape[0] if known else length)
+        length = known.shape[0] if known else length
+        if tokens is None and uses_cache:
+            x, tokens = build_tokens(raw.x, raw.where, length)
+        else:
+            x, tokens = encode_texts(raw.x, tokens, length)
         vocabulary = len(tokens) + 1
         if known is None:
             notes = (*notes, f"Texts are read as up to {x.shape[1]} tokens.")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from fedala.data.columns import (
     parse_parts,
 )
 from fedala.data.dataset import RawData, encode_labels
-from fedala.data.images import MAX_IMAGE_BYTES, decode_images
+from fedala.data.images import decode_images
 from fedala.data.tabular import (
     ColumnReader,
     Feature,
@@ -33,7 +32,8 @@ from fedala.data.tabular import (
     to_words,
 )
 from fedala.errors import UserError, first_line, import_optional
-from fedala.io.untrusted import check_expansion, check_memory, open_file, read_file
+from fedala.io.image_files import ImageSource
+from fedala.io.untrusted import check_expansion, check_memory, open_file
 
 _INPUTS = ("image", "img", "text", "sentence", "content")
 _LABELS = ("label", "labels", "fine_label", "target", "class", "y")
@@ -174,10 +174,10 @@ def read_parquet_columns(
     inputs = columns.pop(table.column_names[0])
     if inputs and all(isinstance(value, str) for value in inputs):
         return inputs, columns
-    images = [_image(value, f"{path}, image {i}", ()) for i, value in enumerate(inputs)]
+    images = [_find_image(value, f"{path}, image {i}", ()) for i, value in enumerate(inputs)]
     if not images:
         raise UserError(f"{path} is empty: there is no sample in it.")
-    return decode_images(images, resize)[0], columns
+    return decode_images(images, str(path), resize)[0], columns
 
 
 def _read_table(path: Path, choose: Choose) -> Any:
@@ -287,8 +287,8 @@ def _read_inputs(
                 f"{where}, column {roles.input}: some texts are missing; every label needs one."
             )
         return inputs, ()
-    images = [_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
-    return decode_images(images, resize)
+    images = [_find_image(value, f"{where}, image {i}", caches) for i, value in enumerate(inputs)]
+    return decode_images(images, where, resize)
 
 
 def _read_features(
@@ -375,18 +375,18 @@ def _class_names(table: Any, column: str) -> tuple[str, ...]:
     return tuple(names) if is_valid else ()
 
 
-def _image(value: Any, where: str, caches: Sequence[Path]) -> tuple[str, Any]:
-    def data() -> BytesIO:
-        content = _content(value)
-        if content is None:
-            # For an image folder, the library gives the path of the image in its cache.
-            path = Path(value["path"]).resolve()
-            if not any(path.is_relative_to(cache.resolve()) for cache in caches):
-                raise UserError(
-                    f"{where} is the path {path}, not an image; "
-                    "a table cannot make this program read other files."
-                )
-            content = read_file(path, MAX_IMAGE_BYTES)
-        return BytesIO(content)
-
-    return where, data
+def _find_image(value: Any, where: str, caches: Sequence[Path]) -> ImageSource:
+    content = _content(value)
+    if isinstance(content, bytes):
+        return ImageSource(where, None, content)
+    try:
+        # For an image folder, the library gives the path of the image in its cache.
+        path = Path(value["path"]).resolve()
+    except (TypeError, KeyError, ValueError, OSError, RuntimeError) as error:
+        raise UserError(f"{where} is not a readable image ({type(error).__name__}).") from None
+    if not any(path.is_relative_to(cache.resolve()) for cache in caches):
+        raise UserError(
+            f"{where} is the path {path}, not an image; "
+            "a table cannot make this program read other files."
+        )
+    return ImageSource(where, path)

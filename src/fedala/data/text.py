@@ -1,13 +1,20 @@
 """Texts: their tokens and their vocabulary."""
 
+import hashlib
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from unicodedata import unidata_version
 
 import numpy as np
 import torch
 
+from fedala.data.cache import Identity, digest_code, load_or_make
 from fedala.data.catalogue import LENGTH
+
+#: From here on, a cache pays.
+_MANY_TEXTS = 10_000
 
 # torchtext's `basic_english`, as for the paper's vocabulary: punctuation is a token, or is dropped.
 _BASIC_ENGLISH = str.maketrans(
@@ -60,6 +67,32 @@ def encode_texts(
         words = words[:length]
         row[: len(words)] = [index.get(word, 0) for word in words]
     return torch.from_numpy(ids), tuple(index)
+
+
+def build_tokens(
+    texts: Sequence[str], place: str, length: int | None
+) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Encode the texts of a dataset with their own vocabulary. Those of a large one are kept.
+
+    `place` is the file or folder that they are in.
+    """
+
+    def identify() -> Identity:
+        # Which letters are upper-case ones depends on the version of Unicode.
+        code = digest_code(sys.modules[__name__])
+        digest = hashlib.sha256(repr((code, unidata_version, length)).encode())
+        for text in texts:
+            content = text.encode(errors="surrogatepass")
+            digest.update(b"%d\n" % len(content) + content)
+        return Identity(digest.hexdigest())
+
+    def encode() -> tuple[torch.Tensor, Sequence[str]]:
+        return encode_texts(texts, length=length)
+
+    if len(texts) < _MANY_TEXTS:
+        return encode_texts(texts, length=length)
+    ids, tokens = load_or_make(place, f"texts, {length}", identify, encode)
+    return ids, tuple(tokens)
 
 
 def fit_ids(

@@ -6,19 +6,28 @@ layout, or an error that says what is wrong with the file.
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load as deserialize
 from safetensors.torch import save as serialize
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fedala.errors import UserError
 from fedala.io import files
+from fedala.io.child_processes import count_cores
 from fedala.io.untrusted import open_file
+
+#: Bytes of a tensor under one checksum.
+_BLOCK = 2**24
+#: The types of tensors that can be mapped, as the format calls them.
+_MAPPABLE = {"U8": torch.uint8, "I32": torch.int32}
 
 
 def save(
@@ -50,6 +59,49 @@ def read_about(path: Path) -> dict[str, Any]:
         raise files.DamagedFile(f"{path} cannot be read: {error.strerror}.") from None
     except UserError as error:  # it is gone, or not a regular file
         raise files.DamagedFile(str(error)) from None
+
+
+def save_mappable(path: Path, tensor: Tensor, about: Mapping[str, Any]) -> None:
+    """Write one tensor for `map_tensor`, without a copy of it, under another name until complete.
+
+    Only one process may write to `path` at a time.
+    """
+    header: dict[str, Any] = {"version": files.VERSION, "about": dict(about)}
+    header["digest"] = _digest_blocks(header, tensor)
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        save_file({"0": tensor}, temporary, {"fedala": json.dumps(header)})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def map_tensor(path: Path) -> tuple[Tensor, dict[str, Any]]:
+    """Return the tensor of `save_mappable`, in the memory of the file, and its description.
+
+    Both are verified. What is written to the tensor does not reach the file.
+    """
+    with open_file(path) as file, files.refuse_damage(path):
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        start = 8 + int.from_bytes(data[:8], "little")
+        header, form = _read_header(data[8:start]), json.loads(data[8:start])["0"]
+        tensor = torch.frombuffer(data, dtype=_MAPPABLE[form["dtype"]], offset=start)
+        tensor = tensor.reshape(form["shape"])
+        if header["version"] != files.VERSION:
+            raise ValueError(f"it is of version {header['version']}")
+        if header.pop("digest") != _digest_blocks(header, tensor):
+            raise ValueError("its content does not match its checksum")
+        return tensor, dict(header["about"])
+
+
+def _digest_blocks(header: Mapping[str, Any], tensor: Tensor) -> str:
+    """Return a checksum of the header and of blocks of the tensor, which cores share."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    blocks = [data[first : first + _BLOCK] for first in range(0, len(data), _BLOCK)]
+    shape = [str(tensor.dtype), list(tensor.shape)]
+    with ThreadPoolExecutor(count_cores()) as pool:
+        digests = list(pool.map(lambda block: hashlib.sha256(block).hexdigest(), blocks))
+    return files.sha256(json.dumps([header, shape, digests], sort_keys=True).encode())
 
 
 def _read_header(data: bytes) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The device of a run: which one a name means, and how several processes share what there is."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -8,6 +7,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 
 from fedala.errors import UserError
+from fedala.io.child_processes import count_cores
 
 #: What `--device` takes, as help of commands.
 NAMES = "auto, cpu, cuda, or one of several GPUs, such as cuda:1"
@@ -100,6 +100,4 @@ def share_devices(name: str, jobs: int) -> list[str]:
 
 def share_cores(jobs: int) -> int:
     """Return how many cores each of several processes may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, cores // jobs)
+    return max(1, count_cores() // jobs)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fedala.io.child_processes import share_code
 from fedala.runs.devices import share_cores
 
 
@@ -107,5 +108,4 @@ def worker_environment(jobs: int) -> dict[str, str]:
 
     OMP_NUM_THREADS stays as it is if it is set.
     """
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    return {"OMP_NUM_THREADS": str(share_cores(jobs)), **os.environ, "PYTHONPATH": path}
+    return {"OMP_NUM_THREADS": str(share_cores(jobs)), **share_code()}
