@@ -56,9 +56,12 @@ def go(method, task, model=small_cnn, rounds=2, **options):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_lanes_on_the_gpu_are_each_client_alone_on_the_cpu(name):
-    """Two rounds: float32 kernels, graphs and lanes, against float64 lane by lane on the CPU."""
-    rows, models = go(name, image_task("cuda"), seeds=(0, 1))
-    reference, plain = go(name, image_task("cpu", "float64"), seeds=(0, 1), lanes=1)
+    """Two rounds: float32 kernels, graphs and lanes, against float64 lane by lane on the CPU.
+
+    At a rate of 0.1, float32 on the CPU is 1 % off for FedRep: a unit of ReLU flips.
+    """
+    rows, models = go(name, image_task("cuda", lr=0.05), seeds=(0, 1))
+    reference, plain = go(name, image_task("cpu", "float64", lr=0.05), seeds=(0, 1), lanes=1)
     for own, other in zip(rows, reference, strict=True):
         assert own.loss == pytest.approx(other.loss, rel=2e-3)
     for key in plain:

@@ -24,6 +24,7 @@ from fedala.cuda.ala_kernel import Head, learn_weights
 from fedala.cuda.ala_learner import learn_head
 from fedala.cuda.buffers import make_buffer
 from fedala.cuda.kernels import LaneKernels
+from fedala.cuda.late import find_place
 from fedala.lanes.blocks import conv_pool_relu, linear_relu
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.local_aggregation import init_state, initialize
@@ -71,6 +72,7 @@ MANY_CHANNELS = [  # the other kernels, which take seconds
     ((32, 6, 64, 3, 1, 0, 2, 2), True),
     ((32, 7, 32, 3, 2, 1, 2, 3), False),
     ((64, 2, 64, 3, 1, 1, 3, 2), True),
+    ((32, 6, 32, 1, 2, 0, 2, 2), False),  # the short cut of a residual network
 ]
 
 
@@ -155,7 +157,7 @@ def test_late_gradients_add_what_they_would_be(bias):
         return dict(zip(own, found, strict=True))
 
     expected = gradients(params)
-    known = {value.data_ptr(): name for name, value in params.items()}
+    known = {find_place(value): name for name, value in params.items()}
     with LaneKernels() as kernels, kernels.keep_late(known) as late:
         assert all(value is None for value in gradients(params).values())
     factors = torch.tensor([0.5, -2.0], device=DEVICE)
@@ -173,6 +175,22 @@ def test_late_gradients_add_what_they_would_be(bias):
             torch.testing.assert_close(params[name], wanted, rtol=1e-5, atol=1e-4)
             torch.testing.assert_close(other, wanted, rtol=1e-5, atol=1e-4)
             params[name].copy_(old)
+
+
+def test_a_part_of_a_parameter_has_no_late_gradient():
+    """Lane by lane, or gate by gate, a layer sees the beginning of a parameter's memory."""
+    params = random(2, 6, 4).to(DEVICE).requires_grad_()
+    x = random(3, 4, seed=1).to(DEVICE)
+    known = {find_place(params): "weight"}
+    with LaneKernels() as kernels, kernels.keep_late(known) as late:
+        lane = F.linear(x, params[0]).sum()
+        gate = vmap(lambda w: F.linear(x, w[:3]))(params).sum()
+        [gradient] = torch.autograd.grad(lane + gate, params)
+    assert not late.found
+    expected = torch.zeros_like(params)
+    expected[0] += x.sum(0)
+    expected[:, :3] += x.sum(0)
+    torch.testing.assert_close(gradient, expected)
 
 
 @pytest.mark.parametrize(("batch", "inside", "outside"), [(10, 40, 33), (1, 5, 3), (64, 16, 7)])

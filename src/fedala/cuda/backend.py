@@ -10,7 +10,7 @@ from torch import nn
 from fedala.cuda import has_kernels
 from fedala.cuda.ala_learner import is_plain_head, learn_head
 from fedala.cuda.graphs import CapturedRunner, CapturedSteps
-from fedala.cuda.late import run_on_streams
+from fedala.cuda.late import find_place, run_on_streams
 from fedala.lanes.backend import Backend
 from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.layers import Layered
@@ -82,7 +82,7 @@ class CudaBackend(Backend):
         if self._kernels is None:
             yield {}
         else:
-            known = {params[name].data_ptr(): name for name in names}
+            known = {find_place(params[name]): name for name in names}
             with self._kernels.keep_late(known) as late:
                 yield late.found
 

@@ -56,8 +56,8 @@ class LaneKernels(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     @contextmanager
-    def keep_late(self, names: dict[int, str]) -> Iterator[LateGradients]:
-        """Keep the gradients of parameters late, named by the address of their tensors."""
+    def keep_late(self, names: dict[Any, str]) -> Iterator[LateGradients]:
+        """Keep the gradients of parameters late, by what `find_place` returns."""
         self.late = LateGradients(names)
         try:
             yield self.late

@@ -43,18 +43,26 @@ class ProductGradient(LateGradient):
         self.write(self.begun, weight, bias[0] if bias else None, factors)
 
 
+def find_place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Return what tells a tensor from others: where it is, and its shape."""
+    return tensor.data_ptr(), tensor.shape
+
+
 @dataclass
 class LateGradients:
     """Collects the late gradients of a backward pass, by parameter."""
 
-    names: dict[int, str]
-    """The parameters that learn, by the address of their tensors."""
+    names: dict[Any, str]
+    """The parameters that learn, by the address and shape of their tensors."""
     found: dict[str, list[LateGradient]] = field(default_factory=dict)
     _streams: list[torch.cuda.Stream] = field(default_factory=list)
 
     def name(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-        """Name the parameters of a layer; nothing if they are not all known."""
-        known = [self.names[t.data_ptr()] for t in tensors if t.data_ptr() in self.names]
+        """Name the parameters of a layer; nothing if they are not all known.
+
+        A part of a parameter (the first lane alone, or a gate's rows) is not the parameter.
+        """
+        known = [self.names[key] for key in map(find_place, tensors) if key in self.names]
         return tuple(known) if len(known) == len(tensors) else ()
 
     def add(self, gradient: LateGradient) -> None:

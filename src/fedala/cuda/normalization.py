@@ -182,7 +182,7 @@ class BatchNorm(torch.autograd.Function):
             uses_batch, running_mean is not None, gamma is not None, ROWS, CHANNELS,
         )  # fmt: skip
         for kept, own in zip(tensors[2:], given[2:], strict=True):
-            if kept is not None and own is not kept:
+            if uses_batch and kept is not None and own is not kept:
                 kept.copy_(own)
         ctx.save_for_backward(rows, saved, given[0])
         ctx.uses_batch, ctx.is_affine = uses_batch, gamma is not None
