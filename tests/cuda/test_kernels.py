@@ -3,13 +3,18 @@
 On a CPU they run in Triton's interpreter, on a GPU for real.
 """
 
+import weakref
+from contextlib import nullcontext
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles import has_settled, learn_by_the_paper
 from small import assert_close, ragged_task, start_of
-from torch.func import vmap
+from torch import nn
+from torch.func import functional_call, vmap
 
 pytest.importorskip("triton", reason="needs triton")
 if not torch.cuda.is_available():
@@ -20,16 +25,18 @@ if not torch.cuda.is_available():
 
 from triton.runtime.errors import OutOfResources
 
+from fedala.cuda import late as late_module
 from fedala.cuda.ala_kernel import Head, learn_weights
 from fedala.cuda.ala_learner import learn_head
 from fedala.cuda.buffers import make_buffer
 from fedala.cuda.kernels import LaneKernels
-from fedala.cuda.late import find_place
+from fedala.cuda.late import LateGradients, find_place
 from fedala.lanes.blocks import conv_pool_relu, linear_relu
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.local_aggregation import init_state, initialize
 from fedala.lanes.trees import join
 from fedala.lanes.weight_learning import Settings, are_losses_finite, learn_in_batches
+from fedala.models.resnet import BasicBlock
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -177,6 +184,23 @@ def test_late_gradients_add_what_they_would_be(bias):
             params[name].copy_(old)
 
 
+def test_what_runs_beside_the_backward_pass_keeps_what_it_reads(monkeypatch):
+    """Freed earlier, the memory would be used again while the other stream still reads it."""
+    waited = []
+    monkeypatch.setattr(late_module, "_is_capturing", lambda: True)
+    monkeypatch.setattr(late_module, "_fork", object)
+    monkeypatch.setattr(late_module, "_join", waited.extend)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    gradient, late = torch.ones(3), LateGradients({})
+    kept = weakref.ref(gradient)
+    assert late.begin(partial(torch.sum, gradient)) == 3
+    del gradient
+    assert kept() is not None
+    late.join()
+    assert len(waited) == 1
+    assert kept() is None
+
+
 def test_a_part_of_a_parameter_has_no_late_gradient():
     """Lane by lane, or gate by gate, a layer sees the beginning of a parameter's memory."""
     params = random(2, 6, 4).to(DEVICE).requires_grad_()
@@ -255,6 +279,55 @@ def test_batch_normalization(training, affine, sides):
         for lane in range(lanes):
             one = normalize(*(v[lane] for v in (leaves[0], *kept, *leaves[1:])))
             torch.testing.assert_close(one, found[lane], rtol=1e-5, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """The parts of a residual network, small: its stem, and a block with a short cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16)
+        self.block, self.fc = BasicBlock(16, 32, 2), nn.Linear(32, 3)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.bn1(self.conv1(x)).relu(), 3, 2, 1)
+        return self.fc(self.block(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_residual_network(training):
+    """Its losses, gradients and running values, with kernels that are compiled for all sizes."""
+    torch.manual_seed(0)
+    model = Residual().train(training).to(DEVICE)
+    lanes, learning = 2, [name for name, _ in model.named_parameters()]
+    states = [{n: v.clone() for n, v in Residual().state_dict().items()} for _ in range(lanes)]
+    x, y = random(lanes, 6, 3, 20, 20).to(DEVICE), torch.arange(6, device=DEVICE) % 3
+
+    def run(dtype, together):
+        state = {}
+        for name in states[0]:
+            value = torch.stack([own[name] for own in states]).to(DEVICE)
+            value = value.to(dtype) if value.is_floating_point() else value
+            state[name] = value.requires_grad_() if name in learning else value
+
+        def loss(own, x):
+            return F.cross_entropy(functional_call(model, own, (x,)), y)
+
+        inputs = x.to(dtype)
+        if together:
+            with LaneKernels(special=False):
+                losses = vmap(loss)(state, inputs)
+        else:
+            each = ({n: v[lane] for n, v in state.items()} for lane in range(lanes))
+            losses = torch.stack([loss(own, inputs[i]) for i, own in enumerate(each)])
+        slopes = torch.autograd.grad(losses.sum(), [state[name] for name in learning])
+        running = {n: v for n, v in state.items() if n not in learning}
+        return {"loss": losses.detach(), **dict(zip(learning, slopes, strict=True)), **running}
+
+    exact, found = run(torch.float64, False), run(torch.float32, True)
+    for name, value in exact.items():
+        error = (found[name].double() - value.double()).norm() / (value.double().norm() + 1e-6)
+        assert error < 2e-4, f"{name}: {error}"
 
 
 def test_a_model_of_somebody_else_gets_results_in_the_usual_order_of_memory():

@@ -55,7 +55,7 @@ class LateGradients:
     names: dict[Any, str]
     """The parameters that learn, by the address and shape of their tensors."""
     found: dict[str, list[LateGradient]] = field(default_factory=dict)
-    _streams: list[torch.cuda.Stream] = field(default_factory=list)
+    _begun: list[tuple[Any, Callable[[], Any]]] = field(default_factory=list)
 
     def name(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """Name the parameters of a layer; nothing if they are not all known.
@@ -70,17 +70,21 @@ class LateGradients:
             self.found.setdefault(name, []).append(gradient)
 
     def begin(self, work: Callable[[], Any]) -> Any:
-        """Do some work beside the rest of the backward pass, until `join`."""
+        """Do some work beside the rest of the backward pass, until `join`.
+
+        Until then, nothing that it reads may be freed: the rest would write over it.
+        """
         if not _is_capturing():
             return work()
         stream = _fork()
-        self._streams.append(stream)
+        self._begun.append((stream, work))
         with torch.cuda.stream(stream):
             return work()
 
     def join(self) -> None:
-        _join(self._streams)
-        self._streams.clear()
+        """Wait for all that was begun."""
+        _join([stream for stream, _ in self._begun])
+        self._begun.clear()
 
 
 def give_gradients(
