@@ -38,7 +38,7 @@ class Processes:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._given_folder = folder and folder.absolute()
-        self.folder = self._given_folder or Path(tempfile.gettempdir())  # until the reaper made one
+        self.folder = self._given_folder or Path()  # until the reaper made one
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
         self._is_stopping = False
