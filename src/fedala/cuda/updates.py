@@ -1,10 +1,13 @@
 """Optimiser steps on a GPU: one kernel for all parameters if all lanes have the same numbers, or
 one for each parameter."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fedala.cuda import has_kernels
+from fedala.cuda.buffers import is_laid_out
 from fedala.lanes.optimizers import Numbers, UpdateRule, descend_fused
 from fedala.lanes.trees import Params, State, is_shared
 
@@ -13,11 +16,10 @@ def update_lanes(
     rule: UpdateRule, params: Params, gradients: Params, slots: State, numbers: Numbers
 ) -> bool:
     """Take a step if there is a kernel for it; tell whether there was."""
-    tensors = [*params.values(), *gradients.values()]
-    for slot in slots.values():
-        tensors += slot.values() if isinstance(slot, dict) else [slot]
-    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
-        return False
+    for name, gradient in gradients.items():
+        own = [slot[name] for slot in slots.values() if isinstance(slot, dict)]
+        if not _lie_alike(params[name], [gradient, *own]):
+            return False
     others = [number for name, number in numbers.items() if name not in ("lr", "clip")]
     is_same = is_shared(numbers["lr"]) and not any(isinstance(n, Tensor) for n in others)
     if rule.kind == "sgd" and is_same:
@@ -30,6 +32,15 @@ def update_lanes(
     step = step_sgd if rule.kind == "sgd" else step_adam
     step(rule, params, gradients, slots, numbers)
     return True
+
+
+def _lie_alike(param: Tensor, others: Sequence[Tensor]) -> bool:
+    """Tell whether a kernel can go through these tensors of float32 number by number."""
+    return (
+        (param.is_contiguous() or is_laid_out(param))
+        and all(t.dtype == torch.float32 for t in (param, *others))
+        and all(t.stride() == param.stride() for t in others)
+    )
 
 
 def _step_sgd(
