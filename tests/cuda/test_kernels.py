@@ -28,6 +28,7 @@ from triton.runtime.errors import OutOfResources
 from fedala.cuda import late as late_module
 from fedala.cuda.ala_kernel import Head, learn_weights
 from fedala.cuda.ala_learner import learn_head
+from fedala.cuda.batches import end_step
 from fedala.cuda.buffers import make_buffer
 from fedala.cuda.kernels import LaneKernels
 from fedala.cuda.late import LateGradients, find_place
@@ -217,6 +218,26 @@ def test_a_part_of_a_parameter_has_no_late_gradient():
     torch.testing.assert_close(gradient, expected)
 
 
+def test_neither_a_transpose_nor_a_detached_weight_has_a_late_gradient():
+    weight, bias = (random(2, *s, seed=2).to(DEVICE).requires_grad_() for s in ((4, 4), (4,)))
+    x = random(3, 4, seed=1).to(DEVICE)
+    known = {find_place(weight): "weight", find_place(bias): "bias"}
+    with LaneKernels() as kernels, kernels.keep_late(known) as late:
+        turned = vmap(lambda w: F.linear(x, w.t()))(weight)
+        frozen = vmap(lambda w, b: F.linear(x, w.detach(), b))(weight, bias)
+        found = torch.autograd.grad((turned + 2 * frozen).sum(), (weight, bias))
+    assert not late.found
+    sums = x.sum(0)[:, None].expand(4, 4)
+    torch.testing.assert_close(found[0], sums.expand(2, 4, 4))
+    torch.testing.assert_close(found[1], torch.full_like(bias, 6))
+
+
+def test_losses_may_have_any_strides():
+    total, column = torch.zeros(3, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    end_step(total, torch.arange(6.0, device=DEVICE)[::2], column, 10)
+    assert (total.tolist(), column.tolist()) == ([0, 2, 4], [10])
+
+
 @pytest.mark.parametrize(("batch", "inside", "outside"), [(10, 40, 33), (1, 5, 3), (64, 16, 7)])
 @pytest.mark.parametrize("layer", [F.linear, linear_relu], ids=["linear", "with ReLU"])
 @pytest.mark.parametrize("bias", [True, False])
@@ -332,7 +353,7 @@ def test_a_residual_network(training):
 
 def test_a_model_of_somebody_else_gets_results_in_the_usual_order_of_memory():
     x, w = random(2, 3, 4, 6, 6).to(DEVICE), random(2, 16, 4, 3, 3).to(DEVICE)
-    with LaneKernels(any_layout=False):
+    with LaneKernels(is_own=False):
         result = vmap(lambda x, w: F.conv2d(x, w).view(3, -1))(x, w)
     assert result.shape == (2, 3, 256)
 

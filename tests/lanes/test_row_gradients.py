@@ -36,6 +36,14 @@ class Tied(Words):
         )
 
 
+class Reused(Words):
+    """Uses the table in another way, too, which no module shows."""
+
+    def forward(self, x):
+        words = self.table(x).mean(1)
+        return self.out(words) * (words @ self.table.weight.T).exp().mean(1, keepdim=True)
+
+
 def text_task(model):
     task = ragged_task([12, 8, 5, 3], model=model())
     task.x = torch.randint(
@@ -53,7 +61,7 @@ def by_rows(monkeypatch):
     monkeypatch.setattr(embedding, "LEAST_ROWS", 10)
 
 
-@pytest.mark.parametrize("model", [Words, small_fasttext])
+@pytest.mark.parametrize("model", [Words, Reused, small_fasttext])
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_training_by_rows_is_training_with_dense_gradients(model, lanes, monkeypatch):
     results = []

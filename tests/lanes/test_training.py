@@ -7,6 +7,7 @@ from small import assert_close, ragged_task, start_of
 
 from fedala.cuda import backend as cuda_backend
 from fedala.lanes import Cohort, Recipe, UpdateRule, optimizers
+from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.row_gradients import RowGradient
 from fedala.lanes.training import EagerRunner, FitStep
 from fedala.lanes.trees import join, take
@@ -171,3 +172,32 @@ def test_rows_may_be_one_array():
     rows = [task.parts["train"][lane][:6] for lane in range(2)]
     listed = Cohort(task, [0, 1], [0, 0]).fit(params, rows=rows)
     assert_close(Cohort(task, [0, 1], [0, 0]).fit(params, rows=np.stack(rows)), listed, 0)
+
+
+class Late(LateGradient):
+    """The gradient of two parameters: one for the first, two for the second."""
+
+    names = ("weight", "bias")
+
+    def densify(self):
+        return [torch.ones(2, 3), torch.full((2, 4), 2.0)]
+
+    def add_to(self, targets, factors):
+        for target, gradient in zip(targets, self.densify(), strict=True):
+            target.add_(gradient * factors[:, None])
+
+
+@pytest.mark.parametrize("given", ["both", "one", "other one replaced"])
+def test_a_late_gradient_adds_to_those_parameters_only_that_have_it(given):
+    """A weight that is used elsewhere, too, has a gradient of its own, which includes the late."""
+    params = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2, 4)}
+    late = Late()
+    gradients = {"weight": late, "bias": late}
+    if given == "one":
+        del gradients["bias"]
+    elif given == "other one replaced":
+        gradients["weight"] = torch.full((2, 3), 5.0)
+    optimizers.descend(params, gradients, torch.tensor([0.5, 1.0]))
+    slope = 5 if given == "other one replaced" else 1
+    assert params["weight"][:, 0].tolist() == [-0.5 * slope, -1.0 * slope]
+    assert params["bias"][:, 0].tolist() == ([0, 0] if given == "one" else [-1, -2])

@@ -64,9 +64,9 @@ class CudaBackend(Backend):
 
                     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
                     special = convolutions <= FEW_CONVOLUTIONS
-                    any_layout = isinstance(model, Layered)
+                    is_own = isinstance(model, Layered)
                     with LaneKernels(
-                        products[precision], special=special, any_layout=any_layout
+                        products[precision], special=special, is_own=is_own
                     ) as self._kernels:
                         yield
                 else:
@@ -79,7 +79,7 @@ class CudaBackend(Backend):
     def keep_late(
         self, params: Params, names: Sequence[str]
     ) -> Iterator[dict[str, list[LateGradient]]]:
-        if self._kernels is None:
+        if self._kernels is None or not self._kernels.is_own:
             yield {}
         else:
             known = {find_place(params[name]): name for name in names}

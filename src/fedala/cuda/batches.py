@@ -48,4 +48,4 @@ def gather_batch(
 
 def end_step(total: Tensor, losses: Tensor, column: Tensor, size: int) -> None:
     """Add the losses to each lane's total, and go to the next batch."""
-    _end_step[(1,)](total, losses, column, len(total), size, BLOCK=128)
+    _end_step[(1,)](total, losses.contiguous(), column, len(total), size, BLOCK=128)

@@ -25,6 +25,11 @@ def make_buffer(like: Tensor, lanes: int) -> Tensor:
     """Return an empty tensor like a parameter [lane, …], laid out as the kernels take it."""
     if _stands_last(like):
         return to_first(like.new_empty(lanes, *to_last(like).shape[1:]))
+    return make_plain_buffer(like, lanes)
+
+
+def make_plain_buffer(like: Tensor, lanes: int) -> Tensor:
+    """Return an empty tensor like a parameter [lane, …], in the usual order of memory."""
     return like.new_empty(lanes, *like.shape[1:])
 
 

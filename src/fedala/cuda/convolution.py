@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedala.cuda import convolution_kernels as kernels
 from fedala.cuda.buffers import has_many_channels, to_first, to_last
-from fedala.cuda.late import LateGradients, give_gradients
+from fedala.cuda.late import LateGradients, choose_late, give_gradients
 from fedala.cuda.pooling import spread_to_winners
 from fedala.cuda.tiles import count_parts, find_backward_tile, find_forward_tile, find_weight_tile
 
@@ -179,7 +179,7 @@ def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Te
         )  # fmt: skip
 
     weight, bias = ctx.params
-    return give_gradients(ctx.late, weight, bias, write, multiply)
+    return give_gradients(choose_late(ctx), weight, bias, write, multiply)
 
 
 def match_call(

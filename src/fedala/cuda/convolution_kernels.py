@@ -205,7 +205,7 @@ def backward_input(
     m = first + tl.arange(0, BM)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     columns: tl.constexpr = 1 if FEW else S
-    b, h, v = m % B, m // (B * W) + PAD, m // B % W + (0 if FEW else PAD)
+    b, h, v = (m % B).to(tl.int64), m // (B * W) + PAD, m // B % W + (0 if FEW else PAD)
     dy += lane * B * O * P * Q
     w += lane * O * R * S * (FEW if FEW else C)
     # The rows and columns of this block, and the shifts that lead from them into the output.
@@ -279,18 +279,21 @@ def backward_weight(
     end = tl.minimum((part + 1) * SHARE, B * P * Q)
     for start in range(0, SHARE, BK):
         k = part * SHARE + start + tl.arange(0, BK)
+        b = (k // (P * Q)).to(tl.int64)  # offsets in a large batch exceed 32 bits
         top, left = k // Q % P * STRIDE - PAD, k % Q
         if FEW == 0:
             left = left * STRIDE - PAD
         grad = tl.load(
-            dy + k[:, None] * O + o[None, :], mask=(k[:, None] < end) & (o[None, :] < O), other=0.0
+            dy + k.to(tl.int64)[:, None] * O + o[None, :],
+            mask=(k[:, None] < end) & (o[None, :] < O),
+            other=0.0,
         )
         inside = k < end
         if PAD > 0:
             h, v = top + shift // columns, left + shift % columns
             inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
         patch = tl.load(
-            x + (((k // (P * Q) * H + top) * W + left) * C)[:, None] + offset[None, :],
+            x + (((b * H + top) * W + left) * C)[:, None] + offset[None, :],
             mask=inside[:, None] & (n[None, :] < N),
             other=0.0,
         )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fedala.cuda import has_kernels
-from fedala.cuda.buffers import make_buffer
+from fedala.cuda.buffers import make_buffer, make_plain_buffer
+from fedala.lanes.layers import Layered
 from fedala.lanes.task import Task
 from fedala.lanes.training import EagerRunner, Step
 from fedala.lanes.trees import is_shared, leaves, share, take, tree_map
@@ -27,15 +28,18 @@ class CapturedSteps:
     def __init__(self, task: Task, size: int, lanes: int, state: Any, fixed: Any) -> None:
         self.task, self.size, self.lanes = task, size, lanes
 
+        # A model that is not ours may call `view` on its weights: they stay as they are.
+        make = make_buffer if isinstance(task.model, Layered) else make_plain_buffer
+
         def make_constant(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):  # a number: it is part of the key
                 return value
             if not is_shared(value):
-                return make_buffer(value, lanes)
+                return make(value, lanes)
             one: torch.Tensor = share(value.new_empty(1, *value.shape[1:]), lanes)
             return one
 
-        self.state = tree_map(partial(make_buffer, lanes=lanes), state)
+        self.state = tree_map(partial(make, lanes=lanes), state)
         self.fixed = tree_map(make_constant, fixed)
         longest = max((len(rows) for rows in task.parts["train"]), default=0)
         self.order = torch.zeros(lanes, longest, dtype=torch.int64, device=task.device)

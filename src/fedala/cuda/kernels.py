@@ -28,14 +28,15 @@ class LaneKernels(TorchFunctionMode):
     """A mode that runs layers on their kernels, if they have one."""
 
     def __init__(
-        self, precision: str = "tf32x3", *, special: bool = True, any_layout: bool = True
+        self, precision: str = "tf32x3", *, special: bool = True, is_own: bool = True
     ) -> None:
         """Compile convolutions for each size if `special`: the fastest if there are few sizes.
 
-        With `any_layout`, the model takes activations in any order of memory: channels stay last.
+        With `is_own`, the model is one of ours, which keeps the promises of `Layered`: channels
+        stay last between layers, and gradients may be late.
         """
         super().__init__()
-        self.precision, self.special, self.any_layout = precision, special, any_layout
+        self.precision, self.special, self.is_own = precision, special, is_own
         self.late: LateGradients | None = None
         self.kernels: dict[Any, Callable[..., Any]] = {
             torch.conv2d: convolution.match_call,
@@ -52,7 +53,7 @@ class LaneKernels(TorchFunctionMode):
             call = self.kernels[func](self, *args, **(kwargs or {}))
             if call is not None:
                 result = call_stacked(*call)
-                return result if self.any_layout else result.contiguous()
+                return result if self.is_own else result.contiguous()
         return func(*args, **(kwargs or {}))
 
     @contextmanager

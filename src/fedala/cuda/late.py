@@ -43,9 +43,10 @@ class ProductGradient(LateGradient):
         self.write(self.begun, weight, bias[0] if bias else None, factors)
 
 
-def find_place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Return what tells a tensor from others: where it is, and its shape."""
-    return tensor.data_ptr(), tensor.shape
+def find_place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor from others: where it is, its shape, and its order of memory."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr(), tensor.shape, tuple(step for size, step in sides if size > 1)
 
 
 @dataclass
@@ -60,7 +61,8 @@ class LateGradients:
     def name(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """Name the parameters of a layer; nothing if they are not all known.
 
-        A part of a parameter (the first lane alone, or a gate's rows) is not the parameter.
+        A part of a parameter (the first lane alone, or a gate's rows) is not the parameter, and
+        neither is its transpose.
         """
         known = [self.names[key] for key in map(find_place, tensors) if key in self.names]
         return tuple(known) if len(known) == len(tensors) else ()
@@ -85,6 +87,12 @@ class LateGradients:
         """Wait for all that was begun."""
         _join([stream for stream, _ in self._begun])
         self._begun.clear()
+
+
+def choose_late(ctx: Any) -> LateGradients | None:
+    """Return `ctx.late` if weight and bias both learn: late gradients are those of both."""
+    _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
+    return ctx.late if weight_learns and (ctx.params[1] is None or bias_learns) else None
 
 
 def give_gradients(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedala.cuda.late import LateGradients, give_gradients
+from fedala.cuda.late import LateGradients, choose_late, give_gradients
 from fedala.cuda.products import dot
 
 #: With more rows than this, the library's own matrix product is faster.
@@ -212,7 +212,7 @@ class Linear(torch.autograd.Function):
 
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             weight, bias = ctx.params
-            dw, db = give_gradients(ctx.late, weight, bias, write)
+            dw, db = give_gradients(choose_late(ctx), weight, bias, write)
         return dx, dw, db, None, None, None
 
 

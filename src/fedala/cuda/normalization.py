@@ -29,7 +29,7 @@ def _moments(x, parts, N, SHARE, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     before = 0.0
     end = tl.minimum((part + 1) * SHARE, N)
     for start in range(part * SHARE, end, ROWS):
-        n = start + tl.arange(0, ROWS)
+        n = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (n[:, None] < end) & (c[None, :] < C)
         value = tl.load(x + n[:, None] * C + c[None, :], mask=mask, other=0.0)
         count = tl.minimum(end - start, ROWS).to(tl.float32)

@@ -162,7 +162,11 @@ def descend(
     params: Params, gradients: Gradients, lr: Tensor, backend: Backend | None = None
 ) -> None:
     """Take one step of gradient descent, in place. `lr` is [lane]."""
-    late = list_late(gradients)
+    late = [
+        one
+        for one in list_late(gradients)
+        if all(gradients.get(name) is one for name in one.names)  # of all its parameters
+    ]
     factors = -lr if late else lr
 
     def add(gradient: LateGradient) -> None:
@@ -170,7 +174,8 @@ def descend(
 
     works = [partial(add, gradient) for gradient in late]
     (backend or Backend(lr.device)).run_together(works)
-    whole = {name: value for name, value in gradients.items() if isinstance(value, Tensor)}
+    added = {name for gradient in late for name in gradient.names}
+    whole = densify({name: value for name, value in gradients.items() if name not in added})
     targets = [params[name].detach() for name in whole]
     # A model may learn nothing but row gradients: a kernel wants at least one tensor.
     if targets and is_shared(lr) and all(map(_can_fuse, targets, whole.values())):

@@ -389,10 +389,10 @@ class Task:
             values = torch.autograd.grad(losses, wanted, slopes, allow_unused=True) if names else ()
         gradients: Gradients = {}
         for name, value in zip(names, values, strict=True):
+            own = list(late.get(name, ()))
             if rows.found.get(name):
-                gradients[name] = rows.gradient(name, params[name].shape, self.embeddings[name])
-            else:
-                gradients[name] = join_gradients(name, params[name], value, late.get(name, ()))
+                own += [rows.gradient(name, params[name].shape, self.embeddings[name])]
+            gradients[name] = join_gradients(name, params[name], value, own)
         for name, row in self.padding:
             whole = gradients.get(name)
             if isinstance(whole, Tensor):
