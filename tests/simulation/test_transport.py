@@ -49,7 +49,7 @@ class ReverseTransport(Transport):
             )
             yield run_client_round(setup.method, cohort, lanes, state, request, setup.parts)
 
-    def score_models(self, round, models, clients):
+    def score_models(self, round, models, clients, *, predicts=False):
         for lanes, cohort in self._cohorts(round, [Message(model) for model in models], clients):
             scores = score_model(cohort, cohort.received.model, self.setup.parts)
             yield CohortResult(lanes, scores=scores)

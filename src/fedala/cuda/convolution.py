@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedala.cuda import convolution_kernels as kernels
 from fedala.cuda.buffers import has_many_channels, to_first, to_last
-from fedala.cuda.late import LateGradients, choose_late, give_gradients
+from fedala.cuda.late import LateGradients, give_gradients
 from fedala.cuda.pooling import spread_to_winners
 from fedala.cuda.tiles import count_parts, find_backward_tile, find_forward_tile, find_weight_tile
 
@@ -42,6 +42,11 @@ class Shape:
         return not has_many_channels(self.c)
 
     @property
+    def few(self) -> int:
+        """The number of channels if they are few, else 0."""
+        return self.c if self.is_few else 0
+
+    @property
     def width(self) -> int:
         """The channels as the kernels see them: real ones, or those of a row of the kernel."""
         if not self.is_few:
@@ -56,7 +61,7 @@ class Shape:
     def arguments(self) -> tuple[int, ...]:
         """Return C, H, W, O, P, Q, R, S, STRIDE, PAD and FEW of the kernels."""
         sizes = self.width, self.h, self.columns, self.o, self.p, self.q, self.r, self.s
-        return *sizes, self.stride, self.pad, self.c if self.is_few else 0
+        return *sizes, self.stride, self.pad, self.few
 
     def unfold(self, x: Tensor) -> Tensor:
         """Return x [lane, b, c, h, w] as the kernels take it: [lane, b, h, column, channel]."""
@@ -174,12 +179,11 @@ def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Te
         block = max(128, 1024 // together)
         kernels.add_parts[(triton.cdiv(weights + o, block), lanes)](
             parts, dw, dw if db is None else db, *given, lanes, count, weights, o, size,
-            width, shape.r, shape.s, shape.c if shape.is_few else 0,
+            width, shape.r, shape.s, shape.few,
             ADD=factors is not None, HAS_BIAS=db is not None, PARTS=together, BLOCK=block,
         )  # fmt: skip
 
-    weight, bias = ctx.params
-    return give_gradients(choose_late(ctx), weight, bias, write, multiply)
+    return give_gradients(ctx, write, multiply)
 
 
 def match_call(

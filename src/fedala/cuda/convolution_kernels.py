@@ -20,7 +20,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fedala.cuda.products import dot
+from fedala.cuda.products import dot, passes_relu
 
 
 def _make_versions(kernel: Callable[..., None]) -> dict[bool, Any]:
@@ -77,7 +77,7 @@ def _store_outputs(
         places = tl.broadcast_to(tl.arange(0, 4)[None, :, None], (BM // 4, 4, BO))
         windows = tl.reshape(acc, (BM // 4, 4, BO))
         best, winner = tl.reduce((windows, places), 1, _first_largest)
-        alive = (best > 0) | (best != best)
+        alive = passes_relu(best)
         n = first // 4 + tl.arange(0, BM // 4)
         at = n.to(tl.int64)[:, None] * O + o[None, :]
         mask = (n[:, None] < rows // 4) & (o[None, :] < O)

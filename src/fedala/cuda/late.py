@@ -89,27 +89,19 @@ class LateGradients:
         self._begun.clear()
 
 
-def choose_late(ctx: Any) -> LateGradients | None:
-    """Return `ctx.late` if weight and bias both learn: late gradients are those of both."""
-    _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
-    return ctx.late if weight_learns and (ctx.params[1] is None or bias_learns) else None
-
-
 def give_gradients(
-    late: LateGradients | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    write: Write,
-    begin: Callable[[], Any] | None = None,
+    ctx: Any, write: Write, begin: Callable[[], Any] | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weights and bias; None if they are late.
+    """Return the gradients of a layer's weights and bias, `ctx.params`; None if they are late.
 
-    `write` takes what `begin`, if there is something to begin with, returned.
+    They can be if both learn. `write` takes what `begin`, if there is something to begin with,
+    returned.
     """
-    like = [weight] if bias is None else [weight, bias]
-    if late and (names := late.name(like)):
-        begun = late.begin(begin) if begin else None
-        late.add(ProductGradient(names, like, write, begun))
+    like = [param for param in ctx.params if param is not None]
+    learns = all(ctx.needs_input_grad[1 : 1 + len(like)])
+    if ctx.late and learns and (names := ctx.late.name(like)):
+        begun = ctx.late.begin(begin) if begin else None
+        ctx.late.add(ProductGradient(names, like, write, begun))
         return None, None
     own, *added = ProductGradient((), like, write, begin() if begin else None).densify()
     return own, added[0] if added else None

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedala.cuda.late import LateGradients, choose_late, give_gradients
-from fedala.cuda.products import dot
+from fedala.cuda.late import LateGradients, give_gradients
+from fedala.cuda.products import dot, passes_relu
 
 #: With more rows than this, the library's own matrix product is faster.
 MOST_ROWS = 64
@@ -44,7 +44,7 @@ def _linear_forward(
     if HAS_BIAS:
         acc += tl.load(bias + lane * O + o, mask=o < O, other=0.0)[:, None]
     if RELU:
-        acc = tl.where((acc > 0) | (acc != acc), acc, 0.0)
+        acc = tl.where(passes_relu(acc), acc, 0.0)
     tl.store(
         y + (part * tl.num_programs(1) + lane) * B * O + b[None, :] * O + o[:, None],
         acc,
@@ -65,7 +65,7 @@ def _finish_forward(
     if HAS_BIAS:
         total += tl.load(bias + n // (B * O) * O + n % O, mask=n < SIZE, other=0.0)
     if RELU:
-        total = tl.where((total > 0) | (total != total), total, 0.0)
+        total = tl.where(passes_relu(total), total, 0.0)
     tl.store(y + n, total, mask=n < SIZE)
 
 
@@ -75,7 +75,7 @@ def _load_gradient(dy, y, at, mask, RELU: tl.constexpr):
     grad = tl.load(dy + at, mask=mask, other=0.0)
     if RELU:
         out = tl.load(y + at, mask=mask, other=0.0)
-        grad = tl.where((out > 0) | (out != out), grad, 0.0)
+        grad = tl.where(passes_relu(out), grad, 0.0)
     return grad
 
 
@@ -211,8 +211,7 @@ class Linear(torch.autograd.Function):
             )  # fmt: skip
 
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            weight, bias = ctx.params
-            dw, db = give_gradients(choose_late(ctx), weight, bias, write)
+            dw, db = give_gradients(ctx, write)
         return dx, dw, db, None, None, None
 
 

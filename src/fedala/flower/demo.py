@@ -1,7 +1,6 @@
 """`fedala flower demo`: a federation of several machines, on one."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from fedala.flower.experiment import Deployment, build_node_config, make_paths_a
 from fedala.flower.local import LocalFederation
 from fedala.flower.new import write_app
 from fedala.records import HistoryRow
+from fedala.runs.devices import share_cores
 from fedala.runs.folder import RunFolder
 from fedala.runs.plan import Plan
 
@@ -50,15 +50,6 @@ def run_demo(
         follow_run(federation, run, RunFolder(folder), row)
         summary: dict[str, Any] = json.loads(RunFolder(folder).read_verified("summary.json"))
         return summary
-
-
-def share_cores(nodes: int) -> int:
-    """Return the threads of each of several nodes on this machine.
-
-    With all cores for each of them, they would wait for each other.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // nodes)
 
 
 def follow_run(

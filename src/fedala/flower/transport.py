@@ -116,7 +116,12 @@ class FlowerTransport(Transport):
         return self._exchange(kind, request, _split_lanes(sent[0], joined[0]))
 
     def score_models(
-        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
+        self,
+        round: int,
+        models: Sequence[Params],
+        clients: Sequence[Sequence[int]],
+        *,
+        predicts: bool = False,
     ) -> Iterator[CohortResult]:
         """Test one model. In round 0 it is the initial model, which clients make themselves."""
         request = RoundRequest(round, train=False, evaluate=True)

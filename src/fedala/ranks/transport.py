@@ -173,22 +173,12 @@ class RankTransport(Transport):
     # --- tests ---------------------------------------------------------------------------------
 
     def score_models(
-        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
-    ) -> Iterator[CohortResult]:
-        return self._test_models(round, models, clients, predicts=False)
-
-    def predict_models(
-        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
-    ) -> Iterator[CohortResult]:
-        return self._test_models(round, models, clients, predicts=True)
-
-    def _test_models(
         self,
         round: int,
         models: Sequence[Params],
         clients: Sequence[Sequence[int]],
         *,
-        predicts: bool,
+        predicts: bool = False,
     ) -> Iterator[CohortResult]:
         sent = [Message(model) for model in models]
         delivery = self._deliver(sent, clients, self._count_tests, {})

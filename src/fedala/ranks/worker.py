@@ -173,9 +173,8 @@ class Worker:
         sent, clients = self._receive(delivery)
         if not any(clients):
             return []
-        test = self.local.predict_models if predicts else self.local.score_models
         models = [message.model for message in sent]
-        return list(test(round, models, clients))
+        return list(self.local.score_models(round, models, clients, predicts=predicts))
 
     def predict_absent(
         self, round: int, lanes: Sequence[Sequence[Lane]], runs: int

@@ -1,6 +1,6 @@
 """Test the models of the server and of absent clients, and tell what each kind of model scores."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,8 @@ class FurtherModels:
         population = list(range(self.setup.population))
         everybody = [population if joined else [] for joined in work.joined]
         predicts = "global" in work.request.predicts
-        for result in self._choose_test(predicts)(work.request.round, models, everybody):
+        score, round = self.transport.score_models, work.request.round
+        for result in score(round, models, everybody, predicts=predicts):
             tested = CohortResult(result.lanes, further_scores={"global": result.scores[0]})
             if INITIALIZED in result.predictions:
                 tested.predictions["global"] = result.predictions[INITIALIZED]
@@ -122,7 +123,8 @@ class FurtherModels:
             )
         absent = [self._list_absent(joined) for joined in work.joined]
         predicts = INITIALIZED in work.request.predicts
-        for result in self._choose_test(predicts)(work.request.round, models, absent):
+        score, round = self.transport.score_models, work.request.round
+        for result in score(round, models, absent, predicts=predicts):
             work.add_figures(result)
 
     def _list_absent(self, joined: Sequence[int]) -> list[int]:
@@ -156,9 +158,6 @@ class FurtherModels:
         if not is_possible or known.shape != (runs, population - joined, *rest):
             raise ValueError("another run's state")
         return np.pad(known, ((0, 0), (0, joined), (0, 0), (0, 0))) if joined else known
-
-    def _choose_test(self, predicts: bool) -> Callable[..., Iterator[CohortResult]]:
-        return self.transport.predict_models if predicts else self.transport.score_models
 
     def predict_absent(self, work: RoundResults) -> None:
         """Collect what the personal models of absent clients say, if details are due.

@@ -106,22 +106,12 @@ class LocalTransport(Transport):
         return self._run_cohorts(begin, self._form_cohorts(clients), round)
 
     def score_models(
-        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
-    ) -> Iterator[CohortResult]:
-        return self._test_models(round, models, clients, predicts=False)
-
-    def predict_models(
-        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
-    ) -> Iterator[CohortResult]:
-        return self._test_models(round, models, clients, predicts=True)
-
-    def _test_models(
         self,
         round: int,
         models: Sequence[Params],
         clients: Sequence[Sequence[int]],
         *,
-        predicts: bool,
+        predicts: bool = False,
     ) -> Iterator[CohortResult]:
         sent = [Message(model) for model in models]
         for lanes in self._form_cohorts(clients):

@@ -113,15 +113,17 @@ class Transport(ABC):
 
     @abstractmethod
     def score_models(
-        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
+        self,
+        round: int,
+        models: Sequence[Params],
+        clients: Sequence[Sequence[int]],
+        *,
+        predicts: bool = False,
     ) -> Iterator[CohortResult]:
-        """Test one model per run, as it is, on the samples of some clients."""
+        """Test one model per run, as it is, on the samples of some clients.
 
-    def predict_models(
-        self, round: int, models: Sequence[Params], clients: Sequence[Sequence[int]]
-    ) -> Iterator[CohortResult]:
-        """Do the same, and collect the predictions if the samples are on this machine."""
-        return self.score_models(round, models, clients)
+        If it `predicts`, collect the predictions, too, if the samples are on this machine.
+        """
 
     def predict_absent(
         self, round: int, clients: Sequence[Sequence[int]]
