@@ -127,3 +127,17 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
             driver.send_signal(number)
         assert driver.wait(10) == 0
     assert_nothing_remains(tmp_path / "x", 0)
+
+
+def test_a_program_that_was_just_starting_is_killed(tmp_path):
+    """Its mark can be seen only after the reaper has begun to look."""
+    command = [sys.executable, "-I", str(SOURCE / "processes.py"), str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as reaper:
+        assert reaper.stdout.readline()
+        reaper.stdin.close()
+        time.sleep(0.5)
+        environment = {**os.environ, "FEDALA_FEDERATION": f"{tmp_path}/late"}
+        with subprocess.Popen(["sleep", "60"], env=environment) as program:
+            assert program.wait(10) == -KILL
+        assert reaper.wait(10) == 0

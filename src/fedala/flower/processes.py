@@ -112,7 +112,7 @@ class Processes:
         command = [sys.executable, "-I", __file__, *folders]
         pipe = subprocess.PIPE
         reaper = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd="/", start_new_session=True)
-        stack.callback(reaper.communicate)  # closes its input and waits for its end
+        stack.callback(reaper.communicate, b"ended in order")  # and wait for its end
         assert reaper.stdout is not None
         folder = reaper.stdout.readline().rstrip(b"\n")
         if not folder:
@@ -132,10 +132,15 @@ def find_family(name: str) -> list[int]:
     return family
 
 
-def kill_family(name: str, seconds: float = 10) -> None:
-    """Kill these processes until none remains: they may start others meanwhile."""
-    end = time.monotonic() + seconds
-    while (family := find_family(name)) and time.monotonic() < end:
+def kill_family(name: str, watch: float = 0, seconds: float = 10) -> None:
+    """Kill these processes until none remains: they may start others meanwhile.
+
+    Go on for `watch` seconds even if there is none.
+    """
+    start = time.monotonic()
+    while (family := find_family(name)) or time.monotonic() < start + watch:
+        if time.monotonic() > start + seconds:
+            break
         for pid in family:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -152,8 +157,9 @@ def reap(folders: Sequence[str]) -> None:
     folder = folders[0] if folders else tempfile.mkdtemp(prefix="fedala-demo-")
     with suppress(BrokenPipeError):  # the starter is already dead
         os.write(1, os.fsencode(folder) + b"\n")
-    sys.stdin.buffer.read()  # ends when the starter closes the pipe or dies
-    kill_family(folder)
+    in_order = sys.stdin.buffer.read()  # ends when the starter closes the pipe or dies
+    # A starter that was killed may leave a program that is just starting and not yet marked.
+    kill_family(folder, watch=0 if in_order else 2)
     if not folders:
         shutil.rmtree(folder, ignore_errors=True)
 
