@@ -114,6 +114,7 @@ STAYS = {
     "fedper": ("out.",),
     "lg-fedavg": ("conv.", "norm.", "hidden."),
     "fedbn": ("norm.",),
+    "fedbabu": ("out.",),
 }
 
 
