@@ -105,6 +105,8 @@ COMMUNICATION = {
         model,
     ),  # the model of the client without samples is not sent
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
+    # A control variate for all that learns, which is all but the buffers.
+    "scaffold": lambda model: (2 * model - sum(b.numel() for b in Net().buffers()),) * 2,
 }
 
 
@@ -113,7 +115,8 @@ def assert_what_is_sent_is_counted(name, simulation, row):
     parameters = sum(value.numel() for value in start.values())
     head = sum(value.numel() for name, value in start.items() if name.startswith("out."))
     travels = parameters - head if name.startswith("fedrep") else parameters
-    sent, uploaded = COMMUNICATION.get(name, lambda model: (model, model))(travels)
+    count = COMMUNICATION.get(name.partition("+")[0], lambda model: (model, model))
+    sent, uploaded = count(travels)
     assert (row.sent, row.uploaded) == (sent, uploaded)
 
 

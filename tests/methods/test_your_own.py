@@ -29,7 +29,7 @@ def find_blocks(language):
 METHOD, USE, EXCERPT, TEST = find_blocks("python")
 [PROJECT] = find_blocks("toml")
 COMMANDS = "".join(find_blocks("sh")).splitlines()
-SCAFFOLD = Path(__file__).parents[1] / "proof" / "scaffold.py"
+SCAFFOLD = Path(__file__).parents[2] / "src" / "fedala" / "methods" / "scaffold.py"
 
 
 @pytest.fixture(autouse=True)

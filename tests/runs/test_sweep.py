@@ -129,6 +129,8 @@ NUMBERS = {
     "apple": {"apple.eta": "0.01,0.1", "apple.mu": "0.1,1"},
     "fedala": {"fedala.eta": "1,0.1"},
     "fedprox-c": {"fedprox-c.mu": "0.1,1"},
+    "scaffold": {"scaffold.eta_g": "1,0.5"},
+    "feddyn": {"feddyn.alpha": "0.1,1"},
     "ditto+ala": {"ditto.lam": "0.1,1", "ala.eta": "1,0.1"},
 }
 
