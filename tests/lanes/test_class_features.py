@@ -4,6 +4,7 @@ import plain
 import pytest
 import torch
 from small import ragged_task, start_of
+from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes.class_features import measure_features, sum_class_features
@@ -32,7 +33,7 @@ def test_against_a_loop_over_samples(chunk):
     task.chunk = chunk
     params = models_of(task)
     cut = cut_of(task, params)
-    assert measure_features(task, cut, params, "FedX") == (3, 6)
+    assert measure_features(task, "FedX") == (3, 6)
     found = sum_class_features(Cohort(task, range(4), [0] * 4), cut, params, 3, 6)
     for client, rows in enumerate(task.parts["train"]):
         own = {name: value[client : client + 1] for name, value in params.items()}
@@ -68,7 +69,11 @@ def test_numbers_that_are_not_finite_stay_in_their_lane():
 
 
 def test_a_task_without_classes_is_refused():
-    task = ragged_task(SIZES, loss=Regression())
-    params = models_of(task)
     with pytest.raises(UserError, match=r"FedX works with the classes of the samples"):
-        measure_features(task, cut_of(task, params), params, "FedX")
+        measure_features(ragged_task(SIZES, loss=Regression()), "FedX")
+
+
+def test_a_model_whose_last_layer_is_not_linear_is_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3))
+    with pytest.raises(UserError, match=r"FedX needs a model whose last layer is an nn.Linear"):
+        measure_features(ragged_task(SIZES, model=model), "FedX")

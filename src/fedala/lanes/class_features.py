@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.layer_units import find_module
 from fedala.lanes.layers import Cut
-from fedala.lanes.outputs import scores_of
 from fedala.lanes.samples import Samples
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, take
@@ -33,22 +33,24 @@ class ClassFeatures(NamedTuple):
         return self.sums / self.counts.clamp(min=1).unsqueeze(-1)
 
 
-def measure_features(task: Task, cut: Cut, params: Params, title: str) -> tuple[int, int]:
+def measure_features(task: Task, title: str) -> tuple[int, int]:
     """Return the number of classes, and of features that enter the last layer.
 
-    `title` names the method that needs both, to refuse a task that does not classify.
+    `title` names the method that needs both, to refuse a task without classes and a model whose
+    last layer does not say them. It runs nothing: a server has no samples.
     """
-    if task.loss.metric != ACCURACY or not isinstance(task.y, Tensor) or task.y.dim() != 1:
+    if task.loss.metric != ACCURACY:
         raise UserError(
             f"{title} works with the classes of the samples, and this task has none: each sample "
             "needs one label."
         )
-    rows = torch.zeros(2, dtype=torch.int64, device=task.device)
-    state = {name: value[0] for name, value in params.items()}
-    with task.use_mode(training=False), torch.no_grad(), task.autocast():
-        features = cut.lower(state, task.inputs(rows))
-        scores = scores_of(cut.upper(state, features))
-    return scores.shape[-1], features[0].numel()
+    last = task.model.get_submodule(find_module(task.layers[0]))
+    if not isinstance(last, nn.Linear):
+        raise UserError(
+            f"{title} needs a model whose last layer is an nn.Linear from features to classes, and "
+            f"this one's is a {type(last).__name__}."
+        )
+    return last.out_features, last.in_features
 
 
 @torch.no_grad()
