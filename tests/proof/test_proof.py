@@ -149,7 +149,7 @@ def test_a_client_without_samples_has_no_part(name):
 
 
 @pytest.mark.parametrize("policy", ["skip", "reset"])
-@pytest.mark.parametrize("name", [*NAMES, "scaffold", "feddyn", "apfl"])
+@pytest.mark.parametrize("name", [*NAMES, "scaffold", "feddyn", "apfl", "moon"])
 def test_a_client_that_diverges_spoils_nothing(name, policy):
     """One client's samples are not finite. Nobody else's state shows it, in any number of lanes."""
     found = []

@@ -131,6 +131,7 @@ NUMBERS = {
     "fedprox-c": {"fedprox-c.mu": "0.1,1"},
     "scaffold": {"scaffold.eta_g": "1,0.5"},
     "feddyn": {"feddyn.alpha": "0.1,1"},
+    "moon": {"moon.mu": "1,10", "moon.tau": "0.5,0.1"},
     "ditto+ala": {"ditto.lam": "0.1,1", "ala.eta": "1,0.1"},
 }
 

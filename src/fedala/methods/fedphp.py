@@ -2,15 +2,14 @@
 Models. ECML PKDD 2021."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedala.lanes import Cohort, Gradients, Message, Number, Params, State, Task, align
+from fedala.lanes import Cohort, Message, Number, Params, State, Task, align
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.layers import Cut
 from fedala.methods.base import Method
+from fedala.methods.teachers import TeacherGradients
 from fedala.options import option
 
 #: The widths a of the kernel Σ_a exp(−d²/2a).
@@ -64,9 +63,13 @@ class FedPHP(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        gradients = NearTeacher(find_last_cut(cohort.task, initialized, self.title))
-        fixed = {"lam": self.lam, "teacher": state.get("personal", received.model)}
-        local = cohort.fit(initialized, gradients=gradients, fixed=fixed)
+        cut = find_last_cut(cohort.task, initialized, self.title)
+        teacher = state.get("personal", received.model)
+        local = cohort.fit(
+            initialized,
+            gradients=TeacherGradients(cut, stay_near),
+            fixed={"teachers": {"teacher": teacher}, "numbers": {"lam": self.lam}},
+        )
         if self.variant == "historical":
             personal = self._mix(local, state["personal"], cohort.round / cohort.rounds)
             return Message(local), {"personal": personal}
@@ -85,31 +88,9 @@ class FedPHP(Method):
         }
 
 
-@dataclass(frozen=True)
-class NearTeacher:
-    """The gradients of (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
-
-    cut: Cut
-
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Tensor, y: Tensor, teacher: Params, lam: Number) -> Tensor:
-            features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            distance = mmd(features.to(task.dtype), others.to(task.dtype))
-            return (1 - lam) * loss + lam * distance
-
-        # The teacher runs as w does, on the batch's statistics: equal models have equal features.
-        # Its running statistics are copies, so that they stay as they are.
-        teacher = {
-            name: value if name in task.trainable else value.clone()
-            for name, value in fixed["teacher"].items()
-        }
-        lam = fixed["lam"]
-        if isinstance(lam, Tensor):
-            return task.gradients(model, x, y, None, objective, teacher, lam.to(task.dtype))
-        return task.gradients(model, x, y, None, partial(objective, lam=lam), teacher)
+def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Number) -> Tensor:
+    """Return (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
+    return (1 - lam) * loss + lam * mmd(features, teacher)
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:
