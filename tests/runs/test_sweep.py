@@ -129,6 +129,9 @@ NUMBERS = {
     "apple": {"apple.eta": "0.01,0.1", "apple.mu": "0.1,1"},
     "fedala": {"fedala.eta": "1,0.1"},
     "fedprox-c": {"fedprox-c.mu": "0.1,1"},
+    "scaffold": {"scaffold.eta_g": "1,0.5"},
+    "feddyn": {"feddyn.alpha": "0.1,1"},
+    "moon": {"moon.mu": "1,10", "moon.tau": "0.5,0.1"},
     "ditto+ala": {"ditto.lam": "0.1,1", "ala.eta": "1,0.1"},
 }
 
