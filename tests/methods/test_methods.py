@@ -10,6 +10,7 @@ from small import QUICK, Net, assert_close, evaluate, ragged_task, same_rows, si
 
 from fedala import methods
 from fedala.errors import UserError
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.trees import leaves
 from fedala.methods import catalogue, list_methods, make
 from fedala.simulation import Simulation
@@ -210,7 +211,6 @@ def test_fedprox_without_its_term_is_fedavg_and_with_it_is_not():
 
 def test_a_strong_proximal_term_holds_the_model_at_the_anchor():
     """With lr·μ = 1, a step ends at anchor − lr·∇L, whatever the model was: by hand."""
-    from fedala.lanes.cohort import Cohort
     from fedala.lanes.trees import join
 
     task = ragged_task([12], lr=0.1)
@@ -230,8 +230,27 @@ def test_dittos_global_track_is_fedavgs_to_the_bit():
     assert_close(final("ditto")[2][0, None], final("fedavg")[2][0, None], 0)
 
 
+def test_dittos_two_models_see_their_batches_in_different_orders(monkeypatch):
+    """Otherwise w's epoch would repeat the order of v's first. Without shuffling, all are equal."""
+    for shuffle in (True, False):
+        orders, order_samples = [], Cohort._order_samples
+
+        def see(self, rows, purpose, epoch, orders=orders, order_samples=order_samples, **options):
+            order = order_samples(self, rows, purpose, epoch, **options)
+            orders.append(tuple(order[0].tolist()))
+            return order
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Cohort, "_order_samples", see)
+            simulate("ditto", ragged_task([22], shuffle=shuffle), rounds=1)
+        assert len(orders) == 3  # two epochs of v, and one of w
+        assert len(set(orders)) == (3 if shuffle else 1)
+
+
 def test_ditto_without_its_term_is_local_with_two_epochs():
-    ditto, local = final("ditto", {"ditto.lam": 0.0}), final("local", task={"epochs": 2})
+    # Without shuffling: v and Local's w have draws of their own.
+    ditto = final("ditto", {"ditto.lam": 0.0}, task={"shuffle": False})
+    local = final("local", task={"epochs": 2, "shuffle": False})
     for client in range(len(SIZES)):
         assert_close(ditto[2][0, client], local[2][0, client], 0)
 

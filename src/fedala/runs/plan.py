@@ -30,6 +30,7 @@ from fedala.lanes.task import Task
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, import_methods
 from fedala.models import build_model
+from fedala.runs.changed_defaults import name_present_defaults
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
 from fedala.runs.devices import choose_device
@@ -192,6 +193,7 @@ def plan(
     if augmentation:
         augmentation.check(federation.dataset.x, federation.dataset.name)
     chosen_loss = make_loss(config, federation, loss)
+    config = name_present_defaults(config)
     config = resolve(config, federation, has_own_model=bool(model or own_function))
     if loss is not None:
         config = replace(config, loss="own")
