@@ -104,6 +104,8 @@ COMMUNICATION = {
         (len(SIZES) - 1) * model,
         model,
     ),  # the model of the client without samples is not sent
+    "ifca": lambda model: (2 * model, model + 1),  # k models; the number of the cluster
+    "ifca+ala": lambda model: (2 * model, model + 1),
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
 }
 
