@@ -7,10 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedala.errors import UserError
 from fedala.lanes import Cohort, Gradients, Message, Number, Params, State, Task, align
+from fedala.lanes.features import find_last_cut
 from fedala.lanes.layers import Cut
-from fedala.lanes.trees import count_lanes
 from fedala.methods.base import Method
 from fedala.options import option
 
@@ -53,7 +52,7 @@ class FedPHP(Method):
     )
 
     def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial)  # refuses a model that cannot be cut, before any work
+        find_last_cut(task, initial, self.title)  # refuses a model before any work
         return {"personal" if self.variant == "historical" else "local": initial}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
@@ -65,7 +64,7 @@ class FedPHP(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        gradients = NearTeacher(find_last_cut(cohort.task, initialized))
+        gradients = NearTeacher(find_last_cut(cohort.task, initialized, self.title))
         fixed = {"lam": self.lam, "teacher": state.get("personal", received.model)}
         local = cohort.fit(initialized, gradients=gradients, fixed=fixed)
         if self.variant == "historical":
@@ -125,22 +124,3 @@ def mmd(a: Tensor, b: Tensor) -> Tensor:
         return kernels.sum(0).mean()
 
     return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)
-
-
-def find_last_cut(task: Task, params: Params) -> Cut:
-    """Return the cut below the last layer.
-
-    A module that is not ours shows on two samples that it can be cut there.
-    """
-    rows = torch.arange(2, device=task.device) % max(1, count_lanes(task.x))
-    # The trial compares outputs, so those of a model that has diverged must be numbers as well.
-    bounded = {name: value[0].nan_to_num().clamp(-1, 1) for name, value in params.items()}
-    probe = bounded, task.inputs(rows)
-    with task.use_mode(training=False), torch.no_grad():
-        cut = Cut(task.model, 1, probe)
-    if cut.p != 1:
-        raise UserError(
-            "FedPHP compares what enters the last layer, and this model's last layer cannot be "
-            "cut off."
-        )
-    return cut
