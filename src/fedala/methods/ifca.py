@@ -23,7 +23,6 @@ class IFCA(Method):
     name = "ifca"
     title = "IFCA"
     summary = "k cluster models; each client trains the one that fits its data best"
-    has_personal_models = True
     sends_model_stack = True
     refuses_server_optimizer = "the server keeps a model for each cluster, and no global one"
 
@@ -80,13 +79,13 @@ class IFCA(Method):
         return {"models": models}
 
     def extra_template(self, task: Task, initial: Params) -> State:
-        return self.init_client(task, initial)
+        return {"cluster": torch.zeros(1, dtype=torch.int64, device=task.device)}
 
     # --- the client ----------------------------------------------------------------------------
 
     def init_client(self, task: Task, initial: Params) -> State:
-        lanes = count_lanes(initial)
-        return {"cluster": torch.zeros(lanes, dtype=torch.int64, device=task.device)}
+        nowhere = torch.zeros(count_lanes(initial), dtype=torch.int64, device=task.device)
+        return {"local": initial, "cluster": nowhere}
 
     def received_model(
         self, cohort: Cohort, received: Message, state: State
@@ -101,12 +100,14 @@ class IFCA(Method):
         chosen = torch.stack(losses, 1).nan_to_num(torch.inf).argmin(1)
         for number in range(self.clusters):
             cohort.metrics[_metric(number)] = (chosen == number).double()
-        return {name: value[0][chosen] for name, value in stack.items()}, {"cluster": chosen}
+        model = {name: value[0][chosen] for name, value in stack.items()}
+        return model, {**state, "cluster": chosen}
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        return Message(cohort.fit(initialized), {"cluster": state["cluster"]}), state
+        local = cohort.fit(initialized)
+        return Message(local, {"cluster": state["cluster"]}), {**state, "local": local}
 
 
 def _metric(number: int) -> str:
