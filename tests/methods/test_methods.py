@@ -75,10 +75,11 @@ class Scaled(Net):
         return super().forward(x) * self.scale
 
 
-# FedPHP and MOON refuse it: the last layer cannot be cut off.
-@pytest.mark.parametrize(
-    "name", [name for name in EVERY if not name.startswith(("fedphp", "moon"))]
-)
+# Some refuse it: the last layer cannot be cut off.
+UNCUT = [name for name in EVERY if not name.startswith(("fedphp", "moon", "fedpac"))]
+
+
+@pytest.mark.parametrize("name", UNCUT)
 def test_a_parameter_may_be_a_single_number(name, monkeypatch):
     task = ragged_task([5, 9, 3], model=Scaled())
     monkeypatch.setattr(small, "start_of", lambda task: start_of(task, Scaled))
@@ -107,6 +108,9 @@ COMMUNICATION = {
         (len(SIZES) - 1) * model,
         model,
     ),  # the model of the client without samples is not sent
+    "ifca": lambda model: (2 * model, model + 1),  # k models; the number of the cluster
+    # Three centroids of six features, and which are known; h, means, variance and class counts.
+    "fedpac": lambda model: (model + 18 + 3, model + 18 + 18 + 1 + 3),
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
     # A control variate for all that learns, which is all but the buffers.
     "scaffold": lambda model: (2 * model - sum(b.numel() for b in Net().buffers()),) * 2,

@@ -126,6 +126,8 @@ NUMBERS = {
     "fedamp": {"fedamp.alpha": "1000,10", "fedamp.lam": "1,2", "fedamp.sigma": "0.1,10"},
     "partialfed": {"partialfed.tau": "5,2", "partialfed.decay": "0.965,0.5"},
     "fedfomo": {"fedfomo.share": "0.2,0.5"},
+    "fedpac": {"fedpac.lam": "0.1,1"},
+    "ifca": {"ifca.noise": "0,0.1"},
     "apple": {"apple.eta": "0.01,0.1", "apple.mu": "0.1,1"},
     "fedala": {"fedala.eta": "1,0.1"},
     "fedprox-c": {"fedprox-c.mu": "0.1,1"},

@@ -157,9 +157,18 @@ class Method:
         """Return the state of clients before their first round; `initial` is Θ⁰ in every lane."""
         return {}
 
+    def received_model(
+        self, cohort: Cohort, received: Message, state: State
+    ) -> tuple[Params, State]:
+        """Return the one model of a message that a client starts from, and the state after it.
+
+        ALA blends this model. A method that sends a stack of models picks one here.
+        """
+        return received.model, state
+
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         """Return the local model that training starts from, and the state after it."""
-        return received.model, state
+        return self.received_model(cohort, received, state)
 
     def model_to_evaluate(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
