@@ -160,7 +160,8 @@ def _run(
 ) -> None:
     """Run what the command line says, in this process or as the leader of several."""
     given, file = given_options(values), Config.read(config) if config else {}
-    if out and out.exists() and leader and leader.group.was_started():  # and then ranks died
+    was_started = leader is not None and leader.group.was_started()
+    if was_started and out and out.exists():  # and then ranks died
         resume, out, force, config = out, None, False, None
     if resume:
         if config or force:
