@@ -97,7 +97,7 @@ def test_every_method_runs_with_every_loss(kind):
     assert len(result.methods) == len(names)
     for name in refusing:
         with pytest.raises(UserError, match="works with the classes of the samples"):
-            run(kind, method=name, **options)
+            run(kind, method=name, clients=2)
     for one in result.methods.values():
         assert all(np.isfinite([row.score, row.loss]).all() for row in one.history), one.title
         assert (
