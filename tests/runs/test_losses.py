@@ -64,10 +64,15 @@ KINDS = {
 }
 
 
-def run(kind, **options):
+def normalized(outputs):
+    """Make a model that every method takes: FedBN needs normalisation."""
+    return lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, outputs))
+
+
+def run(kind, make_model=linear, **options):
     make_data, outputs, settings = KINDS[kind]
     settings = {"loss": kind, **settings, **OPTIONS, **options}
-    return fedala.run(dataset=make_data(), model=linear(outputs), **settings)
+    return fedala.run(dataset=make_data(), model=make_model(outputs), **settings)
 
 
 def outputs_of(result, federation, client, out=None):
@@ -93,11 +98,11 @@ def test_every_method_runs_with_every_loss(kind):
     refusing = set() if kind == "cross_entropy" else NEED_CLASSES
     names = [name for name in list_methods() if name not in refusing]
     options = {"rounds": 2, "clients": 2, "save_models": False, "set": QUICK}
-    result = run(kind, method=",".join(names), **options)
+    result = run(kind, normalized, method=",".join(names), **options)
     assert len(result.methods) == len(names)
     for name in refusing:
         with pytest.raises(UserError, match="works with the classes of the samples"):
-            run(kind, method=name, clients=2)
+            run(kind, normalized, method=name, clients=2)
     for one in result.methods.values():
         assert all(np.isfinite([row.score, row.loss]).all() for row in one.history), one.title
         assert (

@@ -45,14 +45,14 @@ app = typer.Typer()
   fedala run --dataset cifar10 --data-dir data --partition pathological:2
   fedala run --optimizer adamw --lr 1e-3 --schedule cosine --warmup 3 --clip 1
   fedala run --sweep lr=0.1,0.03,0.01 --validation 0.1
-  fedala run --import my/fedper.py --method fedper,fedavg    # your own method
+  fedala run --import my/fedsim.py --method fedsim,fedavg    # your own method
   fedala run --model my/net.py:make         # your own model
   fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
   fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
   fedala run --resume runs/mine --seeds 5 --method +ditto    # add seeds and methods to it
 
 A config file is TOML with the same names, but for imports, as in
-batch_size = 10, method = ["fedala", "ditto"] or imports = ["my/fedper.py"].
+batch_size = 10, method = ["fedala", "ditto"] or imports = ["my/fedsim.py"].
 Options of the command line override it.""")
 )
 @config_options()

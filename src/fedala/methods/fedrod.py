@@ -1,6 +1,7 @@
 """FedRoD: Chen, Chao. On Bridging Generic and Personalized Federated Learning for Image
 Classification. ICLR 2022. With the linear personal head."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,8 +12,9 @@ from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, align
 from fedala.lanes.class_features import count_classes, measure_features
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, list_added
-from fedala.lanes.layers import Cut, upper
-from fedala.methods.base import Method
+from fedala.lanes.layer_units import Layers
+from fedala.lanes.layers import Cut
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 #: Stands for log 0, the prior of a class that a client does not have: exp of it is 0, and it stays
@@ -35,7 +37,7 @@ class PersonalOnGeneric(Head):
 
 
 @dataclass(frozen=True)
-class FedRoD(Method):
+class FedRoD(PartlyShared):
     """Body and generic head learn as if all classes were equally frequent, and are averaged.
 
     The personal head learns the client's own risk on top of both, and stays with the client.
@@ -49,17 +51,13 @@ class FedRoD(Method):
 
     gamma: float = option(1.0, "γ: exponent of the class counts in the balanced softmax", least=0)
 
-    def shared_part(self, task: Task, model: Params) -> Params:
-        personal = list_added(task.model, PersonalOnGeneric)
-        return {name: value for name, value in model.items() if name not in personal}
+    def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
+        return list_added(model, PersonalOnGeneric)
 
     def init_client(self, task: Task, initial: Params) -> State:
         measure_features(task, self.title)  # refuses a task without classes, before any work,
         find_last_cut(task, initial, self.title)  # and a model that cannot be cut
-        return {"local": initial}
-
-    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        return {**state["local"], **received.model}, state
+        return super().init_client(task, initial)
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
@@ -72,12 +70,6 @@ class FedRoD(Method):
         gradients = TwoRisks(cut, list_added(task.model, PersonalOnGeneric))
         trained = cohort.fit(initialized, gradients=gradients, fixed={"prior": prior})
         return Message(self.shared_part(task, trained)), {"local": trained}
-
-    def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
-        """Return upper layers that are received: the generic head, but not the personal one."""
-        personal = list_added(model, PersonalOnGeneric)
-        shared = [name for name, _ in model.named_parameters() if name not in personal]
-        return upper(model, layers, shared)
 
 
 @dataclass(frozen=True)
