@@ -109,6 +109,7 @@ COMMUNICATION = {
         model,
     ),  # the model of the client without samples is not sent
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
+    "feddbe": lambda model: (model + 7, model + 6),  # the mean of 6 features, and if it is known
 }
 
 
@@ -119,11 +120,13 @@ STAYS = {
     "lg-fedavg": ("conv.", "norm.", "hidden."),
     "fedbn": ("norm.",),
     "fedrod": ("out.personal.",),
+    "feddbe": ("out.memory",),
 }
 
 
 def assert_what_is_sent_is_counted(name, simulation, row):
-    start, stays = simulation.initial[0], STAYS.get(name.removesuffix("+ala"), ())
+    name = name.removesuffix("+ala")
+    start, stays = simulation.initial[0], STAYS.get(name, ())
     travels = sum(value.numel() for own, value in start.items() if not own.startswith(stays))
     sent, uploaded = COMMUNICATION.get(name, lambda model: (model, model))(travels)
     assert (row.sent, row.uploaded) == (sent, uploaded)

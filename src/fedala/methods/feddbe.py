@@ -17,7 +17,6 @@ from fedala.lanes import (
     UpdateRule,
     Uploads,
     broadcast_lanes,
-    densify,
 )
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, list_added
@@ -86,15 +85,13 @@ class FedDBE(PartlyShared):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        task, (consensus, is_known) = cohort.task, received.extra.values()
-        cut, memory = find_last_cut(task, initialized, self.title), self.own_part(task.model, ())
+        task, learned = cohort.task, {name: initialized[name] for name in cohort.task.trainable}
+        consensus, is_known = received.extra["mean"], received.extra["is_known"]
         begin = {
             "model": initialized,
-            "slots": cohort.load_slots(
-                "local", {name: initialized[name] for name in task.trainable}
-            ),
-            "mean": torch.zeros_like(consensus),
-            "share": cohort.constant(1.0),  # the first batch's mean is the first moving mean
+            "slots": cohort.load_slots("local", learned),
+            # The first moving mean is the first batch's.
+            "moving": {"mean": torch.zeros_like(consensus), "share": cohort.constant(1.0)},
         }
         fixed = {
             "optimizer": cohort.optimizer_numbers(),
@@ -103,11 +100,12 @@ class FedDBE(PartlyShared):
             "kappa": cohort.constant(self.kappa),
             "mu": cohort.constant(self.mu),
         }
+        cut, memory = find_last_cut(task, initialized, self.title), self.own_part(task.model, ())
         trained = cohort.train(DebiasStep(task.rule, cut, frozenset(memory)), begin, fixed)
         cohort.keep_slots("local", trained["slots"])
+        # The server needs the mean once. After that, nothing of it leaves the client.
+        mean = trained["moving"]["mean"] * broadcast_lanes(~is_known, consensus)
         local = trained["model"]
-        # The server asks for the mean once: after that, nothing of it leaves the client.
-        mean = trained["mean"] * broadcast_lanes(~is_known, consensus)
         return Message(self.shared_part(task, local), {"mean": mean}), {"local": local}
 
 
@@ -123,22 +121,20 @@ class DebiasStep:
     memory: frozenset[str]
 
     def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
-        def objective(
-            w: Params, x: Any, y: Any, mean: Tensor, share: Tensor, consensus: Tensor, kappa: Tensor
-        ) -> Tensor:
+        def objective(w: Params, x: Any, y: Any, moving: State, fixed: State) -> Tensor:
+            is_known = fixed["is_known"]
+            w = {**w, **{name: w[name] * is_known for name in self.memory}}
             features = self.cut.lower(w, x)
             loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
             newest = features.flatten(0, -2).mean(0).to(task.dtype)
-            moving = (1 - share) * mean + share * newest
-            mean.copy_(moving.detach())
-            return loss + kappa * (moving - consensus).square().mean()
+            mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
+            moving["mean"].copy_(mean.detach())
+            distance: Tensor = (mean - fixed["consensus"]).square().mean()
+            return loss + distance * fixed["kappa"] * is_known
 
-        model, is_known = state["model"], fixed["is_known"]
-        regularizer = state["mean"], state["share"], fixed["consensus"], fixed["kappa"] * is_known
-        losses, gradients = task.gradients(model, x, y, None, objective, *regularizer)
-        whole = densify(gradients)
-        for name in self.memory:
-            gradients[name] = whole[name] * broadcast_lanes(is_known, whole[name])
+        model, moving = state["model"], state["moving"]
+        regularizer = {name: fixed[name] for name in ("consensus", "is_known", "kappa")}
+        losses, gradients = task.gradients(model, x, y, None, objective, moving, regularizer)
         self.rule.update(task, model, gradients, state["slots"], fixed["optimizer"])
-        state["share"].copy_(fixed["mu"])
+        moving["share"].copy_(fixed["mu"])
         return losses
