@@ -109,6 +109,7 @@ COMMUNICATION = {
         model,
     ),  # the model of the client without samples is not sent
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
+    "fedproto": lambda model: (21, 21),  # 3 prototypes of 6 features, and a number for each
     "feddbe": lambda model: (model + 7, model + 6),  # the mean of 6 features, and if it is known
 }
 

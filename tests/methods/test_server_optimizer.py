@@ -22,7 +22,7 @@ from fedala.simulation import Simulation
 SIZES = [9, 5, 7, 12, 3]
 ROUNDS = 20
 KINDS = ("avgm", "adam", "yogi", "adagrad")
-REFUSING = {"local", "fedamp", "fedfomo", "apple", "pfedme", "feddbe"}
+REFUSING = {"local", "fedamp", "fedfomo", "apple", "pfedme", "feddbe", "fedproto"}
 
 
 def optimizer(kind, lr=None):

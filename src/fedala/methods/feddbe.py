@@ -129,8 +129,9 @@ class DebiasStep:
             newest = features.flatten(0, -2).mean(0).to(task.dtype)
             mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
             moving["mean"].copy_(mean.detach())
-            distance: Tensor = (mean - fixed["consensus"]).square().mean()
-            return loss + distance * fixed["kappa"] * is_known
+            distance = (mean - fixed["consensus"]).square().mean()
+            penalty: Tensor = fixed["kappa"] * is_known * distance
+            return loss + penalty
 
         model, moving = state["model"], state["moving"]
         regularizer = {name: fixed[name] for name in ("consensus", "is_known", "kappa")}
