@@ -75,11 +75,12 @@ class Scaled(Net):
         return super().forward(x) * self.scale
 
 
-# Some refuse it: the last layer cannot be cut off.
-UNCUT = [name for name in EVERY if not name.startswith(("fedphp", "moon", "fedpac"))]
+def refuses_scaled(name):
+    """Some cut off the last layer, and others replace it: here, that is the single number."""
+    return name.startswith(("fedphp", "moon", "fedpac")) or make(name).head is not None
 
 
-@pytest.mark.parametrize("name", UNCUT)
+@pytest.mark.parametrize("name", [name for name in EVERY if not refuses_scaled(name)])
 def test_a_parameter_may_be_a_single_number(name, monkeypatch):
     task = ragged_task([5, 9, 3], model=Scaled())
     monkeypatch.setattr(small, "start_of", lambda task: start_of(task, Scaled))
@@ -114,6 +115,8 @@ COMMUNICATION = {
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
     # A control variate for all that learns, which is all but the buffers.
     "scaffold": lambda model: (2 * model - sum(b.numel() for b in Net().buffers()),) * 2,
+    "fedproto": lambda model: (21, 21),  # 3 prototypes of 6 features, and a number for each
+    "feddbe": lambda model: (model + 7, model + 6),  # the mean of 6 features, and if it is known
 }
 
 
@@ -124,6 +127,8 @@ STAYS = {
     "lg-fedavg": ("conv.", "norm.", "hidden."),
     "fedbn": ("norm.",),
     "fedbabu": ("out.",),
+    "fedrod": ("out.personal.",),
+    "feddbe": ("out.memory",),
 }
 
 
