@@ -16,8 +16,9 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
 from fedala.lanes.parameters import model_state
+from fedala.lanes.teacher import NearTeacher, mmd
 from fedala.methods import make
-from fedala.methods.fedphp import FedPHP, NearTeacher, mmd
+from fedala.methods.fedphp import FedPHP
 from fedala.models import cnn
 from fedala.simulation import Simulation
 

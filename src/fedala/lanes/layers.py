@@ -25,7 +25,7 @@ from fedala.options import suggest
 State = Mapping[str, Tensor]
 
 
-__all__ = ["Cut", "Layered", "call", "layers_of", "split_patterns", "upper"]
+__all__ = ["Cut", "Layered", "call", "find_last_layer", "layers_of", "split_patterns", "upper"]
 
 
 class Layered(HasLayers):
@@ -44,6 +44,11 @@ class Layered(HasLayers):
         for stage in self.stages()[start:stop]:
             x = stage(x)
         return x
+
+
+def find_last_layer(model: nn.Module) -> str:
+    """Name the module of the last layer."""
+    return find_module(layers_of(model)[0])
 
 
 def upper(

@@ -153,6 +153,14 @@ class Method:
         """Return the state of clients before their first round; `initial` is Θ⁰ in every lane."""
         return {}
 
+    def complete_model(self, cohort: Cohort, received: Message, local: Params) -> Params:
+        """Return the received model with all that only the client has: its own parts, of `local`.
+
+        It is what `+ala` starts from. A method overrides it if a part follows from what is there,
+        and neither travels nor stays.
+        """
+        return {**local, **received.model}
+
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         """Return the local model that training starts from, and the state after it."""
         return received.model, state

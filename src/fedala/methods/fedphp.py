@@ -2,19 +2,14 @@
 Models. ECML PKDD 2021."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
 
-from fedala.lanes import Cohort, Gradients, Message, Number, Params, State, Task, align
+from fedala.lanes import Cohort, Message, Params, State, Task, align
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.layers import Cut
+from fedala.lanes.teacher import NearTeacher
 from fedala.methods.base import Method
 from fedala.options import option
-
-#: The widths a of the kernel Σ_a exp(−d²/2a).
-WIDTHS = (10, 15, 20, 50)
 
 
 @dataclass(frozen=True)
@@ -83,44 +78,3 @@ class FedPHP(Method):
             else value
             for name, value in new.items()
         }
-
-
-@dataclass(frozen=True)
-class NearTeacher:
-    """The gradients of (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
-
-    cut: Cut
-
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Tensor, y: Tensor, teacher: Params, lam: Number) -> Tensor:
-            features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            distance = mmd(features.to(task.dtype), others.to(task.dtype))
-            return (1 - lam) * loss + lam * distance
-
-        # The teacher runs as w does, on the batch's statistics: equal models have equal features.
-        # Its running statistics are copies, so that they stay as they are.
-        teacher = {
-            name: value if name in task.trainable else value.clone()
-            for name, value in fixed["teacher"].items()
-        }
-        lam = fixed["lam"]
-        if isinstance(lam, Tensor):
-            return task.gradients(model, x, y, None, objective, teacher, lam.to(task.dtype))
-        return task.gradients(model, x, y, None, partial(objective, lam=lam), teacher)
-
-
-def mmd(a: Tensor, b: Tensor) -> Tensor:
-    """Return the squared maximum mean discrepancy of two sets of features, [sample, …].
-
-    It is biased: the mean over all pairs.
-    """
-
-    def similarity(a: Tensor, b: Tensor) -> Tensor:
-        squares = (a.flatten(1).unsqueeze(1) - b.flatten(1)).square().sum(-1)
-        kernels = torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS])
-        return kernels.sum(0).mean()
-
-    return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)

@@ -90,6 +90,9 @@ class Wrapper(Method):
     def init_client(self, task: Task, initial: Params) -> State:
         return self.base.init_client(task, initial)
 
+    def complete_model(self, cohort: Cohort, received: Message, local: Params) -> Params:
+        return self.base.complete_model(cohort, received, local)
+
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         return self.base.initialize(cohort, received, state)
 
