@@ -78,6 +78,16 @@ def sum_class_features(
     return ClassFeatures(sums[..., :-2], sums[..., -2], sums[..., -1])
 
 
+def count_classes(cohort: Cohort, classes: int) -> Tensor:
+    """Return how many training samples of each class every lane has: [lane, class], float64."""
+    task = cohort.task
+    samples = cohort.load_samples(task.parts["train"][client] for client in cohort.clients)
+    labels = task.targets(samples.matrix).long()
+    real = torch.arange(labels.shape[1], device=task.device) < samples.counts[:, None]
+    counts = torch.zeros(len(cohort), classes, dtype=torch.float64, device=task.device)
+    return counts.scatter_add_(1, labels, real.double())
+
+
 def _split_samples(samples: Samples, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield parts of all samples: lanes, positions [lane, sample], and which are not padding.
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, upper_body
+from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import find_last_layer
 from fedala.lanes.teacher import NearTeacher
-from fedala.methods.base import Method
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 
@@ -47,7 +48,7 @@ def find_context(weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedCP(Method):
+class FedCP(PartlyShared):
     """A policy sends a part of every feature through the global head, which is frozen, and the
     rest through the client's own. Body and policy are averaged.
     """
@@ -62,22 +63,19 @@ class FedCP(Method):
         5.0, "λ: weight of the distance (MMD) to the global body's features", least=0
     )
 
-    def shared_part(self, task: Task, model: Params) -> Params:
-        last = find_last_layer(task.model)
+    def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
+        last = find_last_layer(model)
         own = f"{last}.personal.", f"{last}.context"
-        return {name: value for name, value in model.items() if not name.startswith(own)}
+        return [name for name in layers[0] if name.startswith(own)]
 
     def init_client(self, task: Task, initial: Params) -> State:
         find_last_cut(task, initial, self.title)  # refuses a model before any work
-        return {"local": initial}
+        return super().init_client(task, initial)
 
     def complete_model(self, cohort: Cohort, received: Message, local: Params) -> Params:
         last = find_last_layer(cohort.task.model)
         context = find_context(local[f"{last}.personal.weight"])
         return {**local, **received.model, f"{last}.context": context}
-
-    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        return self.complete_model(cohort, received, state["local"]), state
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
