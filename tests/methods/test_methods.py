@@ -120,6 +120,7 @@ STAYS = {
     "fedbn": ("norm.",),
     "fedrod": ("out.personal.",),
     "fedcp": ("out.personal.", "out.context"),
+    "gpfl": ("out.weight", "out.bias", "out.condition"),
 }
 
 
