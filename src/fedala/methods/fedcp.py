@@ -26,6 +26,8 @@ class PolicyHead(Head):
     v/‖v‖₂. Its shares r and s of a feature add up to 1.
     """
 
+    context: Tensor
+
     def __init__(self, last: nn.Linear) -> None:
         super().__init__(last)
         features = last.in_features

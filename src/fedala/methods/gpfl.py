@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedala.lanes import Cohort, Gradients, Message, Params, State, Task
 from fedala.lanes.class_features import count_classes, measure_features
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, upper_body
 from fedala.lanes.layer_units import Layers
-from fedala.lanes.layers import Cut, find_last_layer
+from fedala.lanes.layers import Cut, call_part, find_last_layer
 from fedala.methods.partly_shared import PartlyShared, divide_layers
 from fedala.options import option
 
@@ -31,7 +30,8 @@ class ConditionalValve(nn.Module):
         )
 
     def forward(self, f: Tensor, condition: Tensor) -> Tensor:
-        return ((self.gamma(condition) + 1) * f + self.beta(condition)).relu()
+        opened: Tensor = (self.gamma(condition) + 1) * f + self.beta(condition)
+        return opened.relu()
 
 
 class GuidedHead(Head):
@@ -123,19 +123,19 @@ class Guided:
     def __call__(
         self, task: Task, model: Params, fixed: State, x: Any, y: Any
     ) -> tuple[Tensor, Gradients]:
-        prefix = f"{self.last}.valve."
-        valve = task.model.get_submodule(f"{self.last}.valve")
+        path, classes = f"{self.last}.valve", f"{self.last}.embeddings"
+        decayed = [name for name in model if name == classes or name.startswith(f"{path}.")]
 
         def objective(w: Params, x: Any, y: Any, frozen: Tensor, lam: Tensor, mu: Tensor) -> Tensor:
-            features, embeddings = self.cut.lower(w, x), w[f"{self.last}.embeddings"]
+            features = self.cut.lower(w, x)
             personal = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            own = {k.removeprefix(prefix): v for k, v in w.items() if k.startswith(prefix)}
-            guided = functional_call(valve, own, (features, frozen.mean(0))).to(task.dtype)
-            cosines = F.normalize(guided, dim=-1) @ F.normalize(embeddings, dim=-1).T
+            guided: Tensor = call_part(task.model, path, w, features, frozen.mean(0))
+            guided = guided.to(task.dtype)
+            cosines = F.normalize(guided, dim=-1) @ F.normalize(w[classes], dim=-1).T
             angle = F.cross_entropy(cosines, y.long())
             magnitude = torch.linalg.vector_norm(guided - frozen[y.long()], dim=-1).mean()
-            decayed = sum(v.square().sum() for v in (*own.values(), embeddings))
-            return personal + angle + lam * magnitude + mu / 2 * decayed
+            squares = torch.stack([w[name].square().sum() for name in decayed]).sum()
+            return personal + angle + lam * magnitude + mu / 2 * squares
 
         numbers = (fixed[name] for name in ("frozen", "lam", "mu"))
         return task.gradients(model, x, y, None, objective, *numbers)
