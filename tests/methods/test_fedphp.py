@@ -17,8 +17,8 @@ from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
 from fedala.lanes.parameters import model_state
 from fedala.methods import make
-from fedala.methods.fedphp import FedPHP, mmd, stay_near
-from fedala.methods.teachers import TeacherGradients
+from fedala.methods.fedphp import FedPHP, stay_near
+from fedala.methods.teachers import TeacherGradients, mmd
 from fedala.models import cnn
 from fedala.simulation import Simulation
 

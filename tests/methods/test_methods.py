@@ -129,6 +129,8 @@ STAYS = {
     "fedbabu": ("out.",),
     "fedrod": ("out.personal.",),
     "feddbe": ("out.memory",),
+    "fedcp": ("out.personal.", "out.context"),
+    "gpfl": ("out.weight", "out.bias", "out.condition"),
 }
 
 

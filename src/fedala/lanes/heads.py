@@ -8,6 +8,7 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes.layer_units import find_module, layers_of, note_layers
+from fedala.lanes.layers import find_last_layer, upper
 from fedala.lanes.randomness import torch_seed
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
@@ -90,6 +91,22 @@ def extend_task(
         return {part: state[part] for part in _tensor_names(extended.model)}
 
     return extended, start_extended
+
+
+def upper_body(model: nn.Module, layers: int | str, part: str) -> tuple[str, ...]:
+    """Return the upper layers of the body, together with a part of the head, for ALA to blend.
+
+    `part` is the module of the head that is trained and received, as the body is. A number counts
+    layers of the body, and 0 takes nothing; a pattern may take any of both.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    head = f"{find_last_layer(model)}."
+    along = [name for name in names if name.startswith(f"{head}{part}.")]
+    body = [name for name in names if not name.startswith(head)]
+    if isinstance(layers, str):
+        return upper(model, layers, [*body, *along])
+    chosen = upper(model, layers, body)
+    return (*chosen, *along) if chosen else ()
 
 
 def list_added(model: nn.Module, head: type[Head]) -> frozenset[str]:

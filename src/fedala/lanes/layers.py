@@ -25,7 +25,16 @@ from fedala.options import suggest
 State = Mapping[str, Tensor]
 
 
-__all__ = ["Cut", "Layered", "call", "layers_of", "split_patterns", "upper"]
+__all__ = [
+    "Cut",
+    "Layered",
+    "call",
+    "call_part",
+    "find_last_layer",
+    "layers_of",
+    "split_patterns",
+    "upper",
+]
 
 
 class Layered(HasLayers):
@@ -44,6 +53,11 @@ class Layered(HasLayers):
         for stage in self.stages()[start:stop]:
             x = stage(x)
         return x
+
+
+def find_last_layer(model: nn.Module) -> str:
+    """Name the module of the last layer."""
+    return find_module(layers_of(model)[0])
 
 
 def upper(
@@ -135,6 +149,15 @@ def call(model: nn.Module, state: State, x: Any, **kwargs: Any) -> Any:
     return functional_call(model, dict(state), (x,), kwargs)
 
 
+def call_part(model: nn.Module, path: str, state: State, *args: Any) -> Any:
+    """Return the output of the sub-module at `path`, with its part of the model's state."""
+    prefix = f"{path}."
+    part = {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+    return functional_call(model.get_submodule(path), part, args)
+
+
 class Cut:
     """A model in two halves: `upper` is the last p layers, `lower` all below.
 
@@ -185,13 +208,7 @@ class Cut:
             return call(self.model, state, features, start=self.depth - self.p)
         if self.p == self.depth:
             return call(self.model, state, features)
-        prefix = f"{self._last}."
-        part = {
-            name.removeprefix(prefix): value
-            for name, value in state.items()
-            if name.startswith(prefix)
-        }
-        return functional_call(self.model.get_submodule(self._last), part, (features,))
+        return call_part(self.model, self._last, state, features)
 
     # --- the last layer of a module that is not ours -------------------------------------------
 

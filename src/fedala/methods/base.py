@@ -166,6 +166,14 @@ class Method:
         """
         return received.model, state
 
+    def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
+        """Return a received model with all that only the client has: its own parts, of `local`.
+
+        It is what `+ala` starts from. A method overrides it if a part follows from what is there,
+        and neither travels nor stays.
+        """
+        return {**local, **received}
+
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         """Return the local model that training starts from, and the state after it."""
         return self.received_model(cohort, received, state)

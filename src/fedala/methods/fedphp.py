@@ -9,11 +9,8 @@ from torch import Tensor
 from fedala.lanes import Cohort, Message, Number, Params, State, Task, align
 from fedala.lanes.features import find_last_cut
 from fedala.methods.base import Method
-from fedala.methods.teachers import TeacherGradients
+from fedala.methods.teachers import TeacherGradients, mmd
 from fedala.options import option
-
-#: The widths a of the kernel Σ_a exp(−d²/2a).
-WIDTHS = (10, 15, 20, 50)
 
 
 @dataclass(frozen=True)
@@ -91,17 +88,3 @@ class FedPHP(Method):
 def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Number) -> Tensor:
     """Return (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
     return (1 - lam) * loss + lam * mmd(features, teacher)
-
-
-def mmd(a: Tensor, b: Tensor) -> Tensor:
-    """Return the squared maximum mean discrepancy of two sets of features, [sample, …].
-
-    It is biased: the mean over all pairs.
-    """
-
-    def similarity(a: Tensor, b: Tensor) -> Tensor:
-        squares = (a.flatten(1).unsqueeze(1) - b.flatten(1)).square().sum(-1)
-        kernels = torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS])
-        return kernels.sum(0).mean()
-
-    return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)

@@ -32,7 +32,7 @@ class PartlyShared(Method):
         return {"local": initial}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        return {**state["local"], **received.model}, state
+        return self.complete_model(cohort, received.model, state["local"]), state
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State

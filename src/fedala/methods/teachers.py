@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedala.lanes import Gradients, Params, State, Task
 from fedala.lanes.layers import Cut
+
+#: The widths a of the kernel Σ_a exp(−d²/2a).
+WIDTHS = (10, 15, 20, 50)
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class TeacherGradients:
 
     cut: Cut
     combine: Callable[..., Tensor]
+    names: tuple[str, ...] | None = None
+    """The parameters that learn; None: all of the task's."""
 
     def __call__(
         self, task: Task, model: Params, fixed: State, x: Any, y: Any
@@ -40,4 +46,18 @@ class TeacherGradients:
             name: {n: v if n in task.trainable else v.clone() for n, v in one.items()}
             for name, one in fixed["teachers"].items()
         }
-        return task.gradients(model, x, y, None, objective, teachers, of_lanes)
+        return task.gradients(model, x, y, self.names, objective, teachers, of_lanes)
+
+
+def mmd(a: Tensor, b: Tensor) -> Tensor:
+    """Return the squared maximum mean discrepancy of two sets of features, [sample, …].
+
+    It is biased: the mean over all pairs.
+    """
+
+    def similarity(a: Tensor, b: Tensor) -> Tensor:
+        squares = (a.flatten(1).unsqueeze(1) - b.flatten(1)).square().sum(-1)
+        kernels = torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS])
+        return kernels.sum(0).mean()
+
+    return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)

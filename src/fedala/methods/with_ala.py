@@ -1,10 +1,12 @@
 """ALA on any method, `method+ala`: it replaces the local initialisation and nothing else."""
 
+import copy
 from dataclasses import dataclass
 
 from torch import nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task, local_aggregation
+from fedala.lanes.heads import extend_model
 from fedala.lanes.local_aggregation import Outcome
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method
@@ -23,6 +25,8 @@ class InitializedByALA(Wrapper):
 
     def check_model(self, model: nn.Module) -> None:
         self.base.check_model(model)
+        if self.head:
+            model = extend_model(copy.deepcopy(model), self.head, self.base.title)
         self.ala_parameters(model, self.ala.layers)
 
     def init_client(self, task: Task, initial: Params) -> State:
@@ -41,7 +45,7 @@ class InitializedByALA(Wrapper):
             local,
             model,
             governed=self.ala_parameters(cohort.task.model, self.ala.layers),
-            start={**local, **model},  # what the server does not send is the client's own
+            start=self.complete_model(cohort, model, local),
         )
         self.report(cohort, outcome)
         return initialized, {**state, "base": base, "ala": learned}

@@ -95,6 +95,9 @@ class Wrapper(Method):
     ) -> tuple[Params, State]:
         return self.base.received_model(cohort, received, state)
 
+    def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
+        return self.base.complete_model(cohort, received, local)
+
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         return self.base.initialize(cohort, received, state)
 
