@@ -26,9 +26,9 @@ import torch
 from fuzz.mutations import misplace, mutate, repair_png
 
 import fedala.io.tensor_files
+from fedala.cells.results import COLUMNS
 from fedala.cli import run as run_command
 from fedala.paper.experiments import tables
-from fedala.paper.results import COLUMNS
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.observer import RunObserver, Stopped
