@@ -119,3 +119,43 @@ class PlainALA(PaperALA):
         rows, options = task.parts["train"][client], {"batch_size": task.batch_size}
         options |= {"client": client, "max_epochs": self.EPOCHS}
         super().__init__(task.x, task.y, rows, names, eta=self.ETA, **options)
+
+
+def take_part(model: nn.Module, other: nn.Module, is_taken: Callable[[str], bool]) -> nn.Module:
+    """Return a copy of a model with the tensors of another whose names are taken."""
+    return changed(model, {n: v for n, v in other.state_dict().items() if is_taken(n)})
+
+
+def share_a_part(
+    task: Task,
+    initial: Params,
+    stays: Callable[[str], bool],
+    rounds: int,
+    *,
+    train: Callable[[nn.Module, int, int], nn.Module] | None = None,
+    blended: Sequence[str] = (),
+) -> tuple[nn.Module, list[nn.Module], list[nn.Module]]:
+    """Run rounds of a method whose clients keep the tensors that `stays` names to themselves.
+
+    Return the server's model, of which the shared part means something, each client's model before
+    the next training, and after the last. `train(model, client, round)` replaces an epoch of SGD.
+    ALA blends the parameters in `blended`.
+    """
+    sizes = [len(rows) for rows in task.parts["train"]]
+    clients = range(len(sizes))
+
+    def descend_once(model: nn.Module, client: int, round: int) -> nn.Module:
+        rows = batches(task, client, round=round)
+        return descend(model, cross_entropy(task), rows, task.recipe.lr)
+
+    server = module(task, initial)
+    local = [server for _ in clients]
+    ala = [PlainALA(task, client, blended) for client in clients]
+    for round in range(1, rounds + 2):
+        start = [take_part(server, own, stays) for own in local]
+        if blended:
+            start = [ala[i](start[i], local[i], server, round=round) for i in clients]
+        if round <= rounds:
+            local = [(train or descend_once)(start[i], i, round) for i in clients]
+            server = mean(local, sizes)
+    return server, start, local

@@ -394,6 +394,10 @@ REFUSALS = [
     Refusal("new method fedala", "There is a method fedala already"),
     Refusal("new method FedMine", "fedmine.py exists", put("fedmine.py", "x = 1\n")),
     Refusal("new method FedMine --out d.npz", "d.npz"),
+    Refusal(f"new method {'x' * 400}", "too long"),
+    Refusal(f"report {'x' * 400}", "too long"),
+    Refusal(f"run --resume {'x' * 400}", "too long"),
+    Refusal(f"RUN --out {'x' * 400}", "output folder"),
     # losses
     Refusal("RUN --loss mse --out new", "mse needs float targets, and d.npz has 4 classes"),
     Refusal("RUN --loss hinge --out new", "There is no loss 'hinge'"),

@@ -2,14 +2,13 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedala[flower]'")
 
 from flower.inprocess import InProcessGrid
-from proof import fedper
+from methods.test_your_own import METHOD
 from typer.testing import CliRunner
 
 from fedala.cli.app import app
@@ -19,7 +18,7 @@ from fedala.flower.server import serve
 from fedala.methods import catalogue, registry
 from fedala.runs.folder import RunFolder
 
-SOURCE = Path(fedper.__file__).read_text(encoding="utf-8").replace('"fedper"', '"mine"')
+SOURCE = METHOD.replace("@register\n", "").replace('"fedsim"', '"mine"')
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_what_ala_governs_is_below_the_head():
     )
     assert method.ala_parameters(model, 0) == ()
     with pytest.raises(
-        UserError, match=r"layers must be between 0 and 3, the layers of FedRep's body, not 4"
+        UserError, match=r"between 0 and 3, the number of layers that learn and are shared, not 4"
     ):
         method.ala_parameters(model, 4)
 
@@ -199,7 +199,7 @@ def test_ala_without_layers_is_plain_fedrep():
 
 def test_a_model_without_a_body_is_refused():
     task = ragged_task([5], model=nn.Linear(36, 3))
-    with pytest.raises(UserError, match="at least two layers"):
+    with pytest.raises(UserError, match="FedRep needs a model of at least 2 layers"):
         Simulation(make("fedrep"), task, start_of(task, lambda: nn.Linear(36, 3)))
 
 

@@ -33,27 +33,27 @@ SCAFFOLD = Path(__file__).parents[1] / "proof" / "scaffold.py"
 
 
 @pytest.fixture(autouse=True)
-def fedper(tmp_path, monkeypatch):
+def fedsim(tmp_path, monkeypatch):
     """The page's file, imported from a folder of its own; afterwards it has never been there."""
-    (tmp_path / "fedper.py").write_text(METHOD, encoding="utf-8")
+    (tmp_path / "fedsim.py").write_text(METHOD, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield importlib.import_module("fedper")
-    del sys.modules["fedper"]
-    del registry._classes()["fedper"]
+    yield importlib.import_module("fedsim")
+    del sys.modules["fedsim"]
+    del registry._classes()["fedsim"]
     catalogue.cache_clear()
 
 
 SMALL = "--dataset d.npz --clients 3 --batch-size 50 --partition iid --device cpu"
 
 
-def test_the_pages_commands_work(own_code, fedper, monkeypatch):
+def test_the_pages_commands_work(own_code, fedsim, monkeypatch):
     """All of them, in their order, with a single round each."""
-    (own_code / "fedper.py").write_text(METHOD, encoding="utf-8")
-    monkeypatch.setattr(fedper, "__file__", str(own_code / "fedper.py"))
+    (own_code / "fedsim.py").write_text(METHOD, encoding="utf-8")
+    monkeypatch.setattr(fedsim, "__file__", str(own_code / "fedsim.py"))
     images = np.random.default_rng(0).integers(0, 255, (60, 16, 16), np.uint8)
     np.savez("d.npz", x=images, y=np.arange(60) % 3)
-    lines = [f"fedala run --import fedper.py --method fedper --rounds 1 --out runs/mine {SMALL}"]
+    lines = [f"fedala run --import fedsim.py --method fedsim --rounds 1 --out runs/mine {SMALL}"]
     for line in COMMANDS:
         rounds = 2 if "--resume" in line else 1
         quick = re.sub(r" --rounds \d+", "", line)
@@ -70,28 +70,28 @@ def test_the_pages_package_adds_the_method(own_code, monkeypatch):
     project = tomllib.loads(PROJECT)
     [(group, points)] = project["project"]["entry-points"].items()
     [(name, value)] = points.items()
-    about = own_code / "fedala_fedper-1.0.dist-info"
+    about = own_code / "fedala_fedsim-1.0.dist-info"
     about.mkdir()
     version = project["project"]["version"]
     (about / "METADATA").write_text(f"Name: {project['project']['name']}\nVersion: {version}\n")
     (about / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
-    del registry._classes()["fedper"]
+    del registry._classes()["fedsim"]
     monkeypatch.syspath_prepend(own_code)
     monkeypatch.setattr(registry, "_has_loaded_plugins", False)
     monkeypatch.setattr(registry, "_packages", {})
     catalogue.cache_clear()
-    assert catalogue()["fedper"].title == "FedPer"
-    assert find_code("fedper") == ("fedper", ("fedala-fedper", "1.0"))
+    assert catalogue()["fedsim"].title == "FedSim"
+    assert find_code("fedsim") == ("fedsim", ("fedala-fedsim", "1.0"))
     [file] = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
-    assert file == "fedper.py"
+    assert file == "fedsim.py"
 
 
 @pytest.mark.parametrize("join_ratio", [1.0, 0.5])
 def test_lanes_are_independent_over_rounds(join_ratio):
     options = {"seeds": (3, 4), "rounds": 3, "join_ratio": join_ratio}
-    _, rows, models = simulate("fedper", ragged_task(SIZES), lanes=1, **options)
+    _, rows, models = simulate("fedsim", ragged_task(SIZES), lanes=1, **options)
     for lanes in (3, None):
-        _, other_rows, other_models = simulate("fedper", ragged_task(SIZES), lanes=lanes, **options)
+        _, other_rows, other_models = simulate("fedsim", ragged_task(SIZES), lanes=lanes, **options)
         same_rows(rows, other_rows, 1e-9)
         for key in models:
             assert_close(models[key], other_models[key], 1e-10)
@@ -114,15 +114,15 @@ def test_the_pages_way_to_run_it_runs():
     quick = USE.replace("rounds=10", "rounds=1, clients=3, partition='iid', batch_size=50")
     exec(quick, namespace)
     result = namespace["result"]
-    assert list(result.methods) == ["fedper", "fedavg", "local"]
-    sent = result.methods["fedper"].summary()["parameters_per_client_and_round"]["sent"]
+    assert list(result.methods) == ["fedsim", "fedavg", "local"]
+    sent = result.methods["fedsim"].summary()["parameters_per_client_and_round"]["sent"]
     whole = result.methods["fedavg"].summary()["parameters_per_client_and_round"]["sent"]
     assert whole - sent == 512 * 10 + 10
 
 
 def test_the_upper_layers_are_personal_and_the_others_the_servers():
     simulation, rows, models = simulate(
-        "fedper", ragged_task(SIZES), rounds=2, settings={"fedper.layers": 2}
+        "fedsim", ragged_task(SIZES), rounds=2, settings={"fedsim.layers": 2}
     )
     personal = {name for name in simulation.initial[0] if name.startswith(("out.", "hidden."))}
     assert models[0, None].keys() == simulation.initial[0].keys() - personal
@@ -137,18 +137,18 @@ def test_the_upper_layers_are_personal_and_the_others_the_servers():
 
 
 def test_it_is_known_by_its_name_like_any_other():
-    assert catalogue()["fedper"].title == "FedPer"
-    assert make("fedper", {"fedper.layers": "2"}).layers == 2
-    with pytest.raises(UserError, match=r"fedper.layers must be at least 1"):
-        make("fedper", {"fedper.layers": 0})
+    assert catalogue()["fedsim"].title == "FedSim"
+    assert make("fedsim", {"fedsim.layers": "2"}).layers == 2
+    with pytest.raises(UserError, match=r"fedsim.layers must be at least 1"):
+        make("fedsim", {"fedsim.layers": 0})
     with pytest.raises(
-        UserError, match=r"fedper\+ala is refused: the upper layers are not received"
+        UserError, match=r"fedsim\+ala is refused: the upper layers are not received"
     ):
-        make("fedper+ala")
+        make("fedsim+ala")
 
 
-def test_a_method_may_be_defined_again_but_not_take_anothers_name(fedper):
-    assert register(fedper.FedPer) is fedper.FedPer
-    for taken in ("fedavg", "fedala", "fedper"):
+def test_a_method_may_be_defined_again_but_not_take_anothers_name(fedsim):
+    assert register(fedsim.FedSim) is fedsim.FedSim
+    for taken in ("fedavg", "fedala", "fedsim"):
         with pytest.raises(UserError, match=f"There is a method {taken} already"):
             register(type("Other", (Method,), {"name": taken}))

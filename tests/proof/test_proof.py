@@ -12,9 +12,7 @@ import torch
 from methods.test_methods import SIZES, assert_lanes_are_independent, same_evaluations
 from plain import batches, combine, cross_entropy, lane, mean, module
 from proof.fedadam import FedAdam
-from proof.fedbn import FedBN
 from proof.feddyn import FedDyn
-from proof.fedper import FedPer
 from proof.pfedhn import PFedHN
 from proof.scaffold import Scaffold
 from small import Net, assert_close, evaluate, ragged_task, start_of
@@ -26,7 +24,7 @@ from fedala.lanes.trees import leaves
 from fedala.methods import Method, ServerRound, catalogue, make, register, registry
 from fedala.simulation import Simulation
 
-PROOFS = (FedPer, FedBN, Scaffold, FedDyn, FedAdam, PFedHN)
+PROOFS = (Scaffold, FedDyn, FedAdam, PFedHN)
 NAMES = [cls.name for cls in PROOFS]
 WITH_ALA = [f"{cls.name}+ala" for cls in PROOFS if not cls.refuses_ala]
 #: Each method with the shares of clients that join a round; with both ALA and absent clients, one.
@@ -125,11 +123,7 @@ def test_what_travels_is_counted():
     task = ragged_task(SIZES)
     initial = start_of(task)(0)
     whole, learning = count(initial), count(initial, task.trainable)
-    norm, head = (count({n: v for n, v in initial.items() if n.startswith(p)})
-                  for p in ("norm.", "out."))  # fmt: skip
     expected = {
-        "fedper": (whole - head,) * 2,
-        "fedbn": (whole - norm,) * 2,
         "scaffold": (whole + learning,) * 2,  # the model and c, the model and Δc
         "feddyn": (whole, whole),
         "fedadam": (whole, whole),
@@ -218,15 +212,6 @@ def test_a_method_may_send_extra_tensors_only(join_ratio, tmp_path, register_met
 
 
 # --- what sets each apart ------------------------------------------------------------------------
-
-
-def test_fedper_shares_all_but_the_head_and_fedbn_all_but_the_norm():
-    for name, prefix in (("fedper", "out."), ("fedbn", "norm.")):
-        _, _, models = evaluate(name, ragged_task(SIZES), rounds=2)
-        personal = {n for n in models[0, 1] if n.startswith(prefix)}
-        assert models[0, 1].keys() - models[0, None].keys() == personal
-        for n, value in models[0, 1].items():
-            assert torch.equal(value, models[0, 2][n]) == (n not in personal)
 
 
 def train_plainly(task, model, client, round, correction):

@@ -64,10 +64,15 @@ KINDS = {
 }
 
 
-def run(kind, **options):
+def normalized(outputs):
+    """Make a model that every method takes: FedBN needs normalisation."""
+    return lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, outputs))
+
+
+def run(kind, make_model=linear, **options):
     make_data, outputs, settings = KINDS[kind]
     settings = {"loss": kind, **settings, **OPTIONS, **options}
-    return fedala.run(dataset=make_data(), model=linear(outputs), **settings)
+    return fedala.run(dataset=make_data(), model=make_model(outputs), **settings)
 
 
 def outputs_of(result, federation, client, out=None):
@@ -86,7 +91,8 @@ QUICK = {"ala.max_epochs": 2, "fedala.max_epochs": 2, "fedavg-c.epochs": 1, "fed
 @pytest.mark.parametrize("kind", ["cross_entropy", "multilabel", "huber", "own"])
 def test_every_method_runs_with_every_loss(kind):
     """Two rounds of all methods are finite; the score is what the loss asks for."""
-    result = run(kind, method="all", rounds=2, clients=2, save_models=False, set=QUICK)
+    options = {"method": "all", "rounds": 2, "clients": 2, "save_models": False, "set": QUICK}
+    result = run(kind, normalized, **options)
     assert len(result.methods) == len(list_methods())
     for one in result.methods.values():
         assert all(np.isfinite([row.score, row.loss]).all() for row in one.history), one.title

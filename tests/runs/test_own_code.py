@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from proof import fedper
+from methods.test_your_own import METHOD
 from torch import nn
 from typer.testing import CliRunner
 
@@ -22,7 +22,7 @@ from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.own_code import fit_model
 
-SOURCE = Path(fedper.__file__).read_text(encoding="utf-8").replace('"fedper"', '"mine"')
+SOURCE = METHOD.replace("@register\n", "").replace('"fedsim"', '"mine"')
 MODEL = """
 from torch import nn
 
@@ -140,10 +140,10 @@ def test_own_methods_are_swept_and_added_and_all_includes_them(files):
     ("change", "says"),
     [
         (('"mine"', '"fedavg"'), "There is a method fedavg already"),
-        (('"mine"', '"Mine"'), "FedPer has the name 'Mine': a name has lower-case letters"),
+        (('"mine"', '"Mine"'), "FedSim has the name 'Mine': a name has lower-case letters"),
         (('"mine"', '"ala"'), "is not all or ala"),
-        (("@dataclass(frozen=True)\n", ""), "FedPer lacks @dataclass"),
-        (('    title = "FedPer"\n', ""), "FedPer lacks its title"),
+        (("@dataclass(frozen=True)\n", ""), "FedSim lacks @dataclass"),
+        (('    title = "FedSim"\n', ""), "FedSim lacks its title"),
         (
             ("layers: int = option(1, ", "layers: int\n    other: int = option(1, "),
             "layers needs a def",

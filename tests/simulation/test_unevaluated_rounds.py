@@ -28,7 +28,7 @@ def assert_equal(a, b):
     ("name", "join_ratio"),
     [
         *((name, 1.0) for name in [*PLAIN, "ditto+ala", "per-fedavg+ala"]),
-        *((name, 0.5) for name in ("fedavg", "fedavg-c", "fedala", "per-fedavg")),
+        *((name, 0.5) for name in ("fedavg", "fedavg-c", "fedala", "per-fedavg", "fedbabu")),
     ],
 )
 def test_evaluated_rounds_and_states_are_the_same_to_the_bit(name, join_ratio):
@@ -91,14 +91,17 @@ def count_rounds(name, settings, counted):
     return found
 
 
+#: Per-FedAvg adapts the model that it tests by one step, FedBABU by five epochs of two steps.
+STEPS_TO_A_TEST = {"per-fedavg": 1, "fedbabu": 10}
+
+
 @pytest.mark.parametrize("name", [*PLAIN, "ditto+ala"])
 def test_rounds_without_an_evaluation_test_nothing(name, counted):
     evaluated, other = count_rounds(name, None, counted)
     assert evaluated["evaluate"] - other["evaluate"] == 1
     if name != "fedfomo":  # it weighs the models that it receives by their losses
         assert other["evaluate"] == 0
-    # Per-FedAvg adapts the model that it tests by one step.
-    assert evaluated["step"] - other["step"] == (name == "per-fedavg")
+    assert evaluated["step"] - other["step"] == STEPS_TO_A_TEST.get(name, 0)
     # APPLE adds up the cores at every step, and once more for the model that it tests.
     assert other["compose"] == (other["step"] if name == "apple" else 0)
     assert evaluated["compose"] - other["compose"] == (name == "apple")

@@ -1,5 +1,6 @@
 """The command line: all commands, and how an error in any of them ends."""
 
+import errno
 import re
 import sys
 import warnings
@@ -32,7 +33,7 @@ from fedala.cli import (
 )
 from fedala.cli.memory import keep_freed_memory
 from fedala.cli.output import keep_lines, say
-from fedala.errors import CacheWarning, PluginWarning, RunError, UserError
+from fedala.errors import CacheWarning, PluginWarning, RunError, UserError, printable
 from fedala.runs.provenance import versions
 
 
@@ -50,6 +51,11 @@ class Commands(TyperGroup):
         except RunError as error:
             say(f"Error: {error}")
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            say(f"Error: The name of a file is too long: {printable(str(error.filename), 60)}.")
+            raise typer.Exit(2) from None
         except KeyboardInterrupt as interrupt:
             say(f"Interrupted{interrupt}.")
             raise typer.Exit(130) from None

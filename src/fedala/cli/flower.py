@@ -28,7 +28,7 @@ app.add_typer(flower_state.app, name="state")
 @app.command(
     epilog=keep_lines("""Examples:
   fedala flower new my-app --dataset mnist --data-dir data --clients 10
-  fedala flower new my-app --import my/fedper.py --method fedper    # the file goes into the app
+  fedala flower new my-app --import my/fedsim.py --method fedsim    # the file goes into the app
   flwr run my-app                           # simulated by Flower, with fedala[flower-simulation]
   flwr run my-app our-superlink             # on the nodes of a SuperLink: docs/deployment.md""")
 )

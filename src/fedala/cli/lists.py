@@ -17,7 +17,7 @@ app = typer.Typer()
 @app.command(
     epilog=keep_lines("""Examples:
   fedala methods
-  fedala methods --import my/fedper.py      # with your own""")
+  fedala methods --import my/fedsim.py      # with your own""")
 )
 @config_options("imports")
 def methods(**values: Any) -> None:

@@ -45,14 +45,14 @@ app = typer.Typer()
   fedala run --dataset cifar10 --data-dir data --partition pathological:2
   fedala run --optimizer adamw --lr 1e-3 --schedule cosine --warmup 3 --clip 1
   fedala run --sweep lr=0.1,0.03,0.01 --validation 0.1
-  fedala run --import my/fedper.py --method fedper,fedavg    # your own method
+  fedala run --import my/fedsim.py --method fedsim,fedavg    # your own method
   fedala run --model my/net.py:make         # your own model
   fedala run --config runs/mine/config.toml --batch-size 20 --out runs/other
   fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
   fedala run --resume runs/mine --seeds 5 --method +ditto    # add seeds and methods to it
 
 A config file is TOML with the same names, but for imports, as in
-batch_size = 10, method = ["fedala", "ditto"] or imports = ["my/fedper.py"].
+batch_size = 10, method = ["fedala", "ditto"] or imports = ["my/fedsim.py"].
 Options of the command line override it.""")
 )
 @config_options()
@@ -160,7 +160,8 @@ def _run(
 ) -> None:
     """Run what the command line says, in this process or as the leader of several."""
     given, file = given_options(values), Config.read(config) if config else {}
-    if out and out.exists() and leader and leader.group.was_started():  # and then ranks died
+    was_started = leader is not None and leader.group.was_started()
+    if was_started and out and out.exists():  # and then ranks died
         resume, out, force, config = out, None, False, None
     if resume:
         if config or force:

@@ -17,6 +17,7 @@ from fedala.data.dataset import PARTS
 from fedala.errors import UserError
 from fedala.flower.client_store import check_experiment_name
 from fedala.io.user_code import is_reference
+from fedala.lanes.heads import extend_task
 from fedala.lanes.normalization import is_standard
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
@@ -189,8 +190,9 @@ class Experiment:
         partition = config.partition or default_partition(samples.dataset)
         recorded = replace(planned.config, partition=partition, validation=config.validation)
         planned = replace(planned, config=recorded)
-        task, start = build_task(planned)
-        return cls(planned, planned.methods[0], task, start)
+        method = planned.methods[0]
+        task, start = extend_task(*build_task(planned), method.head, method.title)
+        return cls(planned, method, task, start)
 
 
 def prepare_server(config: Config, custom: CustomApp | None) -> Experiment:

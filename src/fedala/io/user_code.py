@@ -29,7 +29,7 @@ _digests: dict[str, str] = {}
 
 
 def load_code(name: str) -> ModuleType:
-    """Import a Python file (`my/fedper.py`) or a module (`fedper`) and return it.
+    """Import a Python file (`my/fedsim.py`) or a module (`fedsim`) and return it.
 
     A file is known by its own name afterwards, as if Python had found it, and its folder is
     searched for what it imports. A file that has changed since is loaded again.
@@ -37,7 +37,7 @@ def load_code(name: str) -> ModuleType:
     if _is_file(name):
         return _load_file(name)
     if not _MODULE.fullmatch(name):
-        raise UserError(f"{name!r} is neither a Python file, such as my/fedper.py, nor a module.")
+        raise UserError(f"{name!r} is neither a Python file, such as my/fedsim.py, nor a module.")
     _extend_path(Path.cwd())
     try:
         with _refuse_errors(name, None):

@@ -47,6 +47,8 @@ class Cohort:
     kept_slots: dict[str, State] | None = None
     #: What the clients report of the round, by name, [lane].
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    #: Whether the run tests a client with a model of its last round while it is absent.
+    tests_absent: bool = False
     #: Called after every step of a training, to find out where it went wrong.
     on_step: OnStep | None = None
     _draws: dict[Any, Callable[["Cohort"], Any]] = field(default_factory=dict)

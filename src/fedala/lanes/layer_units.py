@@ -97,7 +97,8 @@ def _find_blocks(model: nn.Module) -> list[str]:
 
     A block is a module with several parameterised modules in it that stands in an `nn.ModuleList`,
     or in another container of torch if the model has several of its class there. Attention, the
-    layers of torch's Transformers and a layer with an adapter around it are blocks anywhere.
+    layers of torch's Transformers, a layer with an adapter around it and a linear layer that a
+    method has extended are blocks anywhere.
     """
     listed = {
         f"{path}.{name}" if path else name: (parent, child)
@@ -115,7 +116,9 @@ def _find_blocks(model: nn.Module) -> list[str]:
             parent is not None and classes[type(module)] > 1
         )
         is_block = is_repeated and not isinstance(module, _CONTAINERS) and _has_several(module)
-        if is_block or isinstance(module, _ATTENTION) or "base_layer" in dict(module._modules):
+        is_extended = "base_layer" in dict(module._modules) or isinstance(module, nn.Linear)
+        is_block |= isinstance(module, _ATTENTION) or (is_extended and _has_several(module))
+        if is_block:
             blocks.append(path)
     return blocks
 

@@ -78,7 +78,7 @@ class Task:
         training alone. `feature_memory` bounds the bytes of features under the upper layers that
         are kept at a time. Features that do not fit are computed at each use.
         """
-        self.model = model
+        self.use_model(model)
         self.device = torch.device(device)
         self.backend = backend_for(self.device)
         self.precision = precision
@@ -100,22 +100,27 @@ class Task:
         self.chunk = self.backend.chunk_size(sum(leaf[:1].numel() for _, leaf in leaves(self.x)))
         default = self.backend.feature_memory()
         self.feature_memory = default if feature_memory is None else feature_memory
-        self._feature_bytes: dict[int, int] = {}
         self.recipe = Recipe(lr, optimizer or Optimizer(), schedule or Schedule())
         self.rule = UpdateRule.of([self.recipe.optimizer])
         self.keeps_optimizer = keeps_optimizer
         self.batch_size = batch_size or max([1, *map(len, train)])
         self.epochs, self.local_steps, self.shuffle = epochs, local_steps, shuffle
-        if not any(True for _ in model.parameters()):
-            raise UserError("The model has no parameters, so there is nothing to learn.")
-        self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         #: Caches that only save time: draws for rounds to come, and evaluations' samples.
         self.predrawn: dict[Any, Any] = {}
         self.evaluation_samples: dict[Any, tuple[list[int], Samples]] = {}
+
+    def use_model(self, model: nn.Module) -> None:
+        """Use a model, or another one, from now on."""
+        if not any(True for _ in model.parameters()):
+            raise UserError("The model has no parameters, so there is nothing to learn.")
+        for name in [key for key, v in vars(Task).items() if isinstance(v, cached_property)]:
+            self.__dict__.pop(name, None)  # it was found out from another model
+        self.model = model
+        self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         # Torch honours `padding_idx` in lane 0 only if a gradient is taken from outside vmap, so
         # `gradients` does it.
-        self.padding = find_padding_rows(model)
-        self._is_recurrent = is_recurrent(model)
+        self.padding, self._is_recurrent = find_padding_rows(model), is_recurrent(model)
+        self._feature_bytes: dict[int, int] = {}
 
     def free_caches(self) -> None:
         """Give back memory that only saves time."""
@@ -175,10 +180,7 @@ class Task:
 
     @cached_property
     def uses_channels_last(self) -> bool:
-        """Tell whether convolution weights stand channels last.
-
-        They do so on a CPU, where it is faster, if the model does not notice.
-        """
+        """Tell whether convolution weights stand channels last: on a CPU, where it is faster."""
         if self.device.type != "cpu" or not any(p.dim() == 4 for p in self.model.parameters()):
             return False
         return isinstance(self.model, Layered) or self._trial.allows_channels_last(
@@ -282,8 +284,8 @@ class Task:
     def use_mode(self, training: bool, frozen: Collection[str] = ()) -> Iterator[None]:
         """Put the model into training or evaluation mode.
 
-        Modules whose parameters are all `frozen` stay in evaluation mode. For a module without
-        parameters (a normalisation that learns nothing), the buffers decide.
+        Modules whose parameters are all `frozen` stay in evaluation mode; if a module has none, its
+        buffers decide.
         """
         before = [(module, module.training) for module in self.model.modules()]
         self.model.train(training)
@@ -308,10 +310,7 @@ class Task:
         return nullcontext()
 
     def per_lane(self, f: Callable[..., Any], *trees: Any) -> Any:
-        """Apply a model's function `f` to each lane's part of the trees.
-
-        A single lane is called plainly, as a module would be.
-        """
+        """Apply a model's function to each lane's part of the trees; to a single one plainly."""
         lanes = count_lanes(trees)
         with self.autocast():
             if lanes == 1:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State, Task, UpdateRule, Uploads
+from fedala.lanes.heads import Head
 from fedala.lanes.layers import upper
 from fedala.lanes.randomness import draw, torch_generator
 
@@ -67,6 +68,8 @@ class Method:
     sends_model_stack: ClassVar[bool] = False
     #: Whether a round depends on the number of rounds. Such a run cannot be resumed with more.
     schedule_depends_on_rounds: ClassVar[bool] = False
+    #: What replaces the model's last layer, if the method has more parameters than the model.
+    head: ClassVar[type[Head] | None] = None
     #: The names of what a client reports (`Cohort.metrics`). A server accepts no others.
     metrics: ClassVar[frozenset[str]] = frozenset({"train_loss"})
     #: Hyperparameters that may be [lane] instead of a number, in a cohort of runs that differ in

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task, UpdateRule, Uploads
+from fedala.lanes.heads import Head
 from fedala.methods.base import Method, ServerRound
 
 
@@ -39,6 +40,10 @@ class Wrapper(Method):
     @property
     def sends_model_stack(self) -> bool:  # type: ignore[override]
         return self.base.sends_model_stack
+
+    @property
+    def head(self) -> type[Head] | None:  # type: ignore[override]
+        return self.base.head
 
     @property
     def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]

@@ -47,7 +47,7 @@ class Config:
     )
     imports: str | None = option(
         None,
-        "Python files or modules with methods of your own, such as my/fedper.py, separated by "
+        "Python files or modules with methods of your own, such as my/fedsim.py, separated by "
         "commas; their code is executed",
     )
     set: Mapping[str, Any] = field(

@@ -18,6 +18,7 @@ from fedala.data import Dataset, Federation
 from fedala.errors import UserError, printable
 from fedala.io import files
 from fedala.io.user_code import is_reference
+from fedala.lanes.heads import extend_task
 from fedala.lanes.losses import LossFunction
 from fedala.lanes.messages import drop_transient
 from fedala.lanes.normalization import NONE, is_standard
@@ -193,7 +194,9 @@ def _build_task(
         config, figures = replace(config, normalize=NONE), fed.normalization
     planned = plan(config, federation, None if isinstance(model, str) else model, loss)
     planned = keep_layers(planned, finished.folder.record)
-    return build_task(replace(planned, normalization=figures) if figures else planned)
+    planned = replace(planned, normalization=figures) if figures else planned
+    method = finished.member.method
+    return extend_task(*build_task(planned), method.head, method.title)
 
 
 def _balance(finished: FinishedRun, dataset: Dataset) -> str:

@@ -15,6 +15,7 @@ from fedala.errors import UserError, printable
 from fedala.io.untrusted import free_memory
 from fedala.io.user_code import is_reference
 from fedala.lanes.augmentation import parse_augmentation
+from fedala.lanes.heads import Head, extend_model, extend_task
 from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layer_units import Layers, note_layers
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
@@ -126,7 +127,13 @@ class Plan:
 
     @property
     def model_bytes(self) -> int:
-        return count_bytes(model_state(self.make_skeleton()))
+        """The bytes of the largest model of any method."""
+        sizes: dict[type[Head] | None, int] = {None: count_bytes(model_state(self.make_skeleton()))}
+        for method in self.methods:
+            if method.head and method.head not in sizes:
+                extended = extend_model(self.make_skeleton(), method.head, method.title)
+                sizes[method.head] = count_bytes(model_state(extended))
+        return max(sizes.values())
 
     @property
     def fits_best_models(self) -> bool:
@@ -272,7 +279,7 @@ def _rehearse(
     Returns the bytes of a client's state, by label.
     """
     data, rows = federation.dataset, [np.arange(2)]
-    start = model_state(model)
+    initial = model_state(model)
     state_bytes = {}
     for member in members:
         method, config = member.method, member.config
@@ -285,6 +292,8 @@ def _rehearse(
             optimizer=config.recipe().optimizer,
             keeps_optimizer=config.keep_optimizer,
         )
+        task, begin = extend_task(task, lambda seed: dict(initial), method.head, method.title)
+        start = begin(0)
         method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
         if federation.held_out:
             rehearse_newcomers(method, task, start)

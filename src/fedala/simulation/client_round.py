@@ -97,6 +97,7 @@ def run_client_round(
 ) -> CohortResult:
     """Do a cohort's part of a round, starting from the clients' states."""
     before, received = state, cohort.received
+    cohort.tests_absent = request.evaluate_after_training
     state = take_slots(cohort, state)
     initialized, state = method.initialize(cohort, received, state)
     result = CohortResult(lanes, cohort.metrics)

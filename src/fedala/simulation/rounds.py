@@ -16,6 +16,7 @@ import torch
 
 from fedala.errors import RunError
 from fedala.lanes import Message, Params, State, Task, UpdateRule
+from fedala.lanes.heads import extend_task
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import matches, tree_map
 from fedala.methods import Method, ServerRound
@@ -76,6 +77,7 @@ class Simulation:
         The last `held_out` clients of the task take no part, and are tested as `Newcomers`.
         """
         method.check_model(task.ordered_model)
+        task, initial = extend_task(task, initial, method.head, method.title)
         if variants:
             task.rule = UpdateRule.of([variant.recipe.optimizer for variant in variants])
         method.check_optimizer(task.rule)
@@ -89,25 +91,23 @@ class Simulation:
         if validates is None:
             known = len(task.parts["train"]) - held_out
             validates = any(len(rows) for rows in task.parts["validation"][:known])
-        parts = ["test", "validation"] if validates else ["test"]
+        self.parts = parts = ["test", "validation"] if validates else ["test"]
         models = {seed: initial(seed) for seed in seeds}
         self.initial = [models[seed] for seed in self.seeds]
         own = [variants[i] for i in self.variants] if variants else ()
         about = (self.initial, self.seeds, rounds, join_ratio, parts, own, held_out)
         self.setup = setup = Setup(method, task, *about)
         self.methods = [setup.method_of(run) for run in range(len(self.seeds))]
-        self.parts = parts
         self.transport: Transport = (
             transport(setup)
             if transport
             else LocalTransport(setup, on_message=on_message, **local_options)
         )
-        details = metrics_every if has_class_labels(task) else None
-        schedule = EvaluationSchedule(rounds, eval_every, record_weights, evaluate, details)
+        every = metrics_every if has_class_labels(task) else None
+        schedule = EvaluationSchedule(rounds, eval_every, record_weights, evaluate, every)
         self.further_models = FurtherModels(setup, self.transport, schedule, on_message)
-        self.newcomers = Newcomers(
-            setup, self.transport, schedule, holdout_epochs, holdout_every, on_message
-        )
+        holdout = (holdout_epochs, holdout_every, on_message)
+        self.newcomers = Newcomers(setup, self.transport, schedule, *holdout)
         self._sizes = self._list_sizes()
         everybody = list(range(setup.population))
         self.servers: list[State] = [

@@ -1,22 +1,28 @@
 """`fedala.load`: from a run folder to its trained models."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fedala.data import Dataset, Federation
 from fedala.data import load as load_dataset
 from fedala.data.federation import NATURAL
 from fedala.data.preprocessing import PREPROCESSING, Preprocessing
 from fedala.errors import UserError
+from fedala.lanes.heads import extend_model, find_extended_layer
 from fedala.lanes.losses import LossFunction
 from fedala.lanes.normalization import parse_normalization
+from fedala.methods import catalogue, make
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel
 from fedala.runs.own_code import fit_model, load_model_function
+from fedala.runs.sweep import label_of, list_points
 from fedala.trained.federation import TrainedFederation
 from fedala.trained.modules import ModelBuilder, Shapes
-from fedala.trained.saved_run import find_run
+from fedala.trained.saved_run import SavedRun, find_run
 
 Data = str | Path | Dataset | Federation
 
@@ -52,8 +58,30 @@ def load(
     if isinstance(model, str):
         shapes = Shapes.of(config.dataset, preprocessing)
         model = fit_model(load_model_function(model), shapes)
-    builder = ModelBuilder.of(config, preprocessing, model, str(folder))
+    builder = replace(
+        ModelBuilder.of(config, preprocessing, model, str(folder)), extend=_make_extension(run)
+    )
     return TrainedFederation(run, preprocessing, builder, names, loss)
+
+
+def _make_extension(run: SavedRun) -> Callable[[nn.Module], nn.Module]:
+    """Return what adds the method's own parameters to a model.
+
+    The names of the saved tensors show which layer was extended.
+    """
+    config = run.config
+    [method] = [
+        method
+        for method in config.methods
+        if run.method in (label_of(method, point) for point in list_points(config, method))
+    ]
+    if method.partition("+")[0] not in catalogue():
+        return lambda model: model  # a method of the user's own, which is not imported
+    head, title = make(method).head, make(method).title
+    if head is None:
+        return lambda model: model
+    names = set(run.read(min(run.clients, key=lambda client: client is None)))
+    return lambda model: extend_model(model, head, title, find_extended_layer(model, names))
 
 
 def _load_dataset(config: Config, dataset: Data | None, folder: Path | str) -> Dataset:

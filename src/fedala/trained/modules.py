@@ -1,7 +1,7 @@
 """Build a model that holds saved weights."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,8 @@ class ModelBuilder:
     dtype: torch.dtype
     where: str
     """The run folder, for messages."""
+    extend: Callable[[nn.Module], nn.Module] = lambda model: model
+    """Adds what the method of the run has added."""
 
     @classmethod
     def of(
@@ -66,7 +68,7 @@ class ModelBuilder:
 
     def build_skeleton(self) -> nn.Module:
         """Build a model for its structure alone."""
-        return make_skeleton(self.make, is_own=self.is_own)
+        return make_skeleton(lambda: self.extend(self.make()), is_own=self.is_own)
 
     def build(self, saved: Mapping[str, Tensor]) -> nn.Module:
         """Build a model with saved weights, in evaluation mode."""
