@@ -25,8 +25,8 @@ FIRST_SHOWN, ALWAYS_SHOWN = 6, ("fedala", "fedavg")
 #: The kinds of curves, by their column of the results.
 KINDS = {"curve": ("accuracy", "initialised"), "trained_curve": ("accuracy_trained", "trained")}
 QUESTION = (
-    "FedALA is not the first method of its field any more. What ALA adds to the methods that are "
-    "ahead is the question that this leaderboard is for: see “ALA adds”."
+    "What ALA adds to the methods that are ahead of FedALA is the question of this leaderboard: "
+    "see “ALA adds”."
 )
 
 
