@@ -8,12 +8,14 @@ from html.parser import HTMLParser
 import pytest
 from board_results import call, make_result, write_table
 
+from fedala.cells.cell import format_value
 from fedala.cells.reading import read_csv
 from fedala.cells.report_files import make_marks
 from fedala.cells.results import Results
 from fedala.leaderboard.board import BOARD, settings
 from fedala.leaderboard.results import BoardResult, read_curve, write_curve
 from fedala.leaderboard.table import COLUMNS, find_partner, format_bytes, make_boards
+from fedala.methods import list_changed_defaults
 
 BASE = make_result(curve="0:0.01 100:0.5 140:0.56", trained_curve="100:0.55")
 DITTO = replace(BASE, method="ditto", best=0.53, best_round=199)
@@ -205,6 +207,17 @@ def test_a_line_that_cannot_be_is_refused(changes, sentence, tmp_path):
 def test_results_are_read_as_they_were_written(tmp_path):
     Results(RESULTS, (), BoardResult).write(tmp_path / "results.csv")
     assert sorted(read_csv(tmp_path / "results.csv", BOARD), key=str) == sorted(RESULTS, key=str)
+
+
+def test_a_default_that_has_changed_since_is_stated():
+    [(key, (old, new))] = list_changed_defaults(["apple"]).items()
+    before, now = (
+        replace(BASE, method="apple", set=f"{key}={format_value(v)}") for v in (old, new)
+    )
+    BOARD.check_result(now)
+    assert make_rows(before, now)[1]["apple"].seeds == (now,)
+    stated = f"{key}={format_value(old)} (the default then)"
+    assert stated in make_rows(before)[1]["apple"].facts
 
 
 def test_no_result_and_a_page_without_marks_are_refused(tmp_path):

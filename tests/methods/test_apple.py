@@ -23,7 +23,7 @@ SIZES = [5, 22, 13, 0]
 SETTINGS = {"apple.eta": 0.02, "apple.mu": 0.3, "apple.scheduled": 1.0}
 
 
-def by_autograd(task, start, rounds, eta, mu):
+def by_autograd(task, start, rounds, eta, mu, *, scale_core=False):
     """Return the personal models and p of all clients after `rounds` rounds, by autograd."""
     net = Net().double()
     learning = [name for name, _ in net.named_parameters()]
@@ -32,7 +32,7 @@ def by_autograd(task, start, rounds, eta, mu):
     statistics = [{n: v[0].clone() for n, v in start.items() if n not in learning} for _ in clients]
     p_0 = torch.tensor(SIZES, dtype=torch.float64) / sum(SIZES)
     p = [p_0.clone() for _ in clients]
-    real = sum(size > 0 for size in SIZES)
+    scale = sum(size > 0 for size in SIZES) if scale_core else 1
 
     def personal(own, downloaded, client, vector):
         every = [own if other == client else downloaded[other] for other in clients]
@@ -47,7 +47,7 @@ def by_autograd(task, start, rounds, eta, mu):
             own = {name: value.requires_grad_() for name, value in cores[client].items()}
             vector = p[client].requires_grad_()
             groups = [
-                {"params": list(own.values()), "lr": real * task.recipe.lr},
+                {"params": list(own.values()), "lr": scale * task.recipe.lr},
                 {"params": [vector], "lr": eta},
             ]
             optimizer = torch.optim.SGD(groups)
@@ -71,10 +71,12 @@ def by_autograd(task, start, rounds, eta, mu):
     return [{name: value[None] for name, value in model.items()} for model in final], p
 
 
-def test_three_rounds_are_those_of_autograd():
-    task = ragged_task(SIZES)
-    expected, p = by_autograd(task, start_of(task)(0), 3, eta=0.02, mu=0.3)
-    simulation, _, models = simulate("apple", task, settings=SETTINGS, rounds=3)
+@pytest.mark.parametrize("scale_core", [False, True])
+def test_three_rounds_are_those_of_autograd(scale_core):
+    task, settings = ragged_task(SIZES), {**SETTINGS, "apple.scale_core": scale_core}
+    start = start_of(task)(0)
+    expected, p = by_autograd(task, start, 3, eta=0.02, mu=0.3, scale_core=scale_core)
+    simulation, _, models = simulate("apple", task, settings=settings, rounds=3)
     for client in range(len(SIZES)):
         assert_close(models[0, client], expected[client], 1e-9)
         assert torch.allclose(simulation.clients[0, client]["p"][0], p[client], atol=1e-10, rtol=0)
@@ -109,8 +111,9 @@ def line_cohort(**settings):
 def test_a_step_by_hand():
     """Cores 1 and 3, p = (¼, ¾): w = 2.5, ∂L/∂w = 5, ∂L/∂core = 5/4, ∂L/∂p = (5, 15).
 
-    Without the pull, core ← 1 − 2·0.1·5/4 = 0.75 and p ← (¼ − 0.05, ¾ − 0.15). With λ = 1 and
-    μ = 4, the pull on p_i adds 4·(∓¼), and it ends at (0.21, 0.59).
+    Without the pull, core ← 1 − 0.1·5/4 = 0.875 and p ← (¼ − 0.05, ¾ − 0.15). With λ = 1 and
+    μ = 4, the pull on p_i adds 4·(∓¼), and it ends at (0.21, 0.59). With the step N·lr = 0.2, the
+    core ends at 0.75.
     """
     cohort, received, state = line_cohort(round=9, rounds=10)
     apple = make("apple")
@@ -119,7 +122,7 @@ def test_a_step_by_hand():
     tested = apple.model_to_evaluate(cohort, initialized, received, state)
     assert tested["weight"].item() == 2.5
     upload, after = apple.train(cohort, initialized, received, state)
-    assert upload.model["weight"].item() == pytest.approx(0.75)
+    assert upload.model["weight"].item() == pytest.approx(0.875)
     assert after["p"][0].tolist() == pytest.approx([0.2, 0.6])
 
     cohort, received, state = line_cohort(round=1, rounds=10)
@@ -127,10 +130,10 @@ def test_a_step_by_hand():
     _, after = apple.train(cohort, initialized, received, state)
     assert after["p"][0].tolist() == pytest.approx([0.21, 0.59])
 
-    upload, _ = make("apple", {"apple.scale_core": False}).train(
+    upload, _ = make("apple", {"apple.scale_core": True}).train(
         cohort, initialized, received, state
     )
-    assert upload.model["weight"].item() == pytest.approx(1 - 0.1 * 5 / 4)
+    assert upload.model["weight"].item() == pytest.approx(0.75)
 
 
 def test_the_pull_fades_over_the_first_l_of_the_rounds():

@@ -156,7 +156,7 @@ def test_what_ala_governs_is_the_body():
 
 
 def test_refusals():
-    with pytest.raises(UserError, match="fedbabu.part must be one of whole, head, body"):
+    with pytest.raises(UserError, match=r"fedbabu\.part must be one of whole, head, body"):
         make("fedbabu", {"fedbabu.part": "tail"})
     with pytest.raises(UserError, match="FedBABU needs a model of at least 2 layers"):
         make("fedbabu").check_model(torch.nn.Linear(3, 2))

@@ -17,7 +17,8 @@ from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
 from fedala.lanes.parameters import model_state
 from fedala.methods import make
-from fedala.methods.fedphp import FedPHP, NearTeacher, mmd
+from fedala.methods.fedphp import FedPHP, mmd, stay_near
+from fedala.methods.teachers import TeacherGradients
 from fedala.models import cnn
 from fedala.simulation import Simulation
 
@@ -215,11 +216,11 @@ def test_its_schedule_depends_on_the_number_of_rounds():
 
 def test_steps_of_different_rounds_are_one_to_be_captured():
     task = ragged_task(SIZES)
-    one, other, deeper = (NearTeacher(Cut(task.model, p)) for p in (1, 1, 0))
+    one, other, deeper = (TeacherGradients(Cut(task.model, p), stay_near) for p in (1, 1, 0))
     assert one == other
     assert hash(one) == hash(other)
     assert one != deeper
-    assert one != NearTeacher(Cut(Net(), 1))
+    assert one != TeacherGradients(Cut(Net(), 1), stay_near)
 
 
 class Scaled(Net):

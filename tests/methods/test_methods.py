@@ -10,6 +10,7 @@ from small import QUICK, Net, assert_close, evaluate, ragged_task, same_rows, si
 
 from fedala import methods
 from fedala.errors import UserError
+from fedala.lanes.cohort import Cohort
 from fedala.lanes.trees import leaves
 from fedala.methods import catalogue, list_methods, make
 from fedala.simulation import Simulation
@@ -74,8 +75,12 @@ class Scaled(Net):
         return super().forward(x) * self.scale
 
 
-# FedPHP refuses it: the last layer cannot be cut off.
-@pytest.mark.parametrize("name", [name for name in EVERY if "fedphp" not in name])
+def refuses_scaled(name):
+    """Some cut off the last layer, and others replace it: here, that is the single number."""
+    return name.startswith(("fedphp", "moon", "fedpac")) or make(name).head is not None
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if not refuses_scaled(name)])
 def test_a_parameter_may_be_a_single_number(name, monkeypatch):
     task = ragged_task([5, 9, 3], model=Scaled())
     monkeypatch.setattr(small, "start_of", lambda task: start_of(task, Scaled))
@@ -104,7 +109,14 @@ COMMUNICATION = {
         (len(SIZES) - 1) * model,
         model,
     ),  # the model of the client without samples is not sent
+    "ifca": lambda model: (2 * model, model + 1),  # k models; the number of the cluster
+    # Three centroids of six features, and which are known; h, means, variance and class counts.
+    "fedpac": lambda model: (model + 18 + 3, model + 18 + 18 + 1 + 3),
     "apple": lambda model: (len(SIZES) * model + len(SIZES), model),  # M models, and p_0
+    # A control variate for all that learns, which is all but the buffers.
+    "scaffold": lambda model: (2 * model - sum(b.numel() for b in Net().buffers()),) * 2,
+    "fedproto": lambda model: (21, 21),  # 3 prototypes of 6 features, and a number for each
+    "feddbe": lambda model: (model + 7, model + 6),  # the mean of 6 features, and if it is known
 }
 
 
@@ -115,13 +127,16 @@ STAYS = {
     "lg-fedavg": ("conv.", "norm.", "hidden."),
     "fedbn": ("norm.",),
     "fedbabu": ("out.",),
+    "fedrod": ("out.personal.",),
+    "feddbe": ("out.memory",),
 }
 
 
 def assert_what_is_sent_is_counted(name, simulation, row):
-    start, stays = simulation.initial[0], STAYS.get(name.removesuffix("+ala"), ())
+    start, base = simulation.initial[0], name.partition("+")[0]
+    stays = STAYS.get(base, ())
     travels = sum(value.numel() for own, value in start.items() if not own.startswith(stays))
-    sent, uploaded = COMMUNICATION.get(name, lambda model: (model, model))(travels)
+    sent, uploaded = COMMUNICATION.get(base, lambda model: (model, model))(travels)
     assert (row.sent, row.uploaded) == (sent, uploaded)
 
 
@@ -205,7 +220,6 @@ def test_fedprox_without_its_term_is_fedavg_and_with_it_is_not():
 
 def test_a_strong_proximal_term_holds_the_model_at_the_anchor():
     """With lr·μ = 1, a step ends at anchor − lr·∇L, whatever the model was: by hand."""
-    from fedala.lanes.cohort import Cohort
     from fedala.lanes.trees import join
 
     task = ragged_task([12], lr=0.1)
@@ -225,8 +239,27 @@ def test_dittos_global_track_is_fedavgs_to_the_bit():
     assert_close(final("ditto")[2][0, None], final("fedavg")[2][0, None], 0)
 
 
+def test_dittos_two_models_see_their_batches_in_different_orders(monkeypatch):
+    """Otherwise w's epoch would repeat the order of v's first. Without shuffling, all are equal."""
+    for shuffle in (True, False):
+        orders, order_samples = [], Cohort._order_samples
+
+        def see(self, rows, purpose, epoch, orders=orders, order_samples=order_samples, **options):
+            order = order_samples(self, rows, purpose, epoch, **options)
+            orders.append(tuple(order[0].tolist()))
+            return order
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Cohort, "_order_samples", see)
+            simulate("ditto", ragged_task([22], shuffle=shuffle), rounds=1)
+        assert len(orders) == 3  # two epochs of v, and one of w
+        assert len(set(orders)) == (3 if shuffle else 1)
+
+
 def test_ditto_without_its_term_is_local_with_two_epochs():
-    ditto, local = final("ditto", {"ditto.lam": 0.0}), final("local", task={"epochs": 2})
+    # Without shuffling: v and Local's w have draws of their own.
+    ditto = final("ditto", {"ditto.lam": 0.0}, task={"shuffle": False})
+    local = final("local", task={"epochs": 2, "shuffle": False})
     for client in range(len(SIZES)):
         assert_close(ditto[2][0, client], local[2][0, client], 0)
 

@@ -22,7 +22,8 @@ from fedala.simulation import Simulation
 SIZES = [9, 5, 7, 12, 3]
 ROUNDS = 20
 KINDS = ("avgm", "adam", "yogi", "adagrad")
-REFUSING = {"local", "fedamp", "fedfomo", "apple", "pfedme"}
+REFUSING = {"local", "fedamp", "fedfomo", "apple", "pfedme", "scaffold", "feddyn", "ifca", "fedpac"}
+REFUSING |= {"feddbe", "fedproto"}
 
 
 def optimizer(kind, lr=None):

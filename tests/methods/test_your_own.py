@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small import assert_close, ragged_task, same_rows, simulate
+from small import Net, assert_close, ragged_task, same_rows, simulate
 from typer.testing import CliRunner
 
 from fedala.cli.app import app
 from fedala.errors import UserError
+from fedala.lanes.heads import Head, extend_model
 from fedala.methods import Method, catalogue, find_code, make, register, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "your-own.md"
@@ -26,10 +27,10 @@ def find_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-METHOD, USE, EXCERPT, TEST = find_blocks("python")
+METHOD, USE, EXCERPT, HEAD, TEST = find_blocks("python")
 [PROJECT] = find_blocks("toml")
 COMMANDS = "".join(find_blocks("sh")).splitlines()
-SCAFFOLD = Path(__file__).parents[1] / "proof" / "scaffold.py"
+SCAFFOLD = Path(__file__).parents[2] / "src" / "fedala" / "methods" / "scaffold.py"
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +108,17 @@ def test_the_excerpt_is_part_of_a_tested_method():
     source = SCAFFOLD.read_text(encoding="utf-8")
     functions = EXCERPT.strip().split("\n\n\n")
     assert all(textwrap.indent(function, "    ") in source for function in functions)
+
+
+def test_the_pages_head_adds_parameters():
+    namespace = {"Head": Head, "nn": torch.nn, "Tensor": torch.Tensor}
+    exec(HEAD, namespace)
+    net = extend_model(Net(), namespace["TwoHeads"], "Mine")
+    new = {name for name, _ in net.named_parameters()} - {n for n, _ in Net().named_parameters()}
+    assert new == {"out.personal.weight", "out.personal.bias"}
+    features = torch.ones(2, 6)
+    own = torch.nn.functional.linear(features, net.out.weight, net.out.bias)
+    assert torch.equal(net.out(features), own + net.out.personal(features))
 
 
 def test_the_pages_way_to_run_it_runs():

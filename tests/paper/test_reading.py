@@ -83,6 +83,17 @@ def test_a_cell_is_read_with_its_seeds_and_rounds(tmp_path, changes):
     assert {run.where for run in found} == {f"{folder}, seed {run.seed}" for run in found}
 
 
+@pytest.mark.parametrize(("value", "count"), [("", 1), ("true", 1), ("false", 0)])
+def test_a_cell_of_apple_says_which_default_it_ran_with(tmp_path, value, count):
+    folder = make_cell(tmp_path, "apple")
+    if value:
+        with (folder / "config.toml").open("a") as file:
+            file.write(f'"apple.scale_core" = {value}\n')
+    for run in read_results(tmp_path).seeds:
+        assert run.set == f"apple.scale_core={value or 'true'}"
+        assert len(run.old_settings) == count
+
+
 def test_an_empty_config_is_not_filled_with_defaults(tmp_path):
     folder = make_cell(tmp_path, "fedavg")
     (folder / "config.toml").write_text("")

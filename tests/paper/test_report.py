@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from paper_results import call, make_result, read_csv, read_results
+from paper_results import call, make_result, read_csv, read_results, write_table
 
 from fedala.cells.report_files import insert, make_marks
 from fedala.cells.results import CellResult, Results
@@ -362,6 +362,25 @@ def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
     path.write_text(change(path.read_text()))
     with pytest.raises(UserError, match=sentence):
         Results(read_csv(path))
+
+
+def test_a_result_with_a_default_that_has_changed_says_so(tmp_path):
+    """Lines of APPLE that do not name scale_core are from before its default changed."""
+    old, new = (
+        make_result(method="apple", set=text, best=best, final=0.4)
+        for text, best in (("", 0.43), ("apple.scale_core=false", 0.46))
+    )
+    cell = tables()["table2"].columns[4].cell("apple")
+    assert cell.setting.name == old.setting
+    found = Results(read_csv(write_table(tmp_path / "old.csv", old))).find(cell)
+    assert found.departures[1] == "apple.scale_core=true (the default then)"
+    both = Results(read_csv(write_table(tmp_path / "both.csv", new, old)))
+    assert both.find(cell).accuracy == pytest.approx(46)  # the present default wins
+    assert both.find(cell).departures == ["1 of 5 seeds"]
+    assert not both.contradictions
+    other = make_result(method="apple", set="apple.scale_core=maybe")
+    with pytest.raises(UserError, match="no cell of apple with apple"):
+        list(read_csv(write_table(tmp_path / "other.csv", other)))
 
 
 def test_the_docs_and_the_stored_report_match_the_results(tmp_path):

@@ -184,8 +184,22 @@ def test_more_state_than_there_is_disk_for_is_refused(monkeypatch, tmp_path):
 
 def test_every_method_compares():
     config = Config.from_values({"method": "all"})
-    assert list(config.methods) == list_methods()
+    assert set(config.methods) == set(list_methods())
     assert {"fedala", "apple", "partialfed+ala"} <= set(config.methods)
+
+
+def test_all_methods_are_those_that_options_and_model_allow():
+    values = {"method": "all", "dataset": "digits", "clients": 3, "join_ratio": 0.5}
+    settings = {"apple.mu": 0.2, "ditto.lam": 0.3}
+    checked = plan(Config.from_values({**values, "set": settings}))
+    refused = {"fedamp", "fedamp+ala", "apple", "fedbn", "fedbn+ala"}  # the CNN has no norms
+    assert set(checked.config.methods) == set(list_methods()) - refused
+    assert checked.config.set == {"ditto.lam": 0.3}
+    assert len(checked.notes) == len(refused)
+    assert "FedBN is left out: " in " ".join(checked.notes)
+    with pytest.raises(UserError, match="FedAMP needs every client"):
+        plan(Config.from_values({**values, "method": "fedamp,fedavg"}))
+    assert not plan(Config.from_values({**values, "method": "fedavg"})).notes
 
 
 class Unused(Net):

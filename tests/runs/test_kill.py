@@ -55,7 +55,7 @@ class Drawn:
         return f"{self.method}: {options}, fewer={self.fewer}"
 
 
-#: Ways to train. PartialFed takes none that remembers earlier steps.
+#: Ways to train. PartialFed and SCAFFOLD take none that remembers earlier steps.
 TRAININGS: tuple[dict[str, Any], ...] = (
     {},
     {"optimizer": "adamw", "lr": 0.01, "keep_optimizer": True},
@@ -91,7 +91,7 @@ def draw(rng: random.Random) -> Drawn:
         },
     }
     training = rng.choice(TRAININGS)
-    if not any(name.startswith("partialfed") for name in methods):
+    if not any(name.startswith(("partialfed", "scaffold")) for name in methods):
         options |= training
     growing = options["keep_checkpoint"] and not any(
         method.schedule_depends_on_rounds for method in made

@@ -126,9 +126,14 @@ NUMBERS = {
     "fedamp": {"fedamp.alpha": "1000,10", "fedamp.lam": "1,2", "fedamp.sigma": "0.1,10"},
     "partialfed": {"partialfed.tau": "5,2", "partialfed.decay": "0.965,0.5"},
     "fedfomo": {"fedfomo.share": "0.2,0.5"},
+    "fedpac": {"fedpac.lam": "0.1,1"},
+    "ifca": {"ifca.noise": "0,0.1"},
     "apple": {"apple.eta": "0.01,0.1", "apple.mu": "0.1,1"},
     "fedala": {"fedala.eta": "1,0.1"},
     "fedprox-c": {"fedprox-c.mu": "0.1,1"},
+    "scaffold": {"scaffold.eta_g": "1,0.5"},
+    "feddyn": {"feddyn.alpha": "0.1,1"},
+    "moon": {"moon.mu": "1,10", "moon.tau": "0.5,0.1"},
     "ditto+ala": {"ditto.lam": "0.1,1", "ala.eta": "1,0.1"},
 }
 

@@ -4,6 +4,7 @@ import json
 import re
 import typing
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +15,10 @@ from fedala.cells.collection import Collection
 from fedala.errors import UserError
 from fedala.io import files
 from fedala.io.untrusted import check_accuracies, read_json, require_file
+from fedala.methods import list_changed_defaults
 from fedala.options import convert
 from fedala.records import HistoryRow
+from fedala.runs.changed_defaults import name_former_defaults
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.resumable_options import CHANGEABLE, FIRST_OPTIONS
@@ -76,7 +79,7 @@ def read_cell_config(folder: Path, collection: Collection) -> Config:
     try:
         RunFolder(folder).read_verified("config.toml")
         values = Config.read(folder / "config.toml")
-        config = Config.from_values(values)
+        config = name_former_defaults(Config.from_values(values))
     except UserError as error:
         raise UserError(f"{folder} is not the run of a cell: {error}") from None
     missing = [name for name in _required_options() if name not in values]
@@ -90,6 +93,9 @@ def read_cell_config(folder: Path, collection: Collection) -> Config:
     cell, seeds = _find_cell(folder, collection, config.rounds), seeds_of(folder)
     own = {name: getattr(config, name) for name in (*CHANGEABLE, "eval_every")}
     expected = cell.config(**own, seed=seeds.start, seeds=len(seeds))
+    # With a default that has changed since, it is the same cell: `CellResult.departures` says so.
+    changed = {key: config.set[key] for key in list_changed_defaults([config.method])}
+    expected = replace(expected, set={**expected.set, **changed})
     differences = [f"{name} ({change})" for name, change in expected.differences(config).items()]
     if differences:
         raise UserError(

@@ -11,7 +11,7 @@ import numpy as np
 from fedala.cells.cell import Cell, Setting, format_value
 from fedala.errors import spreadsheet_safe
 from fedala.io import files
-from fedala.methods import make
+from fedala.methods import list_changed_defaults, make
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
 from fedala.runs.tables import csv_text
@@ -32,7 +32,10 @@ class SeedResult:
     setting: str
     method: str
     set: str
-    """Hyperparameters that are not the defaults, such as `fedala.layers=2`; separated by spaces."""
+    """Hyperparameters that are not the defaults, such as `fedala.layers=2`; separated by spaces.
+
+    One whose default has changed is always named; a result that does not has the former default.
+    """
     shuffle: bool
     seed: int = number(0)
     rounds: int = number(0)
@@ -65,7 +68,24 @@ class SeedResult:
     @property
     def cell(self) -> tuple[str, str, str, bool]:
         """Return the key of its cell, as `Cell.key`."""
-        return self.setting, self.method, self.set, self.shuffle
+        changed = {word for both in self._changed_defaults for word in both}
+        own = [word for word in self.set.split(" ") if word not in changed]
+        return self.setting, self.method, " ".join(own), self.shuffle
+
+    @property
+    def old_settings(self) -> tuple[str, ...]:
+        """Return the settings that were the default when it ran, and no longer are."""
+        stated = self.set.split(" ")
+        return tuple(old for old, new in self._changed_defaults if new not in stated)
+
+    @property
+    def _changed_defaults(self) -> list[tuple[str, str]]:
+        """Return the former and present defaults of the method that have changed, as in `set`."""
+        changed = list_changed_defaults([self.method]).items()
+        return [
+            (f"{key}={format_value(old)}", f"{key}={format_value(new)}")
+            for key, (old, new) in changed
+        ]
 
     @property
     def schedule(self) -> int:
@@ -130,6 +150,10 @@ class CellResult:
         return min(seed.rounds for seed in self.seeds)
 
     @property
+    def old_settings(self) -> tuple[str, ...]:
+        return self.seeds[0].old_settings
+
+    @property
     def best_round(self) -> float:
         return float(np.mean([seed.best_round for seed in self.seeds]))
 
@@ -159,6 +183,7 @@ class CellResult:
         departures = []
         if self.seeds[0].shuffle != self.setting.preset["shuffle"]:
             departures.append("shuffled")
+        departures += [f"{setting} (the default then)" for setting in self.old_settings]
         eval_every = max(seed.eval_every for seed in self.seeds)
         if eval_every > 1:
             departures.append(f"evaluated every {eval_every} rounds")
@@ -190,7 +215,7 @@ class Results:
         """Sentences about seeds that were read twice with different accuracies."""
         chosen: dict[tuple[Any, ...], SeedResult] = {}
         for seed in seeds:
-            key = (*seed.cell, seed.schedule, seed.seed)
+            key = (*seed.cell, seed.old_settings, seed.schedule, seed.seed)
             earlier = chosen.get(key)
             if earlier and seed.contradicts(earlier):
                 self.contradictions.append(
@@ -203,16 +228,19 @@ class Results:
         self.seeds = list(chosen.values())
 
     def find(self, cell: Cell) -> CellResult | None:
-        """Return the result of a cell; of several schedules, the one with the most rounds."""
-        by_schedule: dict[int, list[SeedResult]] = {}
+        """Return the result of a cell; of several schedules, the one with the most rounds.
+
+        A result with a default that has changed since counts only if there is no other.
+        """
+        groups: dict[tuple[tuple[str, ...], int], list[SeedResult]] = {}
         for seed in self.seeds:
             if seed.cell == cell.key:
-                by_schedule.setdefault(seed.schedule, []).append(seed)
+                groups.setdefault((seed.old_settings, seed.schedule), []).append(seed)
         results = [
             CellResult(tuple(sorted(own, key=lambda seed: seed.seed)), cell.setting)
-            for own in by_schedule.values()
+            for own in groups.values()
         ]
-        return max(results, key=lambda result: result.rounds, default=None)
+        return max(results, key=lambda one: (not one.old_settings, one.rounds), default=None)
 
     def write(self, path: Path) -> None:
         """Write a line for each cell and seed, and the digest of the file."""

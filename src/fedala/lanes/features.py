@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedala.errors import UserError
 from fedala.lanes.layers import Cut
 from fedala.lanes.samples import Groups, Samples
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, tree_map
+from fedala.lanes.trees import Params, count_lanes, tree_map
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,22 @@ def compute_features(
 def select_rows(task: Task, table: Any, rows: Tensor) -> Any:
     """Return rows of a table of `compute_features`."""
     return task.inputs(rows) if table is None else tree_map(lambda t: t[rows], table)
+
+
+def find_last_cut(task: Task, params: Params, title: str) -> Cut:
+    """Return the cut below the last layer, for the method with this title.
+
+    A module that is not ours shows on two samples that it can be cut there.
+    """
+    rows = torch.arange(2, device=task.device) % max(1, count_lanes(task.x))
+    # The trial compares outputs, so those of a model that has diverged must be numbers as well.
+    bounded = {name: value[0].nan_to_num().clamp(-1, 1) for name, value in params.items()}
+    probe = bounded, task.inputs(rows)
+    with task.use_mode(training=False), torch.no_grad():
+        cut = Cut(task.model, 1, probe)
+    if cut.p != 1:
+        raise UserError(
+            f"{title} works with what enters the last layer, and this model's last layer cannot "
+            "be cut off."
+        )
+    return cut

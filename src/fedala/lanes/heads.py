@@ -92,6 +92,16 @@ def extend_task(
     return extended, start_extended
 
 
+def list_added(model: nn.Module, head: type[Head]) -> frozenset[str]:
+    """Return the names of what a `head` adds to a model; empty if the model is not extended."""
+    added: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, head):
+            added.update(f"{path}.{name}" for name in _tensor_names(module))
+            added -= {f"{path}.weight", f"{path}.bias"}
+    return frozenset(added)
+
+
 def find_extended_layer(model: nn.Module, names: Collection[str]) -> str | None:
     """Name the layer that the names of saved tensors show to be extended; None: they show none."""
     new = set(names) - _tensor_names(model).keys()

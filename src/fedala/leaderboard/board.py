@@ -60,7 +60,7 @@ class Leaderboard(Collection):
         own = cast(BoardResult, result)
         if own.setting not in settings():
             raise UserError(f"there is no setting {own.setting}{suggest(own.setting, settings())}.")
-        if not _METHOD.fullmatch(own.method) or own.set:
+        if not _METHOD.fullmatch(own.method) or own.cell[2]:
             raise UserError(f"the leaderboard has no cell of {own.method} {own.set}".strip() + ".")
         for text in (own.curve, own.trained_curve):
             curve = read_curve(text)

@@ -3,6 +3,7 @@ IJCAI 2022."""
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class APPLE(Method):
     requires_all_clients = True
     sends_model_stack = True
     schedule_depends_on_rounds = True
+    former_defaults = MappingProxyType({"scale_core": True})
     refuses_ala = "APPLE downloads several models, and ALA blends a single one"
     refuses_server_optimizer = "the server keeps the models of all clients, and no global one"
 
@@ -46,7 +48,7 @@ class APPLE(Method):
     scheduled: float = option(
         0.2, "L: share of the rounds after which the pull has faded to 0", least=0, most=1
     )
-    scale_core: bool = option(True, "step the core by N·lr, N the number of clients, not by lr")
+    scale_core: bool = option(False, "step the core by N·lr, N the number of clients, not by lr")
 
     # --- the server ----------------------------------------------------------------------------
 

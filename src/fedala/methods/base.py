@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -75,6 +76,9 @@ class Method:
     #: Hyperparameters that may be [lane] instead of a number, in a cohort of runs that differ in
     #: them. If the message is a stack of models, cohorts never mix runs, and all may differ.
     lane_numbers: ClassVar[frozenset[str]] = frozenset()
+    #: Hyperparameters whose default has changed, and their former default. A run records which
+    #: value it has, so a record that does not is an older one and means the former default.
+    former_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     #: Why an optimiser that remembers earlier steps makes no sense, to end the sentence
     #: "x cannot train with momentum or Adam: …"; empty if it does.
     refuses_slots: ClassVar[str] = ""
@@ -153,9 +157,18 @@ class Method:
         """Return the state of clients before their first round; `initial` is Θ⁰ in every lane."""
         return {}
 
+    def received_model(
+        self, cohort: Cohort, received: Message, state: State
+    ) -> tuple[Params, State]:
+        """Return the one model of a message that a client starts from, and the state after it.
+
+        ALA blends this model. A method that sends a stack of models picks one here.
+        """
+        return received.model, state
+
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         """Return the local model that training starts from, and the state after it."""
-        return received.model, state
+        return self.received_model(cohort, received, state)
 
     def model_to_evaluate(
         self, cohort: Cohort, initialized: Params, received: Message, state: State

@@ -38,6 +38,7 @@ class Ditto(Method):
             epochs=self.epochs,
             proximal=(self.lam, received.model),
             training="personal",
+            purpose="personal",  # w's epoch has FedAvg's draws, and v has its own
         )
         return Message(cohort.fit(received.model)), {"local": personal}
 

@@ -2,16 +2,14 @@
 Models. ECML PKDD 2021."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedala.errors import UserError
-from fedala.lanes import Cohort, Gradients, Message, Number, Params, State, Task, align
-from fedala.lanes.layers import Cut
-from fedala.lanes.trees import count_lanes
+from fedala.lanes import Cohort, Message, Number, Params, State, Task, align
+from fedala.lanes.features import find_last_cut
 from fedala.methods.base import Method
+from fedala.methods.teachers import TeacherGradients
 from fedala.options import option
 
 #: The widths a of the kernel Σ_a exp(−d²/2a).
@@ -53,7 +51,7 @@ class FedPHP(Method):
     )
 
     def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial)  # refuses a model that cannot be cut, before any work
+        find_last_cut(task, initial, self.title)  # refuses a model before any work
         return {"personal" if self.variant == "historical" else "local": initial}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
@@ -65,9 +63,13 @@ class FedPHP(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        gradients = NearTeacher(find_last_cut(cohort.task, initialized))
-        fixed = {"lam": self.lam, "teacher": state.get("personal", received.model)}
-        local = cohort.fit(initialized, gradients=gradients, fixed=fixed)
+        cut = find_last_cut(cohort.task, initialized, self.title)
+        teacher = state.get("personal", received.model)
+        local = cohort.fit(
+            initialized,
+            gradients=TeacherGradients(cut, stay_near),
+            fixed={"teachers": {"teacher": teacher}, "numbers": {"lam": self.lam}},
+        )
         if self.variant == "historical":
             personal = self._mix(local, state["personal"], cohort.round / cohort.rounds)
             return Message(local), {"personal": personal}
@@ -86,31 +88,9 @@ class FedPHP(Method):
         }
 
 
-@dataclass(frozen=True)
-class NearTeacher:
-    """The gradients of (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
-
-    cut: Cut
-
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Tensor, y: Tensor, teacher: Params, lam: Number) -> Tensor:
-            features, others = self.cut.lower(w, x), self.cut.lower(teacher, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            distance = mmd(features.to(task.dtype), others.to(task.dtype))
-            return (1 - lam) * loss + lam * distance
-
-        # The teacher runs as w does, on the batch's statistics: equal models have equal features.
-        # Its running statistics are copies, so that they stay as they are.
-        teacher = {
-            name: value if name in task.trainable else value.clone()
-            for name, value in fixed["teacher"].items()
-        }
-        lam = fixed["lam"]
-        if isinstance(lam, Tensor):
-            return task.gradients(model, x, y, None, objective, teacher, lam.to(task.dtype))
-        return task.gradients(model, x, y, None, partial(objective, lam=lam), teacher)
+def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Number) -> Tensor:
+    """Return (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
+    return (1 - lam) * loss + lam * mmd(features, teacher)
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:
@@ -125,22 +105,3 @@ def mmd(a: Tensor, b: Tensor) -> Tensor:
         return kernels.sum(0).mean()
 
     return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)
-
-
-def find_last_cut(task: Task, params: Params) -> Cut:
-    """Return the cut below the last layer.
-
-    A module that is not ours shows on two samples that it can be cut there.
-    """
-    rows = torch.arange(2, device=task.device) % max(1, count_lanes(task.x))
-    # The trial compares outputs, so those of a model that has diverged must be numbers as well.
-    bounded = {name: value[0].nan_to_num().clamp(-1, 1) for name, value in params.items()}
-    probe = bounded, task.inputs(rows)
-    with task.use_mode(training=False), torch.no_grad():
-        cut = Cut(task.model, 1, probe)
-    if cut.p != 1:
-        raise UserError(
-            "FedPHP compares what enters the last layer, and this model's last layer cannot be "
-            "cut off."
-        )
-    return cut

@@ -1,6 +1,5 @@
 """PartialFed: Sun, Huo, Yang, Bai. PartialFed: Cross-Domain Personalized Federated Learning via
-Partial Initialization. NeurIPS 2021. Its adaptive variant, reconstructed from the publication:
-there is no public code."""
+Partial Initialization. NeurIPS 2021. Its adaptive variant, reconstructed from the publication."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -228,6 +228,20 @@ def setting_prefixes(name: str) -> tuple[str, ...]:
     return PREFIXES.get(name) or tuple(name.split("+"))
 
 
+def list_changed_defaults(names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of methods whose default has changed: the former one and the present.
+
+    Installed packages are not loaded for it. A name that is not a method's has none.
+    """
+    found = {}
+    for name in names:
+        cls = _own_classes().get(ALIASES.get(name, name).partition("+")[0], Method)
+        present = {one.name: one.default for one in fields(cls)}
+        for key, former in cls.former_defaults.items():
+            found[f"{cls.name}.{key}"] = (former, present[key])
+    return found
+
+
 def hyperparameters(method: Method) -> dict[str, Any]:
     """Return every hyperparameter of a method, as settings name them: `{"fedprox.mu": 0.01}`."""
     found: dict[str, Any] = {}

@@ -33,17 +33,18 @@ class InitializedByALA(Wrapper):
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         local = state["base"].get("local", state.get("local"))
+        model, base = self.base.received_model(cohort, received, state["base"])
         initialized, learned, outcome = local_aggregation.initialize(
             cohort,
             self.ala,
             state["ala"],
             local,
-            received.model,
+            model,
             governed=self.ala_parameters(cohort.task.model, self.ala.layers),
-            start={**local, **received.model},  # what the server does not send is the client's own
+            start={**local, **model},  # what the server does not send is the client's own
         )
         self.report(cohort, outcome)
-        return initialized, {**state, "ala": learned}
+        return initialized, {**state, "base": base, "ala": learned}
 
     def report(self, cohort: Cohort, outcome: Outcome) -> None:
         """Add what a cohort's ALA did to its metrics."""

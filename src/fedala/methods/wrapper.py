@@ -90,6 +90,11 @@ class Wrapper(Method):
     def init_client(self, task: Task, initial: Params) -> State:
         return self.base.init_client(task, initial)
 
+    def received_model(
+        self, cohort: Cohort, received: Message, state: State
+    ) -> tuple[Params, State]:
+        return self.base.received_model(cohort, received, state)
+
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         return self.base.initialize(cohort, received, state)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError, printable
-from fedala.methods import catalogue, setting_prefixes
+from fedala.methods import catalogue, list_changed_defaults, setting_prefixes
 from fedala.report.runs import DEFAULTS, FREE_TO_DIFFER, Run
 from fedala.runs.config_values import flatten_settings
 from fedala.runs.results import MethodResult
@@ -94,6 +94,8 @@ def _list_settings(run: Run, result: MethodResult) -> dict[str, str]:
     for prefix in prefixes:
         defaults = known[prefix].defaults() if prefix in known else {}
         own |= {f"{prefix}.{name}": default for name, (default, _) in defaults.items()}
+    # A run that does not state them is older than their change.
+    own |= {key: former for key, (former, _) in list_changed_defaults([method]).items()}
     with suppress(UserError):  # a folder from elsewhere
         settings = flatten_settings(run.config.get("set", {}))
         own |= {name: settings[name] for name in settings if name.split(".")[0] in prefixes}

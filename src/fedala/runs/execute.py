@@ -51,7 +51,7 @@ def execute(
     has the results so far.
     """
     observer = observer or RunObserver()
-    for sentence in plan.federation.notes:
+    for sentence in (*plan.federation.notes, *plan.notes):
         observer.on_message(sentence)
     source = resume if isinstance(resume, Path) else out
     if source and resume:

@@ -236,6 +236,10 @@ class RunFolder:
     def config(self) -> Config:
         return self._record.read_config()
 
+    def stated_config(self) -> Config:
+        """Return the config without the former defaults that an older run did not record."""
+        return self._record.read_stated_config()
+
     def read_verified(self, name: str) -> bytes:
         """Return the content of a file that the run writes as a whole, if it is what it wrote."""
         return self._record.read_verified(name)

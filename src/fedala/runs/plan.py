@@ -30,6 +30,8 @@ from fedala.lanes.task import Task
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, import_methods
 from fedala.models import build_model
+from fedala.runs.all_methods import keep_possible, names_all
+from fedala.runs.changed_defaults import name_present_defaults
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
 from fedala.runs.devices import choose_device
@@ -79,6 +81,8 @@ class Plan:
     """The model's layers, output first, as one forward pass has shown them."""
     normalization: Normalization | None = None
     """What scales the samples on their way to the model; None: bytes as usual, floats as is."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user: which methods were left out, and why."""
     ranks: int = 1
     """The number of processes that share the work."""
 
@@ -168,9 +172,10 @@ def plan(
         own_function = load_model_function(str(config.model))
     check_settings(config)
     _ = config.evaluated_models  # raises if there is no such model
-    members = make_members(config)
-    check_effects(config, members)  # refuse what is wrong before data is loaded
-    check_options(config, [member.method for member in members])
+    is_all, notes = names_all(config), tuple[str, ...]()
+    if is_all:
+        config, notes = keep_possible(config, _check_options)
+    _check_options(config)  # refuse what is wrong before data is loaded
     device = choose_device(config.device)
     # Read them before the data is loaded, which can take long.
     augmentation = parse_augmentation(config.augment)
@@ -192,6 +197,7 @@ def plan(
     if augmentation:
         augmentation.check(federation.dataset.x, federation.dataset.name)
     chosen_loss = make_loss(config, federation, loss)
+    config = name_present_defaults(config)
     config = resolve(config, federation, has_own_model=bool(model or own_function))
     if loss is not None:
         config = replace(config, loss="own")
@@ -209,28 +215,47 @@ def plan(
         skeleton, rehearsed = make_skeleton(make_model, is_own=False), make_model()
     layers = learn_order(skeleton, first_inputs(skeleton, federation.dataset))
     note_layers(rehearsed, layers)
-    members = make_members(config)
-    check_optimizers(members)
-    for member in members:
-        member.method.check_model(skeleton)
-        check_schedule(member.config)
+    if is_all:
+        config, more = keep_possible(
+            config, lambda own: _check_methods(own, skeleton, rehearsed, federation)
+        )
+        notes += more
     if loss is not None:
         try_loss(chosen_loss, rehearsed, federation.dataset)
-    state_bytes = _rehearse(members, rehearsed, federation)
-    groups = group_members(members)
+    state_bytes = _check_methods(config, skeleton, rehearsed, federation)
     checked = Plan(
         config,
         federation,
         make_model,
-        groups,
+        group_members(make_members(config)),
         device,
         state_bytes,
         loss=chosen_loss,
         layers=layers,
         normalization=normalization,
+        notes=notes,
     )
     _check_memory(checked)
     return checked
+
+
+def _check_options(config: Config) -> None:
+    """Refuse methods that do not go with the options."""
+    members = make_members(config)
+    check_effects(config, members)
+    check_options(config, [member.method for member in members])
+
+
+def _check_methods(
+    config: Config, skeleton: nn.Module, rehearsed: nn.Module, federation: Federation
+) -> dict[str, int]:
+    """Refuse methods that do not go with the model; return the bytes of a client's state."""
+    members = make_members(config)
+    check_optimizers(members)
+    for member in members:
+        member.method.check_model(skeleton)
+        check_schedule(member.config)
+    return _rehearse(members, rehearsed, federation)
 
 
 def load_dataset(config: Config) -> Dataset:

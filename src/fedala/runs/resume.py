@@ -124,8 +124,10 @@ def _describe(
     """Return what the run is, by what it was when it began, and its batches of seeds."""
     record = folder.record or Digests()
     origin = record.origin
-    if not origin and (has_additions(before, after) or has_moved(before, after)):
-        origin = {"method": before.method, "set": dict(before.set), "seeds": before.seeds}
+    began = dict(folder.stated_config().set)
+    is_older = began != before.set
+    if not origin and (is_older or has_additions(before, after) or has_moved(before, after)):
+        origin = {"method": before.method, "set": began, "seeds": before.seeds}
     if has_moved(before, after):
         origin = {"dataset": before.dataset, "partition": before.partition, **origin}
     about = describe(plan, origin)

@@ -7,6 +7,7 @@ from typing import TypeVar
 from fedala.data.preprocessing import PREPROCESSING
 from fedala.io import files
 from fedala.io.untrusted import read_file, require_file
+from fedala.runs.changed_defaults import name_former_defaults
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME, Digests, MethodRecord
 
@@ -103,5 +104,10 @@ class RunRecord:
         files.write_file(self.path / name, data)
 
     def read_config(self) -> Config:
+        """Return the config of the run, with the former defaults that an older one relies on."""
+        return name_former_defaults(self.read_stated_config())
+
+    def read_stated_config(self) -> Config:
+        """Return the config as config.toml has it."""
         path = self.path / "config.toml"
         return Config.from_values(Config.parse(self.read_verified("config.toml"), path))

@@ -1,14 +1,13 @@
-"""FedDyn: Acar, Zhao, Navarro, Mattina, Whatmough, Saligrama. Federated Learning Based on Dynamic
-Regularization. ICLR 2021."""
+"""FedDyn: Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama. Federated Learning Based on
+Dynamic Regularization. ICLR 2021."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Uploads, densify
-from fedala.methods import Method, ServerRound
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, align
+from fedala.methods.base import Method, ServerRound
+from fedala.methods.scaffold import correct_gradients
 from fedala.options import option
 
 
@@ -20,6 +19,8 @@ class FedDyn(Method):
     title = "FedDyn"
     summary = "a regulariser that changes every round makes local and global optima agree"
     has_personal_models = False
+    lane_numbers = frozenset({"alpha"})
+    refuses_server_optimizer = "its server adds up the clients' changes already, in h"
 
     alpha: float = option(0.1, "α: strength of the dynamic regulariser", above=0)
 
@@ -41,25 +42,15 @@ class FedDyn(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        anchor = {name: received.model[name] for name in cohort.task.trainable}
         trained = cohort.fit(
             initialized,
             gradients=correct_gradients,
-            fixed={"g": state["g"]},
-            proximal=(self.alpha, anchor),
+            fixed={"correction": {name: -value for name, value in state["g"].items()}},
+            proximal=(self.alpha, received.model),
         )
-        g = {
-            name: value - self.alpha * (trained[name] - anchor[name])
-            for name, value in state["g"].items()
-        }
+        has_samples = cohort.lr.new_tensor(cohort.sizes()) > 0  # without samples, g_i stays
+        g = {}
+        for name, value in state["g"].items():
+            moved = align(has_samples, value) * (trained[name] - received.model[name])
+            g[name] = value - align(self.alpha, value) * moved
         return Message(trained), {"g": g}
-
-
-def correct_gradients(
-    task: Task, model: Params, fixed: State, x: Any, y: Any
-) -> tuple[Tensor, Gradients]:
-    """Return ∇f(θ) − g_i. The pull α(θ − θ_server) is the proximal term."""
-    losses, gradients = task.gradients(model, x, y)
-    for name, value in densify(gradients).items():
-        gradients[name] = value - fixed["g"][name]
-    return losses, gradients

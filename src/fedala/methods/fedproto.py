@@ -1,0 +1,128 @@
+"""FedProto: Tan, Long, Liu, Zhou, Lu, Jiang, Zhang. FedProto: Federated Prototype Learning across
+Heterogeneous Clients. AAAI 2022."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Uploads
+from fedala.lanes.class_features import measure_features, sum_class_features
+from fedala.lanes.features import find_last_cut
+from fedala.lanes.heads import Head, list_added
+from fedala.lanes.layers import Cut
+from fedala.methods.base import Method, ServerRound
+from fedala.options import option
+
+
+class NearestPrototype(Head):
+    """The last layer, for training, and class prototypes, which decide in evaluation mode.
+
+    A class without a prototype is further away than all others. As long as there is none at all,
+    the last layer decides.
+    """
+
+    prototypes: Tensor
+    is_known: Tensor
+
+    def __init__(self, last: nn.Linear) -> None:
+        super().__init__(last)
+        self.register_buffer("prototypes", torch.zeros(last.out_features, last.in_features))
+        self.register_buffer("is_known", torch.zeros(last.out_features))
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores = super().forward(features)
+        if self.training:
+            return scores
+        products = F.linear(features, self.prototypes)
+        squares = features.square().sum(-1, keepdim=True) + self.prototypes.square().sum(-1)
+        squares = (squares - 2 * products).clamp(min=0)
+        # A finite number, so that the loss of a sample of such a class is one, too.
+        beyond = 2 * (squares * self.is_known).amax(-1, keepdim=True) + 100
+        distances = torch.where(self.is_known > 0, squares, beyond)
+        return torch.where(self.is_known.any(), -distances, scores)
+
+
+@dataclass(frozen=True)
+class FedProto(Method):
+    """No model travels: class means of the features do. Each client stays near everybody's."""
+
+    name = "fedproto"
+    title = "FedProto"
+    summary = "own models, whose features stay near the mean of each class over all clients"
+    lane_numbers = frozenset({"lam"})
+    refuses_ala = "FedProto receives no model"
+    refuses_server_optimizer = "no model is uploaded"
+    head: ClassVar[type[Head]] = NearestPrototype
+
+    lam: float = option(1.0, "λ: weight of the distance to the classes' prototypes", least=0)
+
+    def shared_part(self, task: Task, model: Params) -> Params:
+        return {}
+
+    def init_client(self, task: Task, initial: Params) -> State:
+        measure_features(task, self.title)  # refuses a task without classes, before any work,
+        find_last_cut(task, initial, self.title)  # and a model that cannot be cut
+        return {"local": initial}
+
+    def extra_template(self, task: Task, initial: Params) -> State:
+        classes, features = measure_features(task, self.title)
+        counts = torch.zeros(1, classes, dtype=task.dtype, device=task.device)
+        return {"prototypes": counts.new_zeros(1, classes, features), "counts": counts}
+
+    def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
+        empty = self.extra_template(task, initial)
+        return {"prototypes": empty["prototypes"], "is_known": empty["counts"]}
+
+    def send(self, server: State, server_round: ServerRound) -> Message:
+        return Message({}, server)
+
+    def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
+        """Average each class over the clients that have it. Without any, its prototype stays."""
+        extra = uploads.stack().extra
+        counts = extra["counts"].unsqueeze(-1)  # [client, class, 1]
+        total = counts.sum(0, keepdim=True)
+        mean = (extra["prototypes"] * counts).sum(0, keepdim=True) / total.clamp(min=1)
+        return {
+            "prototypes": torch.where(total > 0, mean, server["prototypes"]),
+            "is_known": torch.maximum(server["is_known"], (total > 0).to(mean.dtype).squeeze(-1)),
+        }
+
+    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
+        names = list_added(cohort.task.model, NearestPrototype)
+        prototypes = {name: received.extra[name.rpartition(".")[2]] for name in names}
+        return {**state["local"], **prototypes}, state
+
+    def train(
+        self, cohort: Cohort, initialized: Params, received: Message, state: State
+    ) -> tuple[Message, State]:
+        task = cohort.task
+        cut = find_last_cut(task, initialized, self.title)
+        fixed = {**received.extra, "lam": cohort.constant(self.lam)}
+        local = cohort.fit(initialized, gradients=NearPrototypes(cut), fixed=fixed)
+        found = sum_class_features(cohort, cut, local, *measure_features(task, self.title))
+        own = {"prototypes": found.means.to(task.dtype), "counts": found.counts.to(task.dtype)}
+        return Message({}, own), {"local": local}
+
+
+@dataclass(frozen=True)
+class NearPrototypes:
+    """The gradients of loss + λ·MSE(features, prototypes of their classes)."""
+
+    cut: Cut
+
+    def __call__(
+        self, task: Task, model: Params, fixed: State, x: Any, y: Tensor
+    ) -> tuple[Tensor, Gradients]:
+        def objective(w: Params, x: Any, y: Tensor, fixed: State) -> Tensor:
+            features = self.cut.lower(w, x)
+            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
+            labels = F.one_hot(y.long(), len(fixed["is_known"])).to(task.dtype)
+            apart = features.to(task.dtype) - labels @ fixed["prototypes"]
+            known = (labels @ fixed["is_known"]).unsqueeze(-1)  # others pull nothing
+            penalty: Tensor = fixed["lam"] * (known * apart.square()).mean()
+            return loss + penalty
+
+        return task.gradients(model, x, y, None, objective, fixed)
