@@ -1,11 +1,17 @@
 """Results of the paper's cells for tests, and the commands that read them."""
 
 import csv
+from functools import partial
 
 from typer.testing import CliRunner
 
+from fedala.cells import reading
+from fedala.cells.results import COLUMNS, SeedResult
 from fedala.cli import app as cli
-from fedala.paper.results import COLUMNS, SeedResult
+from fedala.paper.experiments import PAPER
+
+read_results = partial(reading.read_results, PAPER)
+read_csv = partial(reading.read_csv, collection=PAPER)
 
 
 def make_result(**values):

@@ -34,7 +34,9 @@ ROOMS = (
     "bench",
     "ranks",
     "flower",
+    "cells",
     "paper",
+    "leaderboard",
     "api",
     "cli",
     "",  # the package itself: `__init__` and `__main__`

@@ -331,6 +331,14 @@ REFUSALS = [
     Refusal("paper report out --insert nowhere.md", "nowhere.md"),
     Refusal("paper report out --insert marks.md", "marks.md"),
     Refusal("paper report out", "mine.csv", put("out/mine.csv", "not,a,table\n")),
+    # leaderboard
+    Refusal("leaderboard run --settings cifar100 --out new", "cifar100-dir"),
+    Refusal("leaderboard run --method fedalla --out new", "fedala"),
+    Refusal("leaderboard run --method fedavg --import nowhere.py --out new", "nowhere.py"),
+    Refusal("leaderboard run --method fedavg --data-dir nowhere --out new", "nowhere"),
+    Refusal("leaderboard report nowhere", "nowhere"),
+    Refusal("leaderboard report empty", "no result"),
+    Refusal("leaderboard report out", "mine.csv", put("out/mine.csv", "not,a,table\n")),
     # report
     Refusal("report nowhere", "nowhere"),
     Refusal("report empty", "empty"),

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from fuzz.bounded import attempt
 
-import fedala.paper.running
+import fedala.cells.running
+from fedala.cells.results import Results
 from fedala.cli import run as run_command
 from fedala.errors import UserError
 from fedala.paper.comparison import make_sheets
-from fedala.paper.results import Results
 from fedala.runs.folder import RunFolder
 
 RUN = [
@@ -371,7 +371,7 @@ def stopping_after(rows: int) -> Callable[[], None]:
 
             return execute(*arguments, observer=replace(observer, on_row=on_row), **options)
 
-        run_command.execute = fedala.paper.running.execute = watched  # type: ignore[assignment]
+        run_command.execute = fedala.cells.running.execute = watched  # type: ignore[assignment]
 
     return before
 

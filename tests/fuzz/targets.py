@@ -23,12 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from board_results import COLUMNS as BOARD_COLUMNS
+from board_results import make_result
 from fuzz.mutations import misplace, mutate, repair_png
 
 import fedala.io.tensor_files
+from fedala.cells.results import COLUMNS
 from fedala.cli import run as run_command
 from fedala.paper.experiments import tables
-from fedala.paper.results import COLUMNS
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.observer import RunObserver, Stopped
@@ -617,6 +619,12 @@ def _results() -> Files:
     }
 
 
+def _board_results() -> Files:
+    """A csv of the leaderboard."""
+    line = ",".join(str(value) for name, value in vars(make_result()).items() if name != "where")
+    return {"results/gpu.csv": f"{','.join(BOARD_COLUMNS)}\n{line}\n".encode()}
+
+
 _WORDS = [
     "", "0", "-1", "1", "7.5", "-3", "nan", "inf", "-inf", "1e999", "9" * 400, "9" * 5000, "0.5",
     "1e308", "true", "x", "<script>", "=1+1", "a|b", "\u202e", "\x1b[2J", "\x00", "fedavg",
@@ -719,6 +727,7 @@ def targets() -> dict[str, Target]:
             _only("new.parquet"),
         ),
         Target("paper-report", ("paper", "report", "results"), _results, _fields),
+        Target("leaderboard-report", ("leaderboard", "report", "results"), _board_results, _fields),
         Target(
             "arguments",
             ("run", "--dataset", "my.npz", "--clients", "2", "--rounds", "1", "--out", "run"),

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 from markdown_it import MarkdownIt
-from paper_results import call, make_result, write_table
+from paper_results import call, make_result, read_csv, write_table
 
+from fedala.cells.results import Results
 from fedala.errors import spreadsheet_safe
 from fedala.paper import report
-from fedala.paper.reading import read_csv
-from fedala.paper.results import Results
 from fedala.report.formats import escape_markdown
 
 BASE = make_result(setting="mnist-pathological")

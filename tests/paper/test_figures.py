@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedala.cells.running import DataCache
 from fedala.errors import UserError
 from fedala.paper import figures
 from fedala.paper.experiments import drawings, settings
-from fedala.paper.running import DataCache
 from fedala.runs.build import build_simulation
 from fedala.runs.observer import Stopped
 

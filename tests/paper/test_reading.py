@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 from fuzz.bounded import attempt
-from paper_results import call, make_result, write_table
+from paper_results import call, make_result, read_csv, read_results, write_table
 
 from fedala.errors import UserError
 from fedala.paper.experiments import tables
-from fedala.paper.reading import read_csv, read_results
 from fedala.records import HistoryRow
 from fedala.runs.folder import RunFolder
 

@@ -10,15 +10,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from paper_results import call, make_result, write_table
+from paper_results import call, make_result, read_csv, read_results, write_table
 
+from fedala.cells.report_files import insert, make_marks
+from fedala.cells.results import CellResult, Results
 from fedala.errors import UserError
 from fedala.paper import comparison, formats, report
-from fedala.paper.experiments import drawings, tables
-from fedala.paper.reading import read_csv, read_results
-from fedala.paper.results import CellResult, Results
+from fedala.paper.experiments import drawings, settings, tables
 
 BASE = make_result()
+SETTING = settings()[BASE.setting]
+BEGIN, END = make_marks("paper")
 
 
 def seeds(*bests, **changes):
@@ -85,11 +87,11 @@ def test_mean_deviation_and_difference(results):
     ],
 )
 def test_departures_from_the_paper_are_listed(changes, departures):
-    assert CellResult(tuple(seeds(*[0.5] * 5, **changes))).departures == departures
+    assert CellResult(tuple(seeds(*[0.5] * 5, **changes)), SETTING).departures == departures
 
 
 def test_fewer_seeds_and_unequal_rounds_are_departures():
-    assert CellResult((BASE, replace(BASE, seed=1, rounds=300))).departures == [
+    assert CellResult((BASE, replace(BASE, seed=1, rounds=300)), SETTING).departures == [
         "300 to 2000 of 2000 rounds",
         "2 of 5 seeds",
     ]
@@ -314,9 +316,9 @@ def test_text_from_a_file_is_escaped_in_latex(tmp_path):
 
 def test_the_tables_go_between_the_marks_of_a_file(results, tmp_path):
     path = tmp_path / "page.md"
-    path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
     for _ in range(2):
-        report.insert(results, path)
+        insert(report.make_markdown(results), path, "paper")
     text = path.read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
@@ -327,7 +329,7 @@ def test_the_tables_go_between_the_marks_of_a_file(results, tmp_path):
 def test_a_file_without_marks_is_refused(results, tmp_path):
     (tmp_path / "page.md").write_text("nothing")
     with pytest.raises(UserError, match="has no place for the tables"):
-        report.insert(results, tmp_path / "page.md")
+        insert(report.make_markdown(results), tmp_path / "page.md", "paper")
 
 
 def test_a_report_is_not_written_among_the_results(results, tmp_path):
@@ -386,8 +388,7 @@ def test_the_docs_and_the_stored_report_match_the_results(tmp_path):
     results = read_results(root / "results")
     page = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
     assert (
-        page.partition(report.BEGIN)[2].partition(report.END)[0].strip()
-        == report.make_markdown(results).strip()
+        page.partition(BEGIN)[2].partition(END)[0].strip() == report.make_markdown(results).strip()
     )
     for path in report.write(results, tmp_path, []):
         stored = root / "results" / "report" / path.name

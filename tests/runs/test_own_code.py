@@ -13,11 +13,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fedala import run
+from fedala.cells.running import _continue_config
 from fedala.cli.app import app
 from fedala.data import Dataset, federate, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue, list_methods
-from fedala.paper.running import _continue_config
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.own_code import fit_model
@@ -112,9 +112,9 @@ def test_a_run_folder_that_is_read_executes_nothing(files):
     assert call("run", "--resume", "theirs", "--rounds", 2).exit_code == 2
     assert call("run", "--resume", "theirs", "--method", "+fedavg", "--model", "cnn").exit_code == 2
     config = Config.from_values(Config.read(files / "theirs" / "config.toml"))
-    options = SimpleNamespace(rounds=2, device="cpu", data_dir=None)
+    options = SimpleNamespace(device="cpu", data_dir=None, imports=None)
     with pytest.raises(UserError, match="executed only if you name it"):
-        _continue_config(config, options, files / "theirs")  # as fedala paper run does
+        _continue_config(config, options, 2, files / "theirs")  # as fedala paper run does
     assert not Path("executed").exists()
     assert call("run", "--import", "mine.py").exit_code == 2
     assert Path("executed").exists()  # the trap works

@@ -21,6 +21,7 @@ from fedala.cli import (
     convert,
     flower,
     layers,
+    leaderboard,
     lists,
     new,
     onboard,
@@ -90,6 +91,7 @@ for commands in (run, trained, onboard, partition, layers, report, lists, bench)
 app.add_typer(convert.app, name="convert")
 app.add_typer(new.app, name="new")
 app.add_typer(paper.app, name="paper")
+app.add_typer(leaderboard.app, name="leaderboard")
 app.add_typer(flower.app, name="flower")
 
 

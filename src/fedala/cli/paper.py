@@ -3,30 +3,45 @@
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedala.cli.output import keep_lines, say
+from fedala.cells import running
+from fedala.cells.cell import Cell
+from fedala.cells.reading import read_results
+from fedala.cells.report_files import insert as put_between_marks
+from fedala.cells.report_files import split_at_marks
+from fedala.cells.results import CSV, Results
+from fedala.cli.cells import (
+    DataDir,
+    Device,
+    EvalEvery,
+    Jobs,
+    KeepCheckpoints,
+    Minutes,
+    Out,
+    RelayFlag,
+    check_before_run,
+    check_report_folder,
+    note,
+    run_chosen,
+)
+from fedala.cli.output import keep_lines
 from fedala.errors import UserError
-from fedala.paper import comparison, processes, running
+from fedala.paper import comparison
 from fedala.paper import report as reporting
-from fedala.paper.experiments import Cell, Drawing, choose, drawings, preset, tables
+from fedala.paper.experiments import PAPER, Drawing, choose, drawings, preset, tables
 from fedala.paper.experiments import Table as PaperTable
-from fedala.paper.progress import CellProgress
-from fedala.paper.reading import read_results
-from fedala.paper.results import CSV, Results
 from fedala.report.headline import format_spread
 from fedala.report.tables import WRAPPED, show
-from fedala.runs.devices import NAMES, choose_device, share_devices
-from fedala.runs.observer import Stopped, catch_stop_signals
+from fedala.runs.config_values import split_names
+from fedala.runs.observer import Stopped
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,7 +49,6 @@ app = typer.Typer(
     help="The paper's tables and figures: list, run, report.",
 )
 
-Out = Annotated[Path, typer.Option(help="the results folder", metavar="DIR")]
 _OUT = Path("runs/paper")
 
 
@@ -110,13 +124,8 @@ def run(
     seeds: Annotated[
         int | None, typer.Option(help="runs of each cell, instead of the paper's 5", min=1)
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="stop after this time, between two rounds", min=0.01)
-    ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="folder with copies of the datasets; without it, the hub", metavar="DIR"),
-    ] = None,
+    minutes: Minutes = None,
+    data_dir: DataDir = None,
     out: Out = _OUT,
     shuffle: Annotated[
         bool,
@@ -124,35 +133,17 @@ def run(
             "--shuffle", help="reshuffle the batches every epoch; the paper's presets do not"
         ),
     ] = False,
-    eval_every: Annotated[
-        int, typer.Option(help="evaluate every N rounds, and after the last", min=1, metavar="N")
-    ] = 1,
-    device: Annotated[str, typer.Option(help=NAMES)] = "auto",
-    keep_checkpoints: Annotated[
-        bool,
-        typer.Option(
-            "--keep-checkpoints",
-            help="also keep those of finished cells (large), to add rounds later",
-        ),
-    ] = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            help="processes that run cells in parallel, on several GPUs if there are several",
-            min=1,
-        ),
-    ] = 1,
-    relay: Annotated[bool, typer.Option("--relay", hidden=True)] = False,
+    eval_every: EvalEvery = 1,
+    device: Device = "auto",
+    keep_checkpoints: KeepCheckpoints = False,
+    jobs: Jobs = 1,
+    relay: RelayFlag = False,
 ) -> None:
     """Run cells of the paper's tables with its presets. Each cell has its own folder."""
     began = time.monotonic()
     given_rounds, rounds = rounds, rounds or int(preset()["rounds"])
     seeds = seeds or int(preset()["seeds"])
-    choose_device(device)
-    if data_dir is not None and not data_dir.is_dir():
-        raise UserError(f"The data directory {data_dir} is not a folder.")
-    if out.exists() and not relay:
-        _note(read_results(out).unverified)  # unreadable results are refused now, not at the end
+    check_before_run(PAPER, device, data_dir, out, relay=relay)
     known_figures = drawings(digits=data_dir is None)
     figures = {name: known_figures[name] for name in known_figures if name in names}
     names = [name for name in names if name not in figures]
@@ -165,14 +156,13 @@ def run(
         _draw(figures, order, given_rounds)
     if not cells:
         return
-    if relay:
-        # Run folders record the command: record the one that a user can type.
-        sys.argv[:] = [word for word in sys.argv if word != "--relay"]
-        parent = processes.Relay()
-        running.run_cells(cells, replace(order, stop_signals=parent.stop_signals), parent)
-        return
     arguments = [*names, f"--columns={columns}", f"--method={method}", *["--shuffle"] * shuffle]
-    _run_cells(cells, order, jobs, arguments)
+    run_chosen(PAPER, cells, order, arguments, jobs=jobs, relay=relay)
+    if not relay:
+        print(
+            f"Results: {out / CSV}; compare them with the paper's by "
+            f"fedala paper report {shlex.quote(str(out))}"
+        )
 
 
 def _choose_cells(
@@ -180,71 +170,11 @@ def _choose_cells(
 ) -> dict[Cell, float | None]:
     """Return the chosen cells, each with the accuracy that the paper prints for it."""
     cells: dict[Cell, float | None] = {}
-    for table, column, row in choose(names, _split(columns), _split(method)):
+    for table, column, row in choose(names, split_names(columns), split_names(method)):
         printed = table.printed(column, row)
         cell = column.cell(row, shuffle=shuffle, rounds=rounds)
         cells.setdefault(cell, printed.accuracy if printed else None)
     return cells
-
-
-def _run_cells(
-    cells: Mapping[Cell, float | None], order: running.RunOptions, jobs: int, arguments: list[str]
-) -> None:
-    """Run the cells with a live table, in this process or in `jobs` others; write the results."""
-    out = order.out
-    accuracies = {str(cell): accuracy for cell, accuracy in cells.items()}
-    board = CellProgress(Console(stderr=True), accuracies, order.rounds, order.deadline)
-    try:
-        with board, catch_stop_signals() as signals:
-            if jobs == 1:
-                running.run_cells(cells, replace(order, stop_signals=signals), board)
-            else:
-                words = [*arguments, *_order_arguments(order)]
-                devices = share_devices(order.device, jobs)
-                processes.run_processes(words, devices, board, signals)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"; {_advice(out)}") from None
-    finally:
-        if out.is_dir():
-            read_results(out).write(out / CSV)
-    if signals:
-        print(f"Stopped; {_advice(out)}.", file=sys.stderr)
-        raise typer.Exit(128 + signals[0])
-    for sentence in board.summary():
-        print(sentence)
-    states = {state.status for state in board.cells.values()}
-    if "failed" in states:
-        raise typer.Exit(1)
-    if states == {"skipped"}:
-        raise UserError("Nothing was run.")
-    print(
-        f"Results: {out / CSV}; compare them with the paper's by "
-        f"fedala paper report {shlex.quote(str(out))}"
-    )
-
-
-def _order_arguments(order: running.RunOptions) -> list[str]:
-    """Return the command-line arguments that give another process the same order.
-
-    Its device is its own.
-    """
-    arguments = [
-        f"--rounds={order.rounds}",
-        f"--seeds={order.seeds}",
-        f"--out={order.out}",
-        f"--eval-every={order.eval_every}",
-    ]
-    if order.keep_checkpoints:
-        arguments.append("--keep-checkpoints")
-    if order.data_dir:
-        arguments.append(f"--data-dir={order.data_dir}")
-    if order.deadline is not None:
-        arguments.append(f"--minutes={max(0.01, order.seconds_left / 60)}")
-    return arguments
-
-
-def _advice(out: Path) -> str:
-    return f"the results so far are in {out}, and the same command continues"
 
 
 def _draw(chosen: Mapping[str, Drawing], order: running.RunOptions, rounds: int | None) -> None:
@@ -275,15 +205,6 @@ def _draw(chosen: Mapping[str, Drawing], order: running.RunOptions, rounds: int 
                     print(f"Left out of {name}: {shelf.missing[dataset]}")
 
 
-def _note(sentences: Iterable[str]) -> None:
-    for sentence in sentences:
-        say(f"Note: {sentence}")
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 @app.command(
     epilog=keep_lines("""Examples:
   fedala paper report runs/paper
@@ -312,22 +233,18 @@ def report(
     ] = None,
 ) -> None:
     """Compare our numbers with the paper's: Markdown, LaTeX, csv and one HTML page."""
-    results = read_results(folder)
-    if out and out.resolve() == folder.resolve():
-        raise UserError(
-            f"The report cannot be written into {out} itself: "
-            "its tables would be read as results. Name another folder."
-        )
+    results = read_results(PAPER, folder)
+    check_report_folder(out, [folder])
     if insert:
-        reporting.split_at_marks(insert)  # refuse a file without marks before anything is written
+        split_at_marks(insert, PAPER.command)  # refuse a file without marks before any writing
     written = reporting.write(
         results, out or folder / "report", sorted((folder / "figures").glob("*.png"))
     )
     if insert:
-        reporting.insert(results, insert)
+        put_between_marks(reporting.make_markdown(results), insert, PAPER.command)
     show(_comparison(results))
     print(comparison.describe(results))
-    _note([*results.contradictions, *results.unverified])
+    note([*results.contradictions, *results.unverified])
     for path in [*written, *([insert] if insert else [])]:
         print(f"Written: {path}")
 

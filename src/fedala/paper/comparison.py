@@ -6,9 +6,9 @@ from itertools import groupby
 from string import ascii_lowercase
 from typing import Any
 
+from fedala.cells.results import CellResult, Results
 from fedala.methods import catalogue
 from fedala.paper.experiments import Column, PrintedNumber, Table, tables
-from fedala.paper.results import CellResult, Results
 from fedala.report.headline import format_spread
 from fedala.report.progress import format_duration
 

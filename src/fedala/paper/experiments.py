@@ -6,7 +6,7 @@ They are read from experiments.toml, printed.csv and printed_cost.csv in this fo
 import csv
 import io
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedala.data import KnownDataset, known_datasets
+from fedala.cells.cell import Cell, Setting
+from fedala.cells.collection import Collection
+from fedala.cells.results import SeedResult
 from fedala.errors import UserError
 from fedala.methods import catalogue, make
 from fedala.models import cnn, fasttext, resnet18
 from fedala.options import suggest
-from fedala.runs.config import Config
 
 #: The models whose parameters the paper counts: ten classes, small images. It trains others, too.
 COUNTED_MODELS = {
@@ -28,72 +29,6 @@ COUNTED_MODELS = {
     "resnet18": lambda: resnet18((3, 64, 64), 10),
     "fasttext": lambda: fasttext(98_635, 4),
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A dataset, divided among clients, and a model."""
-
-    name: str
-    dataset: str
-    model: str
-    lr: float
-    partition: str
-    clients: int
-    join_ratio: float
-
-    @property
-    def data(self) -> KnownDataset:
-        return next(row for row in known_datasets() if row.name == self.dataset)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One method in one setting. It is run once, even if several tables show it."""
-
-    setting: Setting
-    method: str
-    set: tuple[tuple[str, Any], ...] = ()
-    """Hyperparameters that are not the defaults."""
-    shuffle: bool = False
-    rounds: int = 0
-    """The rounds, if the schedule depends on them and they are not the paper's; otherwise 0."""
-
-    @property
-    def name(self) -> str:
-        """Return its folder's name: `fedala`, `fedala,layers=2` or `fedavg,shuffled`."""
-        parts = [self.method]
-        parts += [f"{key.partition('.')[2]}={format_value(value)}" for key, value in self.set]
-        parts += [f"rounds={self.rounds}"] * bool(self.rounds) + ["shuffled"] * self.shuffle
-        return ",".join(parts)
-
-    @property
-    def key(self) -> tuple[str, str, str, bool]:
-        """Return setting, method, hyperparameters and shuffling, as results name the cell."""
-        hyperparameters = " ".join(f"{key}={format_value(value)}" for key, value in self.set)
-        return self.setting.name, self.method, hyperparameters, self.shuffle
-
-    def __str__(self) -> str:
-        return f"{self.setting.name}/{self.name}"
-
-    def config(self, **options: Any) -> Config:
-        """Return the config with the paper's presets; `options` replace them."""
-        names = ("dataset", "model", "lr", "partition", "clients", "join_ratio")
-        values = preset() | {name: getattr(self.setting, name) for name in names}
-        values |= {"shuffle": self.shuffle, **options}
-        values |= {"method": self.method, "set": dict(self.set), "save_models": False}
-        return Config.from_values(values)
-
-    @property
-    def has_schedule(self) -> bool:
-        """Tell whether the number of rounds changes what the method does in a round."""
-        return make(self.method, dict(self.set)).schedule_depends_on_rounds
-
-    def with_rounds(self, rounds: int | None) -> "Cell":
-        """Return the cell with another number of rounds: another cell if it has a schedule."""
-        if not rounds or rounds == preset()["rounds"] or not self.has_schedule:
-            return self
-        return replace(self, rounds=rounds)
 
 
 @dataclass(frozen=True)
@@ -249,10 +184,53 @@ def tables() -> dict[str, Table]:
 @cache
 def settings() -> dict[str, Setting]:
     """Return every setting by name."""
-    common = {key: preset()[key] for key in ("clients", "join_ratio")}
     return {
-        name: Setting(name, **{**common, **values}) for name, values in _data()["settings"].items()
+        name: Setting.build(name, preset(), values) for name, values in _data()["settings"].items()
     }
+
+
+class PaperCollection(Collection):
+    """The cells of all tables of the paper."""
+
+    command = "paper"
+    title = "the paper"
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        return settings()
+
+    def find_cell(self, setting: str, name: str, rounds: int | None) -> Cell | None:
+        """Return the cell of a folder; its name may contain the number of rounds."""
+        for cell in _cells().values():
+            if cell.setting.name == setting and cell.with_rounds(rounds).name == name:
+                return cell.with_rounds(rounds)
+        return None
+
+    def check_result(self, result: SeedResult) -> None:
+        """Refuse the result of a cell that no table has."""
+        if result.setting not in settings():
+            raise UserError(f"there is no setting {result.setting}.")
+        if result.cell not in _cells():
+            make(result.method)  # refuses an unknown method with a suggestion
+            options = f" with {result.set}" if result.set else ""
+            raise UserError(
+                f"the paper has no cell of {result.method}{options} in {result.setting}."
+            )
+
+
+PAPER = PaperCollection()
+
+
+@cache
+def _cells() -> dict[tuple[str, str, str, bool], Cell]:
+    """Return every cell of the tables, with and without shuffling, by its key."""
+    cells = {}
+    for table in tables().values():
+        for column, method in table.entries():
+            for shuffle in (False, True):
+                cell = column.cell(method, shuffle=shuffle)
+                cells[cell.key] = cell
+    return cells
 
 
 def preset() -> dict[str, Any]:
@@ -261,7 +239,7 @@ def preset() -> dict[str, Any]:
 
 
 def choose(
-    names: list[str], columns: list[str], methods: list[str]
+    names: Sequence[str], columns: Sequence[str], methods: Sequence[str]
 ) -> list[tuple[Table, Column, str]]:
     """Return the cells of some tables, or only those of some columns and methods, in their order.
 
@@ -297,7 +275,9 @@ def choose(
     return [entry for _, entry in sorted(chosen, key=lambda pair: pair[0])]
 
 
-def _check_names(kind: str, names: list[str], known_names: Mapping[str, None], where: str) -> None:
+def _check_names(
+    kind: str, names: Sequence[str], known_names: Mapping[str, None], where: str
+) -> None:
     for name in names:
         if name not in known_names:
             raise UserError(f"There is no {kind} {name} in {where}{suggest(name, known_names)}.")
@@ -345,10 +325,3 @@ def _costs() -> dict[str, Cost]:
 
 def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def format_value(value: Any) -> str:
-    """Return a value as names and tables show it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedala.cells.cell import Cell, Setting
+from fedala.cells.running import DataCache
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.io import files
 from fedala.lanes import Cohort, Message, Params, State
@@ -16,14 +18,13 @@ from fedala.lanes.layers import call
 from fedala.lanes.local_aggregation import Outcome
 from fedala.methods import Method
 from fedala.methods.fedala import FedALA
-from fedala.paper.experiments import Cell, Drawing, Setting
+from fedala.paper.experiments import Drawing
 from fedala.paper.figure_plots import (
     Rows,
     draw_convergence,
     draw_trajectory,
     draw_weight_learning,
 )
-from fedala.paper.running import DataCache
 from fedala.report import plots
 from fedala.runs.build import build_simulation
 from fedala.runs.devices import use_device

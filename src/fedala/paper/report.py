@@ -5,20 +5,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedala.cells.report_files import write_texts
+from fedala.cells.results import Results
 from fedala.errors import UserError, spreadsheet_safe
-from fedala.io import files
 from fedala.io.untrusted import read_file
 from fedala.paper.comparison import describe, list_comparisons, make_sheets
 from fedala.paper.experiments import drawings
 from fedala.paper.formats import LEGEND, PREAMBLE, to_latex, to_markdown
-from fedala.paper.results import Results
 from fedala.report import html
 from fedala.runs.tables import csv_text
 
-#: Bytes of a figure, and of a Markdown file that gets the tables, at most.
+#: Bytes of a figure, at most.
 _LARGEST = 2**25
-#: `insert` puts the tables between these two lines of a Markdown file.
-BEGIN, END = "<!-- begin: fedala paper report -->", "<!-- end: fedala paper report -->"
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,7 @@ def write(results: Results, folder: Path, pictures: Iterable[Path] = ()) -> list
         "tables.csv": _make_csv(results),
         "index.html": _make_page(results, pictures),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            files.write_file(folder / name, text.encode(), durable=False)
-    except OSError as error:
-        raise UserError(f"The report cannot be written to {folder}: {error.strerror}.") from None
-    return [folder / name for name in texts]
+    return write_texts(folder, texts)
 
 
 def make_markdown(results: Results) -> str:
@@ -67,7 +59,7 @@ def _make_page(results: Results, pictures: Iterable[Path]) -> str:
     return html.render(
         "fedala.paper",
         "paper_report.html.j2",
-        style="paper_report.css",
+        styles=["paper_report.css"],
         shows_images=True,
         title="FedALA: the paper and ours",
         legend=LEGEND,
@@ -84,27 +76,3 @@ def _read_picture(path: Path) -> Picture:
         return Picture(text, base64.b64encode(read_file(path, _LARGEST)).decode())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def split_at_marks(path: Path) -> tuple[str, str]:
-    """Return the text of a Markdown file before and after the tables, with the two marks."""
-    try:
-        text = read_file(path, _LARGEST).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from None
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(
-            f"{path} has no place for the tables. Add the lines {BEGIN} and {END} to it."
-        )
-    return before + begin, end + after
-
-
-def insert(results: Results, path: Path) -> None:
-    """Put the Markdown tables between the two marks of a file, instead of the old ones."""
-    before, after = split_at_marks(path)
-    try:
-        files.write_file(path.resolve(), f"{before}\n\n{make_markdown(results)}\n{after}".encode())
-    except OSError as error:
-        raise UserError(f"The tables cannot be written to {path}: {error.strerror}.") from None

@@ -6,6 +6,7 @@ A page is one file. Its content-security policy allows its own style and script 
 import base64
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -17,18 +18,18 @@ def render(
     package: str,
     template: str,
     *,
-    style: str,
-    script: str = "",
+    styles: Sequence[str],
+    scripts: Sequence[str] = (),
     data: object = None,
     shows_images: bool = False,
     **values: object,
 ) -> str:
     """Return a page from a template of `package`, which may build on those of `fedala.report`.
 
-    `style` and `script` name files in the template's folder; the script reads `data`.
+    `styles` and `scripts` name files among the templates; the scripts read `data`.
     """
     environment = _environment(package)
-    style, script = (_read(package, name) if name else "" for name in (style, script))
+    style, script = ("\n".join(_read(package, name) for name in own) for own in (styles, scripts))
     policy = ["default-src 'none'", f"style-src {_source(style)}"]
     if script:
         policy.append(f"script-src {_source(script)}")
@@ -60,7 +61,9 @@ def _environment(package: str) -> Any:
 
 
 def _read(package: str, name: str) -> str:
-    return files(package).joinpath("templates", name).read_text(encoding="utf-8")
+    own = files(package).joinpath("templates", name)
+    shared = files(__package__).joinpath("templates", name)
+    return (own if own.is_file() else shared).read_text(encoding="utf-8")
 
 
 def _source(text: str) -> str:

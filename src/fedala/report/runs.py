@@ -211,7 +211,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 def _find_folders(path: Path) -> list[Path]:
     """Find the run folders below a folder that have begun."""
     folders = set()
-    # The results of `fedala paper run` lie three levels deep: setting, cell, seeds.
+    # Cells, as of `fedala paper run`, lie three levels deep: setting, cell, seeds.
     for level in (1, 2, 3):
         for sign in ("config.toml", "history.csv", "digests.json"):  # one of them may be missing
             folders |= {file.parent for file in path.glob("*/" * level + sign)}

@@ -80,8 +80,8 @@ def render_page(runs: Sequence[Run]) -> str:
     return html.render(
         "fedala.report",
         "run_report.html.j2",
-        style="page.css",
-        script="page.js",
+        styles=["page.css"],
+        scripts=["page.js"],
         data=collect_chart_data(runs, series),
         title=head.make_title(runs),
         facts=head.list_facts(runs),

@@ -6,6 +6,7 @@
   const data = JSON.parse(find("data")?.textContent ?? "{}");
   const series = data.series ?? [];
   const off = new Set(); // indices of the methods that are switched off
+  series.forEach((one, place) => { if (one.isOff) off.add(place); });
 
   const node = (name, attributes = {}, ...children) => {
     const made = document.createElement(name);
@@ -383,7 +384,7 @@
 
   const methods = find("methods");
   series.forEach((one, place) => {
-    const chip = node("button", { type: "button", class: colour(place), "aria-pressed": "true" }, node("i", { class: "key", "aria-hidden": "true" }), one.label);
+    const chip = node("button", { type: "button", class: colour(place), "aria-pressed": String(!off.has(place)), "data-group": one.group ?? "" }, node("i", { class: "key", "aria-hidden": "true" }), one.label);
     chip.addEventListener("click", () => {
       if (!off.delete(place)) off.add(place);
       chip.setAttribute("aria-pressed", String(!off.has(place)));
@@ -449,5 +450,6 @@
     redraw();
   };
   new ResizeObserver(fit).observe(document.body);
+  document.addEventListener("redraw", () => redraw());
   fit();
 })();

@@ -1,4 +1,4 @@
-"""Run cells of the paper's tables, each in a folder of its own.
+"""Run cells, each in a folder of its own.
 
 Finished cells are not run again; unfinished ones continue.
 """
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from fedala.data import Dataset, Federation, federate, load
-from fedala.errors import RunError, UserError
-from fedala.io import files
-from fedala.paper.cell_folders import (
+from fedala.cells.cell import Cell, Setting
+from fedala.cells.folders import (
     list_run_folders,
     read_cell_file,
     read_histories,
     seeds_of,
     write_cell_file,
 )
-from fedala.paper.experiments import Cell, Setting
-from fedala.paper.observer import CellObserver, Outcome
+from fedala.cells.observer import CellObserver, Outcome
+from fedala.data import Dataset, Federation, federate, load
+from fedala.errors import RunError, UserError
+from fedala.io import files
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.devices import choose_device
@@ -43,8 +43,10 @@ class RunOptions:
     """How to run cells."""
 
     out: Path
-    rounds: int
-    seeds: int
+    rounds: int | None = None
+    """Without it, those of the setting."""
+    seeds: int | None = None
+    """Without it, those of the setting."""
     data_dir: Path | None = None
     eval_every: int = 1
     device: str = "auto"
@@ -54,6 +56,15 @@ class RunOptions:
     """By `time.monotonic()`: no round begins after it."""
     stop_signals: Sequence[int] = ()
     """Signals that have arrived; the first one ends the time."""
+
+    imports: str | None = None
+    """Code with a user's own methods, as `Config.imports`."""
+
+    def rounds_of(self, cell: Cell) -> int:
+        return self.rounds or cell.setting.rounds
+
+    def seeds_of(self, cell: Cell) -> int:
+        return self.seeds or cell.setting.seeds
 
     def folder(self, cell: Cell) -> Path:
         return self.out / cell.setting.name / cell.name
@@ -159,7 +170,7 @@ def _run_seeds(
     """Run some seeds of a cell side by side, from their last round to the last in the options."""
     folder = options.folder(cell) / f"seeds-{seeds.start}-{seeds.stop - 1}"
     earlier = RunFolder(folder).config() if (folder / "config.toml").is_file() else None
-    last_round = -1
+    last_round, rounds = -1, options.rounds_of(cell)
 
     def follow(_: str, row: HistoryRow) -> None:
         nonlocal last_round
@@ -167,27 +178,27 @@ def _run_seeds(
         observer.row(str(cell), row)
 
     def is_over() -> bool:
-        return last_round >= options.rounds or options.seconds_left <= 0
+        return last_round >= rounds or options.seconds_left <= 0
 
     run_observer = RunObserver(on_row=follow, should_stop=is_over)
     # A finished run without a checkpoint runs again from the start: it gives the same rows first.
     if earlier and (
         earlier.keep_checkpoint or _last_round(folder, seeds) < int(earlier.rounds or 0)
     ):
-        config, resumes = _continue_config(earlier, options, folder), True
+        config, resumes = _continue_config(earlier, options, rounds, folder), True
     else:
         config, resumes = _new_config(cell, seeds, options), False
     try:
         checked = _plan(config, cell, federation)
         execute(checked, folder, resume=resumes, force=not resumes, observer=run_observer)
     except Stopped:
-        if last_round < options.rounds:
+        if last_round < rounds:
             raise
 
 
 def _new_config(cell: Cell, seeds: range, options: RunOptions) -> Config:
     return cell.config(
-        rounds=options.rounds,
+        rounds=options.rounds_of(cell),
         seeds=len(seeds),
         seed=seeds.start,
         eval_every=options.eval_every,
@@ -196,15 +207,16 @@ def _new_config(cell: Cell, seeds: range, options: RunOptions) -> Config:
     )
 
 
-def _continue_config(earlier: Config, options: RunOptions, folder: Path) -> Config:
-    """Return the config of an earlier run, with at least the rounds of the options."""
-    rounds = max(options.rounds, int(earlier.rounds or 0))
-    return change_config(earlier, {"rounds": rounds, **_machine_options(options)}, folder)
+def _continue_config(earlier: Config, options: RunOptions, rounds: int, folder: Path) -> Config:
+    """Return the config of an earlier run, with at least so many rounds."""
+    most = max(rounds, int(earlier.rounds or 0))
+    return change_config(earlier, {"rounds": most, **_machine_options(options)}, folder)
 
 
 def _machine_options(options: RunOptions) -> dict[str, Any]:
     data_dir = str(options.data_dir) if options.data_dir else None
-    return {"device": options.device, "data_dir": data_dir}
+    code = {"imports": options.imports} if options.imports else {}
+    return {"device": options.device, "data_dir": data_dir, **code}
 
 
 def _plan(config: Config, cell: Cell, federation: Federation) -> Plan:
@@ -215,16 +227,17 @@ def _plan(config: Config, cell: Cell, federation: Federation) -> Plan:
 
 def _list_unfinished(cell: Cell, options: RunOptions) -> list[range]:
     """Return the seeds to run: those of unfinished run folders, and those without one."""
-    unfinished, missing = [], set(range(options.seeds))
+    unfinished, seeds_to_run = [], options.seeds_of(cell)
+    missing = set(range(seeds_to_run))
     for folder in list_run_folders(options.folder(cell)):
         seeds = seeds_of(folder)
         is_wanted = not missing.isdisjoint(seeds)
-        if is_wanted and _last_round(folder, seeds) < options.rounds:
+        if is_wanted and _last_round(folder, seeds) < options.rounds_of(cell):
             unfinished.append(seeds)
         missing -= set(seeds)
     while missing:
         first = min(missing)
-        last = next(seed for seed in range(first, options.seeds + 1) if seed not in missing)
+        last = next(seed for seed in range(first, seeds_to_run + 1) if seed not in missing)
         unfinished.append(range(first, last))
         missing -= set(range(first, last))
     return unfinished
@@ -254,7 +267,7 @@ def estimate_seconds(cell: Cell, options: RunOptions) -> float:
     seconds = 0.0
     for seeds in unfinished:
         done = _last_round(folder / f"seeds-{seeds.start}-{seeds.stop - 1}", seeds)
-        seconds += per_seed * len(seeds) * (options.rounds - max(0, done))
+        seconds += per_seed * len(seeds) * (options.rounds_of(cell) - max(0, done))
     return seconds
 
 

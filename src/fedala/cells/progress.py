@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from fedala.paper.observer import Outcome
-from fedala.paper.running import BUSY
+from fedala.cells.observer import Outcome
+from fedala.cells.running import BUSY
 from fedala.records import HistoryRow
 from fedala.report.progress import format_duration
 from fedala.runs.seconds import average_seconds
@@ -57,11 +57,17 @@ class CellProgress:
         self,
         console: Console,
         printed: Mapping[str, float | None],
-        rounds: int,
+        rounds: int | Mapping[str, int],
         deadline: float | None = None,
+        source: str = "paper",
     ) -> None:
-        """`printed`: the paper's accuracy of each cell."""
-        self.console, self.printed, self.rounds, self.deadline = console, printed, rounds, deadline
+        """Show cells, each with the accuracy that the paper, or another `source`, prints for it.
+
+        `rounds` are those of all cells, or of each.
+        """
+        self.source = source
+        self.console, self.printed, self.deadline = console, printed, deadline
+        self.rounds = dict.fromkeys(printed, rounds) if isinstance(rounds, int) else rounds
         self.cells = {cell: CellState() for cell in printed}
         self.plain = not console.is_terminal or console.is_dumb_terminal
         self.live = Live(
@@ -91,7 +97,7 @@ class CellProgress:
         state.best[seed] = float(np.fmax(accuracy, state.best.get(seed, accuracy)))
         if self.plain and time.monotonic() - self.print_time >= _SECONDS_BETWEEN_LINES:
             self.print_time = time.monotonic()
-            self._say(f"{cell}: {self._describe(state)}")
+            self._say(f"{cell}: {self._describe(cell)}")
 
     def end(self, cell: str, outcome: Outcome, reason: str = "") -> None:
         """Note how a cell ended."""
@@ -105,21 +111,22 @@ class CellProgress:
         state.status, state.reason = outcome, reason
         if self.plain:
             text = f"{cell}: {outcome}" + (f" ({reason})" if reason else "")
-            self._say(f"{text} {self._describe(state)}" if state.round >= 0 else text)
+            self._say(f"{text} {self._describe(cell)}" if state.round >= 0 else text)
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False, highlight=False)
 
-    def _describe(self, state: CellState) -> str:
+    def _describe(self, cell: str) -> str:
+        state = self.cells[cell]
         accuracy, best = _mean_percent(state.accuracies), _mean_percent(state.best)
-        text = f"round {state.round}/{self.rounds}  accuracy {accuracy} %  best {best} %"
+        text = f"round {state.round}/{self.rounds[cell]}  accuracy {accuracy} %  best {best} %"
         pace = state.seconds_per_round
         return f"{text}  {pace:.2g} s/round" if pace else text
 
     def table(self) -> Table:
         """Return a table of the cells that are running, that ended last, and that come next."""
         table = Table("cell", "", box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("round", "accuracy", "best", "paper", "s/round", "left"):
+        for heading in ("round", "accuracy", "best", self.source, "s/round", "left"):
             table.add_column(heading, justify="right", no_wrap=True)
         by_status: dict[str, list[str]] = {_RUNNING: [], _WAITING: [], Outcome.FINISHED_BEFORE: []}
         ended: list[str] = []
@@ -136,17 +143,17 @@ class CellProgress:
         return table
 
     def _add_row(self, table: Table, cell: str) -> None:
-        state, paper = self.cells[cell], self.printed[cell]
+        state, paper, rounds = self.cells[cell], self.printed[cell], self.rounds[cell]
         pace = state.seconds_per_round
         table.add_row(
             escape(cell),
             escape(state.status),
-            f"{state.round}/{self.rounds}" if state.round >= 0 else "",
+            f"{state.round}/{rounds}" if state.round >= 0 else "",
             _mean_percent(state.accuracies),
             _mean_percent(state.best),
             "" if paper is None else f"{paper:.2f}",
             f"{pace:.2g}" if pace else "",
-            format_duration(pace * (self.rounds - state.round)) if pace else "",
+            format_duration(pace * (rounds - state.round)) if pace else "",
         )
 
     def summary(self) -> list[str]:
@@ -157,7 +164,7 @@ class CellProgress:
                 counts.append(f"{len(cells)} {words}")
         sentences = [f"Cells: {', '.join(counts) or 'none finished'} (of {len(self.cells)})."]
         for cell in self._list_cells(Outcome.STOPPED):
-            rounds = f"{self.cells[cell].round} of {self.rounds} rounds"
+            rounds = f"{self.cells[cell].round} of {self.rounds[cell]} rounds"
             sentences.append(f"Out of time: {cell} has {rounds}; the same command continues it.")
         if cells := self._list_cells(Outcome.NOT_STARTED, _WAITING):
             sentences.append(f"Out of time, not started: {', '.join(cells)}.")

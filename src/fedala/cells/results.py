@@ -1,5 +1,6 @@
-"""Results of the paper's cells: of one seed, of one cell over its seeds, and all together."""
+"""Results of cells: of one seed, of one cell over its seeds, and all together."""
 
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -7,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from fedala.cells.cell import Cell, Setting, format_value
 from fedala.errors import spreadsheet_safe
 from fedala.io import files
-from fedala.methods import list_changed_defaults
-from fedala.paper.experiments import Cell, format_value, preset, settings
+from fedala.methods import list_changed_defaults, make
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
 from fedala.runs.tables import csv_text
 
-#: The file of a results folder into which `fedala paper run` writes a line for each cell and seed.
+#: The file of a results folder that gets a line for each cell and seed.
 CSV = "results.csv"
 
 
-def number(least: float, most: float | None = None) -> Any:
+def number(least: float, most: float | None = None, **options: Any) -> Any:
     """Declare a field for a number within these bounds."""
-    return field(metadata={"least": least, "most": most})
+    return field(metadata={"least": least, "most": most}, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class SeedResult:
     @property
     def schedule(self) -> int:
         """Return the planned rounds if the method's schedule depends on them, otherwise 0."""
-        return self.planned if Cell(settings()[self.setting], self.method).has_schedule else 0
+        return self.planned if make(self.method).schedule_depends_on_rounds else 0
 
     def contradicts(self, other: "SeedResult") -> bool:
         """Tell whether two results of a seed have equal rounds and different accuracies."""
@@ -102,7 +103,19 @@ class SeedResult:
         return (self.best, self.best_joined, self.final), (self.best_round, self.diverged)
 
 
-COLUMNS = [column.name for column in fields(SeedResult) if column.name != "where"]
+def columns_of(result_type: type[SeedResult]) -> list[str]:
+    """Return the columns of a csv file of results."""
+    return [column.name for column in fields(result_type) if column.name != "where"]
+
+
+def list_optional(result_type: type[SeedResult]) -> set[str]:
+    """Return the columns that may be empty, because they are not known."""
+    kinds = typing.get_type_hints(result_type)
+    return {name for name, kind in kinds.items() if type(None) in typing.get_args(kind)}
+
+
+#: The columns that all results have, and those of the paper's tables no others.
+COLUMNS = columns_of(SeedResult)
 
 
 @dataclass(frozen=True)
@@ -110,10 +123,11 @@ class CellResult:
     """A cell over its seeds."""
 
     seeds: tuple[SeedResult, ...]
+    setting: Setting
 
     @property
     def accuracy(self) -> float:
-        """Return the mean accuracy that the paper's tables show, in percent."""
+        """Return the mean accuracy that tables show, in percent."""
         return float(np.mean(self._accuracies))
 
     @property
@@ -127,7 +141,7 @@ class CellResult:
     @property
     def _accuracies(self) -> list[float]:
         # With ρ < 1, the paper counts the participants only.
-        counts_joined = settings()[self.seeds[0].setting].join_ratio < 1
+        counts_joined = self.setting.join_ratio < 1
         return [100 * (seed.best_joined if counts_joined else seed.best) for seed in self.seeds]
 
     @property
@@ -150,15 +164,24 @@ class CellResult:
 
     @property
     def departures(self) -> list[str]:
-        """List how the runs differ from the paper's experiment."""
-        paper, departures = preset(), []
+        """List how the runs differ from the setting, in the paper's tables from its experiment."""
+        return [*self._list_shortfalls(), *self.changes]
+
+    def _list_shortfalls(self) -> list[str]:
+        planned, departures = self.setting, []
         most = max(seed.rounds for seed in self.seeds)
-        if self.rounds < paper["rounds"]:
+        if self.rounds < planned.rounds:
             rounds = f"{self.rounds}" if most == self.rounds else f"{self.rounds} to {most}"
-            departures.append(f"{rounds} of {paper['rounds']} rounds")
-        if len(self.seeds) < paper["seeds"]:
-            departures.append(f"{len(self.seeds)} of {paper['seeds']} seeds")
-        if self.seeds[0].shuffle != paper["shuffle"]:
+            departures.append(f"{rounds} of {planned.rounds} rounds")
+        if len(self.seeds) < planned.seeds:
+            departures.append(f"{len(self.seeds)} of {planned.seeds} seeds")
+        return departures
+
+    @property
+    def changes(self) -> list[str]:
+        """List the departures that are not just fewer rounds or seeds."""
+        departures = []
+        if self.seeds[0].shuffle != self.setting.preset["shuffle"]:
             departures.append("shuffled")
         departures += [f"{setting} (the default then)" for setting in self.old_settings]
         eval_every = max(seed.eval_every for seed in self.seeds)
@@ -179,7 +202,13 @@ class Results:
     If a seed was read twice, the longer run counts; of two equally long ones, the last.
     """
 
-    def __init__(self, seeds: Iterable[SeedResult], unverified: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        seeds: Iterable[SeedResult],
+        unverified: Iterable[str] = (),
+        result_type: type[SeedResult] = SeedResult,
+    ) -> None:
+        self.columns = columns_of(result_type)
         self.unverified = list(unverified)
         """Sentences about files that no digest covers."""
         self.contradictions: list[str] = []
@@ -208,7 +237,8 @@ class Results:
             if seed.cell == cell.key:
                 groups.setdefault((seed.old_settings, seed.schedule), []).append(seed)
         results = [
-            CellResult(tuple(sorted(own, key=lambda seed: seed.seed))) for own in groups.values()
+            CellResult(tuple(sorted(own, key=lambda seed: seed.seed)), cell.setting)
+            for own in groups.values()
         ]
         return max(results, key=lambda one: (not one.old_settings, one.rounds), default=None)
 
@@ -216,9 +246,9 @@ class Results:
         """Write a line for each cell and seed, and the digest of the file."""
         lines = []
         for seed in sorted(self.seeds, key=lambda seed: (seed.cell, seed.planned, seed.seed)):
-            texts = {name: format_value(getattr(seed, name)) for name in COLUMNS}
+            texts = {name: format_value(getattr(seed, name)) for name in self.columns}
             lines.append({name: spreadsheet_safe(text) for name, text in texts.items()})
-        data = csv_text(COLUMNS, lines, header=True).encode()
+        data = csv_text(self.columns, lines, header=True).encode()
         record = Digests.read(path.parent) or Digests()
         record.add_version(path, data)
         files.write_file(path.parent / DIGESTS, record.pack())

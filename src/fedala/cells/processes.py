@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from fedala.cells.observer import CellObserver, Outcome
 from fedala.errors import RunError
-from fedala.paper.observer import CellObserver, Outcome
 from fedala.records import HistoryRow
 from fedala.runs.processes import Parent, Worker, worker_environment
 
@@ -33,7 +33,7 @@ def run_processes(
     observer: CellObserver,
     stop_signals: Sequence[int] = (),
 ) -> None:
-    """Run the same command in a process for each of `devices`; each takes the next free cell."""
+    """Run `fedala` with these arguments for each of `devices`; each takes the next free cell."""
     lock, jobs = threading.Lock(), len(devices)
 
     def receive(message: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ def run_processes(
     environment = worker_environment(jobs)
     workers = []
     for device in devices:
-        words = ["paper", "run", *arguments, f"--device={device}", "--relay"]
+        words = [*arguments, f"--device={device}", "--relay"]
         workers.append(Worker("fedala.cli.app", words, environment, receive))
     try:
         while any(worker.is_running for worker in workers):

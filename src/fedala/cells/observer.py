@@ -1,4 +1,4 @@
-"""What happens to the cells of a run of the paper's tables."""
+"""What happens to cells as they run."""
 
 from enum import StrEnum
 from typing import Protocol

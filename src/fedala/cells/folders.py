@@ -10,12 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fedala.cells.cell import Cell
+from fedala.cells.collection import Collection
 from fedala.errors import UserError
 from fedala.io import files
 from fedala.io.untrusted import check_accuracies, read_json, require_file
 from fedala.methods import list_changed_defaults
 from fedala.options import convert
-from fedala.paper.experiments import Cell, settings, tables
 from fedala.records import HistoryRow
 from fedala.runs.changed_defaults import name_former_defaults
 from fedala.runs.config import Config
@@ -26,18 +27,6 @@ from fedala.runs.resumable_options import CHANGEABLE, FIRST_OPTIONS
 CELL_FACTS = {"samples": int, "data": str, "device": str, "version": str}
 _LARGEST_CELL_FILE = 2**16
 _SEEDS = re.compile(r"seeds-(\d{1,9})-(\d{1,9})", re.ASCII)
-
-
-@cache
-def paper_cells() -> dict[tuple[str, str, str, bool], Cell]:
-    """Return every cell of the paper's tables, with and without shuffling, by its key."""
-    cells = {}
-    for table in tables().values():
-        for column, method in table.entries():
-            for shuffle in (False, True):
-                cell = column.cell(method, shuffle=shuffle)
-                cells[cell.key] = cell
-    return cells
 
 
 def write_cell_file(path: Path, facts: Mapping[str, Any]) -> None:
@@ -64,9 +53,9 @@ def read_cell_file(path: Path, notes: list[str] | None = None) -> dict[str, Any]
         raise UserError(f"{path} is damaged or missing: {error}.") from None
 
 
-def is_run_folder(path: Path) -> bool:
-    """Tell whether a folder's name is that of a group of seeds of a cell of the paper."""
-    return path.parent.parent.name in settings() and bool(_SEEDS.fullmatch(path.name))
+def is_run_folder(path: Path, collection: Collection) -> bool:
+    """Tell whether a folder's name is that of a group of seeds in a setting of the collection."""
+    return path.parent.parent.name in collection.settings and bool(_SEEDS.fullmatch(path.name))
 
 
 def list_run_folders(cell_folder: Path) -> list[Path]:
@@ -81,7 +70,7 @@ def seeds_of(folder: Path) -> range:
     return range(int(first), int(last) + 1)
 
 
-def read_cell_config(folder: Path) -> Config:
+def read_cell_config(folder: Path, collection: Collection) -> Config:
     """Read the config of a cell's run folder.
 
     It must state every value, as a run writes it: a default instead of a missing value would be
@@ -101,7 +90,7 @@ def read_cell_config(folder: Path) -> Config:
             f"{', '.join(missing)}. A run writes every value; restore the file, or remove the "
             "folder and run the cell again."
         )
-    cell, seeds = _find_cell(folder, config.rounds), seeds_of(folder)
+    cell, seeds = _find_cell(folder, collection, config.rounds), seeds_of(folder)
     own = {name: getattr(config, name) for name in (*CHANGEABLE, "eval_every")}
     expected = cell.config(**own, seed=seeds.start, seeds=len(seeds))
     # With a default that has changed since, it is the same cell: `CellResult.departures` says so.
@@ -129,16 +118,15 @@ def _required_options() -> list[str]:
     ]
 
 
-def _find_cell(folder: Path, rounds: int | None) -> Cell:
-    """Find the paper's cell by the folder's name, which may contain the number of rounds."""
+def _find_cell(folder: Path, collection: Collection, rounds: int | None) -> Cell:
     setting, name = folder.parent.parent.name, folder.parent.name
-    for cell in paper_cells().values():
-        if cell.setting.name == setting and cell.with_rounds(rounds).name == name:
-            return cell.with_rounds(rounds)
-    raise UserError(
-        f"{folder} is not the run of a cell: the paper has no cell {setting}/{name} with "
-        f"{rounds} rounds."
-    )
+    cell = collection.find_cell(setting, name, rounds)
+    if cell is None:
+        raise UserError(
+            f"{folder} is not the run of a cell: {collection.title} has no cell {setting}/{name} "
+            f"with {rounds} rounds."
+        )
+    return cell
 
 
 def read_histories(folder: Path) -> dict[int, list[HistoryRow]]:

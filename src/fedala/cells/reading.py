@@ -1,0 +1,136 @@
+"""Read a results folder: its csv files, and the run folders of its cells."""
+
+import csv
+import io
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedala.cells import folders
+from fedala.cells.collection import Collection
+from fedala.cells.results import CSV, Results, SeedResult, columns_of, list_optional
+from fedala.errors import UserError, first_line
+from fedala.io import files
+from fedala.io.untrusted import read_file
+from fedala.options import build
+from fedala.runs.digests import NAME as DIGESTS
+from fedala.runs.digests import Digests
+
+#: In bytes; a csv of all cells is far smaller.
+_LARGEST_CSV = 2**25
+_LONGEST_TEXT = 300
+
+
+def read_results(collection: Collection, *places: Path) -> Results:
+    """Read the csv files of results folders, and then the run folders in them."""
+    seeds: list[SeedResult] = []
+    notes: list[str] = []
+    for folder in places:
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder} is not a results folder: fedala {collection.command} run makes one."
+            )
+        for path in sorted(folder.glob("*.csv")):
+            seeds += read_csv(path, collection)
+        notes += _verify_csv(folder, collection)
+        seeds += _read_run_folders(folder, collection, notes)
+    return Results(seeds, notes, collection.result_type)
+
+
+def _verify_csv(folder: Path, collection: Collection) -> list[str]:
+    """Check results.csv against its digest; return a sentence if that is impossible."""
+    path = folder / CSV
+    record, exists = Digests.read(folder), os.path.lexists(path)
+    if record is None:
+        return [f"{path} has no {DIGESTS} in its folder, so it is unverified."] if exists else []
+    if not exists:
+        lost = f"{path} is missing. Its lines on folders that no longer exist are lost."
+        return [lost] if CSV in record.written else []
+    if not record.expects(CSV, read_file(path, _LARGEST_CSV)):
+        raise files.DamagedFile(
+            f"{path} is not what fedala {collection.command} run wrote. Restore it, or give it "
+            "another name, such as other.csv, to have its lines counted as they are."
+        )
+    return []
+
+
+def read_csv(path: Path, collection: Collection) -> Iterator[SeedResult]:
+    """Read a csv file of results; refuse other columns and impossible numbers."""
+    columns = columns_of(collection.result_type)
+    optional = list_optional(collection.result_type)
+    try:
+        rows = csv.DictReader(io.StringIO(read_file(path, _LARGEST_CSV).decode(), newline=""))
+        if list(rows.fieldnames or ()) != columns:
+            raise UserError(
+                f"{path} is not a csv of results: its first line must be {','.join(columns)}."
+            )
+        for row in rows:
+            where = f"{path}, line {rows.line_num}"
+            if None in row or None in row.values():
+                raise UserError(f"{where}: it must have {len(columns)} columns.")
+            known = {name: text or (None if name in optional else "") for name, text in row.items()}
+            yield _make_result(collection, known, where)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
+
+
+def _make_result(collection: Collection, values: Mapping[str, Any], where: str) -> SeedResult:
+    """Make a result of names and values within their bounds. `where` is for messages."""
+    result = build(collection.result_type, values, f"{where}: ")
+    try:
+        _check_values(result)
+        collection.check_result(result)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return replace(result, where=where)
+
+
+def _check_values(result: SeedResult) -> None:
+    for name in ("data", "device", "version"):
+        text = getattr(result, name)
+        if len(text) > _LONGEST_TEXT or not text.isprintable():
+            raise UserError(f"{name} must be printable text of at most {_LONGEST_TEXT} characters.")
+    for low, high in (("best_round", "rounds"), ("rounds", "planned"), ("final", "best")):
+        values = getattr(result, low), getattr(result, high)
+        if values[0] > values[1]:
+            raise UserError(
+                f"{low} must not be greater than {high}; they are {values[0]} and {values[1]}."
+            )
+    if result.diverged > result.rounds + 1:
+        raise UserError(
+            f"diverged is {result.diverged}, and there are only {result.rounds} rounds."
+        )
+
+
+def _read_run_folders(
+    folder: Path, collection: Collection, notes: list[str]
+) -> Iterator[SeedResult]:
+    """Read the folders setting/cell/seeds-…; `notes` gets sentences on what is unverified."""
+    for run_folder in sorted(folder.glob("*/*/seeds-*")):
+        # A run that is killed as it begins leaves neither file. A broken link counts as a file.
+        names = ("config.toml", "history.csv")
+        has_begun = any(os.path.lexists(run_folder / name) for name in names)
+        if has_begun and folders.is_run_folder(run_folder, collection):
+            facts = folders.read_cell_file(run_folder.parent / "cell.json", notes)
+            yield from _read_seeds(run_folder, collection, facts, notes)
+
+
+def _read_seeds(
+    folder: Path, collection: Collection, facts: dict[str, Any], notes: list[str]
+) -> Iterator[SeedResult]:
+    """Read each seed of a run folder, finished or not."""
+    config = folders.read_cell_config(folder, collection)
+    try:
+        histories = folders.read_checked_histories(folder, config, notes)
+        for seed, rows in histories.items():
+            values = collection.summarize(folder, config, seed, rows)
+            values |= {**facts, "setting": folder.parent.parent.name}
+            yield _make_result(collection, values, f"{folder}, seed {seed}")
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"{folder} is not the run of a cell: its history.csv lacks {error}."
+        ) from None

@@ -1,0 +1,1 @@
+"""The leaderboard: every method, with and without ALA, in the same settings."""
