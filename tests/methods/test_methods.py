@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import small
 import torch
-from small import QUICK, Net, assert_close, evaluate, ragged_task, same_rows, simulate, start_of
+from small import (
+    EACH_KIND,
+    QUICK,
+    Net,
+    assert_close,
+    evaluate,
+    ragged_task,
+    same_rows,
+    simulate,
+    start_of,
+)
 
 from fedala import methods
 from fedala.errors import UserError
@@ -80,7 +90,7 @@ def refuses_scaled(name):
     return name.startswith(("fedphp", "moon", "fedpac")) or make(name).head is not None
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if not refuses_scaled(name)])
+@pytest.mark.parametrize("name", [name for name in EACH_KIND if not refuses_scaled(name)])
 def test_a_parameter_may_be_a_single_number(name, monkeypatch):
     task = ragged_task([5, 9, 3], model=Scaled())
     monkeypatch.setattr(small, "start_of", lambda task: start_of(task, Scaled))
@@ -91,7 +101,7 @@ def test_a_parameter_may_be_a_single_number(name, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_clients_in_threads_are_clients_one_after_another(name):
     one, other = (
         simulate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3)
@@ -153,7 +163,7 @@ def test_the_same_seed_gives_the_same_history_and_another_does_not(name):
     assert_what_is_sent_is_counted(name, first[0], first[1][1])
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_it_continues_from_its_declared_state_alone(name):
     """A simulation that gets servers, clients and scores of another one ends as that one does."""
     task, join_ratio = ragged_task(SIZES), dict(RATIOS)[name]
