@@ -100,7 +100,7 @@ def make_images(count: int, shape: tuple[int, int, int], seed: int = 0) -> tuple
     y = np.resize(np.arange(10), count)
     x = np.empty((count, *shape), dtype=np.uint8)
     for part in np.array_split(np.arange(count), max(1, count // 5000)):
-        noise = random.normal(0, 60, (len(part), *shape))
+        noise = random.normal(0, 110, (len(part), *shape))
         x[part] = np.clip(0.5 * patterns[y[part]] + 64 + noise, 0, 255)
     return x, y
 
