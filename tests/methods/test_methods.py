@@ -23,6 +23,7 @@ from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.trees import leaves
 from fedala.methods import catalogue, list_methods, make
+from fedala.methods.base import KINDS
 from fedala.simulation import Simulation
 
 SIZES = [5, 14, 9, 3, 8, 0]
@@ -386,3 +387,9 @@ def test_settings_reach_the_method():
 def test_a_method_is_found_by_being_in_the_folder():
     assert set(catalogue()) >= {"fedala", "fedavg", "fedprox", "local", "ditto"}
     assert all(methods.make(name).title == entry.title for name, entry in catalogue().items())
+
+
+def test_every_method_has_a_kind_and_is_listed_once():
+    kinds = methods.list_kinds()
+    assert tuple(kinds) == KINDS
+    assert sorted(entry.name for entries in kinds.values() for entry in entries) == [*catalogue()]

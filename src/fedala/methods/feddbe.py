@@ -49,6 +49,7 @@ class FedDBE(PartlyShared):
     name = "feddbe"
     title = "FedDBE"
     summary = "each client's bias of the features is in a vector that it keeps to itself"
+    kind = "features"
     lane_numbers = frozenset({"kappa", "mu"})
     head: ClassVar[type[Head]] = BiasMemory
 
