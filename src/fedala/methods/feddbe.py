@@ -112,7 +112,7 @@ class FedDBE(PartlyShared):
 
 @dataclass(frozen=True)
 class DebiasStep:
-    """A step on loss + κ·MSE(z̄, z̄ᵍ), z̄ the moving mean of the features.
+    """A step on loss + κ/2·MSE(z̄, z̄ᵍ), z̄ the moving mean of the features.
 
     As long as there is no consensus, it is a step on the loss, and the memory stays.
     """
@@ -130,7 +130,7 @@ class DebiasStep:
             newest = features.flatten(0, -2).mean(0).to(task.dtype)
             mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
             moving["mean"].copy_(mean.detach())
-            distance = (mean - fixed["consensus"]).square().mean()
+            distance = (mean - fixed["consensus"]).square().mean() / 2
             penalty: Tensor = fixed["kappa"] * is_known * distance
             return loss + penalty
 
