@@ -12,8 +12,9 @@ from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Upload
 from fedala.lanes.class_features import measure_features, sum_class_features
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, list_added
-from fedala.lanes.layers import Cut
+from fedala.lanes.layers import Cut, layers_of
 from fedala.methods.base import Method, ServerRound
+from fedala.methods.partly_shared import divide_layers
 from fedala.options import option
 
 
@@ -58,6 +59,9 @@ class FedProto(Method):
     head: ClassVar[type[Head]] = NearestPrototype
 
     lam: float = option(1.0, "λ: weight of the distance to the classes' prototypes", least=0)
+
+    def check_model(self, model: nn.Module) -> None:
+        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
 
     def shared_part(self, task: Task, model: Params) -> Params:
         return {}
