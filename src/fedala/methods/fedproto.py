@@ -73,12 +73,12 @@ class FedProto(Method):
 
     def extra_template(self, task: Task, initial: Params) -> State:
         classes, features = measure_features(task, self.title)
-        counts = torch.zeros(1, classes, dtype=task.dtype, device=task.device)
-        return {"prototypes": counts.new_zeros(1, classes, features), "counts": counts}
+        means = torch.zeros(1, classes, features, dtype=task.dtype, device=task.device)
+        return {"prototypes": means, "counts": means[..., 0].long()}
 
     def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
-        empty = self.extra_template(task, initial)
-        return {"prototypes": empty["prototypes"], "is_known": empty["counts"]}
+        means = self.extra_template(task, initial)["prototypes"]
+        return {"prototypes": means, "is_known": means[..., 0].clone()}
 
     def send(self, server: State, server_round: ServerRound) -> Message:
         return Message({}, server)
@@ -107,7 +107,7 @@ class FedProto(Method):
         fixed = {**received.extra, "lam": cohort.constant(self.lam)}
         local = cohort.fit(initialized, gradients=NearPrototypes(cut), fixed=fixed)
         found = sum_class_features(cohort, cut, local, *measure_features(task, self.title))
-        own = {"prototypes": found.means.to(task.dtype), "counts": found.counts.to(task.dtype)}
+        own = {"prototypes": found.means.to(task.dtype), "counts": found.counts.long()}
         return Message({}, own), {"local": local}
 
 

@@ -52,6 +52,7 @@ from fedala.runs.model_trial import (
     first_inputs,
     make_skeleton,
     make_two,
+    try_batch_of_one,
     try_loss,
     try_model,
 )
@@ -215,6 +216,7 @@ def plan(
         skeleton, rehearsed = make_skeleton(make_model, is_own=False), make_model()
     layers = learn_order(skeleton, first_inputs(skeleton, federation.dataset))
     note_layers(rehearsed, layers)
+    try_batch_of_one(rehearsed, federation, config.batch_size)
     if is_all:
         config, more = keep_possible(
             config, lambda own: _check_methods(own, skeleton, rehearsed, federation, chosen_loss)
