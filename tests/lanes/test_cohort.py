@@ -1,12 +1,14 @@
 """Lane independence: any lane of a cohort gives what that client alone gives."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import Net, assert_close, ragged_task, start_of
+from small import Net, assert_close, ragged_task, same_rows, simulate, start_of
 from torch import nn
 
 from fedala import UserError, run
@@ -468,8 +470,8 @@ class ReturnsMore(Net):
 @pytest.mark.parametrize(
     ("wrap", "sentence"),
     [
-        (lambda z: (z, z), "returns a tuple"),
-        (lambda z: {"logits": z}, "returns a dict"),
+        (lambda z: ((z, z), z), "returns a tuple"),
+        (lambda z: {"scores": z}, "returns a dict"),
         (lambda z: z.sum(1), "2 dimensions"),
     ],
 )
@@ -481,6 +483,19 @@ def test_a_model_that_does_not_return_scores_is_refused(wrap, sentence, lanes):
     )
     with pytest.raises(UserError, match=sentence):
         list(simulation.run())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda z: (z, z), lambda z: {"logits": z, "cache": 1}, lambda z: SimpleNamespace(logits=z)],
+)
+def test_a_model_may_return_its_scores_in_a_tuple_a_dict_or_an_object(wrap):
+    """Also if it is the server's own, which runs for all clients at once."""
+    plain = ragged_task([8, 4])
+    task = ragged_task([8, 4], model=ReturnsMore(wrap))
+    _, expected, _ = simulate("fedavg", plain, rounds=1)
+    simulation = Simulation(make("fedavg"), task, start_of(plain), rounds=1)
+    same_rows([evaluation.row for evaluation in simulation.run()], expected, 1e-12)
 
 
 @pytest.mark.parametrize("make_model", [nn.Flatten, lambda: nn.BatchNorm2d(1, affine=False)])

@@ -165,6 +165,8 @@ def test_a_last_layer_that_is_not_linear_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="this model's is Conv2d"):
         extend_model(nn.Sequential(nn.Conv2d(1, 3, 3)), TwoHeads, "Twin")
+    with pytest.raises(UserError, match="this model is a single nn"):
+        extend_model(nn.Linear(4, 3), TwoHeads, "Twin")
 
 
 def test_a_linear_layer_with_modules_inside_counts_as_one_layer():

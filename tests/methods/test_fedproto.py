@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from small import Net, assert_close, ragged_task, simulate, start_of
 
 from fedala.errors import UserError
+from fedala.lanes.heads import extend_task
 from fedala.lanes.losses import Regression
 from fedala.methods import make
 from fedala.methods.fedproto import NearestPrototype
@@ -155,3 +156,11 @@ def test_refusals():
     simulation = Simulation(make("fedproto"), task, start_of(task, Softened))
     with pytest.raises(UserError, match="FedProto works with what enters the last layer"):
         simulation.step(1, train=True)
+
+
+def test_the_counts_of_classes_are_whole_numbers_so_that_a_server_refuses_negative_ones():
+    task = ragged_task([5])
+    task, start = extend_task(task, start_of(task), NearestPrototype, "FedProto")
+    template = make("fedproto").extra_template(task, start(0))
+    assert template["counts"].dtype == torch.int64
+    assert template["counts"].shape == (1, 3)

@@ -102,6 +102,14 @@ def test_a_parameter_may_be_a_single_number(name, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", ["moon", "fedproto", "feddbe", "fedcp", "gpfl", "fedpac"])
+def test_methods_that_work_with_features_refuse_a_model_of_one_layer(name):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+    task = ragged_task([5, 3], model=model)
+    with pytest.raises(UserError, match=f"{make(name).title} needs a model of at least (2|two)"):
+        Simulation(make(name), task, start_of(task, lambda: model))
+
+
 @pytest.mark.parametrize("name", EACH_KIND)
 def test_clients_in_threads_are_clients_one_after_another(name):
     one, other = (

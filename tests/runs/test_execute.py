@@ -12,7 +12,7 @@ from small import Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala import Config, UserError, run
-from fedala.data import Dataset, federate
+from fedala.data import Dataset, federate, make_dataset
 from fedala.methods import list_methods, make
 from fedala.runs.folder import RunFolder
 from fedala.runs.plan import plan
@@ -200,6 +200,16 @@ def test_all_methods_are_those_that_options_and_model_allow():
     with pytest.raises(UserError, match="FedAMP needs every client"):
         plan(Config.from_values({**values, "method": "fedamp,fedavg"}))
     assert not plan(Config.from_values({**values, "method": "fedavg"})).notes
+
+
+def test_all_methods_are_those_that_the_targets_allow():
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(30, 4)), random.normal(size=(30, 1))
+    values = {"method": "all", "clients": 3, "partition": "iid"}
+    checked = plan(Config.from_values(values), make_dataset((x.astype("f4"), y.astype("f4"))))
+    refused = {"fedrod", "fedproto", "fedpac", "gpfl"}  # they work with classes
+    assert {name.partition("+")[0] for name in checked.config.methods}.isdisjoint(refused)
+    assert {"feddbe", "fedcp", "moon", "ifca+ala"} <= set(checked.config.methods)
 
 
 class Unused(Net):

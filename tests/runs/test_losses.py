@@ -89,7 +89,7 @@ QUICK = {"ala.max_epochs": 2, "fedala.max_epochs": 2, "fedavg-c.epochs": 1, "fed
 
 
 #: Methods that work with one label for each sample, and refuse other targets.
-NEED_CLASSES = {"fedrod", "fedrod+ala", "fedproto", "gpfl", "gpfl+ala"}
+NEED_CLASSES = {"fedrod", "fedrod+ala", "fedproto", "gpfl", "gpfl+ala", "fedpac", "fedpac+ala"}
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "multilabel", "huber", "own"])

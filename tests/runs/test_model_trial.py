@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fedala import ALA, UserError, run
 from fedala.data import Dataset, Federation
 from fedala.runs.config import Config
+from fedala.runs.model_trial import first_output
 from fedala.runs.plan import plan
 
 QUICK = {"rounds": 1, "clients": 2, "partition": "iid", "batch_size": 10}
@@ -115,3 +116,22 @@ def test_a_model_that_nobody_has_run_says_that_its_order_is_not_known():
     assert table[1].split() == ["1", "18", "18", "18", "head"]
     assert table[2].split() == ["2", "185", "185", "0", "body"]
     assert len(table) == 3
+
+
+def test_a_model_that_cannot_train_on_a_single_sample_is_refused_if_it_would_have_to():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())
+
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(30, 4)).astype("f4"), np.arange(30) % 3
+    with pytest.raises(UserError, match="Client 1 has a single training sample, and the model"):
+        run(method="fedavg", dataset=[(x[:20], y[:20]), (x[20:22], y[20:22])], model=build)
+    with pytest.raises(UserError, match="With batch_size 1, the model cannot train on a batch"):
+        run(method="fedavg", dataset=[(x, y), (x, y)], model=build, batch_size=1)
+
+
+def test_a_trial_in_training_mode_leaves_the_model_as_it_is():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3))
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    first_output(model, small_dataset(), training=True)
+    assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedala.errors import UserError
 from fedala.lanes.layers import Cut
+from fedala.lanes.outputs import keep_tensors
 from fedala.lanes.samples import Groups, Samples
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, count_lanes, tree_map
@@ -74,7 +75,9 @@ def compute_features(
         for chunk in torch.split(own, task.chunk):
             if len(chunk):
                 with task.autocast():
-                    table.append(cut.lower(state, task.inputs(chunk)))
+                    found = cut.lower(state, task.inputs(chunk))
+                # With nothing above the cut, these are outputs: an object, a dict or a tuple, too.
+                table.append(found if cut.p else keep_tensors(task.loss.select(found)))
     return tree_map(lambda *parts: torch.cat(parts), *table) if table else None, rows
 
 
@@ -97,6 +100,7 @@ def find_last_cut(task: Task, params: Params, title: str) -> Cut:
     if cut.p != 1:
         raise UserError(
             f"{title} works with what enters the last layer, and this model's last layer cannot "
-            "be cut off."
+            "be cut off: the model must return that layer's output as it is, and the layer must "
+            "share no parameters with another."
         )
     return cut

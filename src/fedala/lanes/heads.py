@@ -44,7 +44,12 @@ def extend_model(
     layer = model.get_submodule(name)
     if isinstance(layer, head):
         return model
-    if type(layer) is not nn.Linear or not name:
+    if not name and isinstance(layer, nn.Linear):
+        raise UserError(
+            f"{title} adds parameters to the last layer, and this model is a single nn.Linear: it "
+            "needs a layer below, or at least an nn.Sequential around it."
+        )
+    if type(layer) is not nn.Linear:
         raise UserError(
             f"{title} adds parameters to the last layer, which must be an nn.Linear, and this "
             f"model's is {type(layer).__name__}."

@@ -13,8 +13,8 @@ from fedala.lanes import Cohort, Message, Number, Params, State, Task
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, upper_body
 from fedala.lanes.layer_units import Layers
-from fedala.lanes.layers import find_last_layer
-from fedala.methods.partly_shared import PartlyShared
+from fedala.lanes.layers import find_last_layer, layers_of
+from fedala.methods.partly_shared import PartlyShared, divide_layers
 from fedala.methods.teachers import TeacherGradients, mmd
 from fedala.options import option
 
@@ -70,6 +70,9 @@ class FedCP(PartlyShared):
     lam: float = option(
         5.0, "λ: weight of the distance (MMD) to the global body's features", least=0
     )
+
+    def check_model(self, model: nn.Module) -> None:
+        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
         last = find_last_layer(model)

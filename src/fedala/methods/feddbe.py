@@ -21,9 +21,9 @@ from fedala.lanes import (
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, list_added
 from fedala.lanes.layer_units import Layers
-from fedala.lanes.layers import Cut
+from fedala.lanes.layers import Cut, layers_of
 from fedala.methods.base import ServerRound
-from fedala.methods.partly_shared import PartlyShared
+from fedala.methods.partly_shared import PartlyShared, divide_layers
 from fedala.options import option
 
 
@@ -57,6 +57,9 @@ class FedDBE(PartlyShared):
     mu: float = option(
         1.0, "μ: share of the newest batch in the moving mean of the features", above=0, most=1
     )
+
+    def check_model(self, model: nn.Module) -> None:
+        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
         return list_added(model, BiasMemory)

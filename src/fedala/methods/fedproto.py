@@ -12,8 +12,9 @@ from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Upload
 from fedala.lanes.class_features import measure_features, sum_class_features
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, list_added
-from fedala.lanes.layers import Cut
+from fedala.lanes.layers import Cut, layers_of
 from fedala.methods.base import Method, ServerRound
+from fedala.methods.partly_shared import divide_layers
 from fedala.options import option
 
 
@@ -60,6 +61,9 @@ class FedProto(Method):
 
     lam: float = option(1.0, "λ: weight of the distance to the classes' prototypes", least=0)
 
+    def check_model(self, model: nn.Module) -> None:
+        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
+
     def shared_part(self, task: Task, model: Params) -> Params:
         return {}
 
@@ -70,12 +74,12 @@ class FedProto(Method):
 
     def extra_template(self, task: Task, initial: Params) -> State:
         classes, features = measure_features(task, self.title)
-        counts = torch.zeros(1, classes, dtype=task.dtype, device=task.device)
-        return {"prototypes": counts.new_zeros(1, classes, features), "counts": counts}
+        means = torch.zeros(1, classes, features, dtype=task.dtype, device=task.device)
+        return {"prototypes": means, "counts": means[..., 0].long()}
 
     def init_server(self, task: Task, initial: Params, server_round: ServerRound) -> State:
-        empty = self.extra_template(task, initial)
-        return {"prototypes": empty["prototypes"], "is_known": empty["counts"]}
+        means = self.extra_template(task, initial)["prototypes"]
+        return {"prototypes": means, "is_known": means[..., 0].clone()}
 
     def send(self, server: State, server_round: ServerRound) -> Message:
         return Message({}, server)
@@ -104,7 +108,7 @@ class FedProto(Method):
         fixed = {**received.extra, "lam": cohort.constant(self.lam)}
         local = cohort.fit(initialized, gradients=NearPrototypes(cut), fixed=fixed)
         found = sum_class_features(cohort, cut, local, *measure_features(task, self.title))
-        own = {"prototypes": found.means.to(task.dtype), "counts": found.counts.to(task.dtype)}
+        own = {"prototypes": found.means.to(task.dtype), "counts": found.counts.long()}
         return Message({}, own), {"local": local}
 
 

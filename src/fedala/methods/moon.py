@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedala.lanes import Cohort, Message, Number, Params, State, Task
 from fedala.lanes.features import find_last_cut
+from fedala.lanes.layers import layers_of
 from fedala.methods.base import Method
+from fedala.methods.partly_shared import divide_layers
 from fedala.methods.teachers import TeacherGradients
 from fedala.options import option
 
@@ -28,6 +30,9 @@ class MOON(Method):
 
     mu: float = option(1.0, "μ: weight of the contrastive loss", least=0)
     tau: float = option(0.5, "τ: temperature of the contrastive loss", above=0)
+
+    def check_model(self, model: nn.Module) -> None:
+        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
 
     def init_client(self, task: Task, initial: Params) -> State:
         find_last_cut(task, initial, self.title)  # refuses a model before any work

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedala.data import Dataset
+from fedala.data import Dataset, Federation
 from fedala.errors import UserError, first_line
 from fedala.lanes.layers import call
 from fedala.lanes.losses import Loss
@@ -55,21 +55,21 @@ def make_two(make_model: Any) -> tuple[nn.Module, nn.Module]:
     return one, other
 
 
-def first_inputs(model: nn.Module, data: Dataset) -> Any:
-    """Return the first two samples as the model gets them."""
-    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
-    return task.inputs(torch.arange(len(data.y[:2])))
+def first_inputs(model: nn.Module, data: Dataset, count: int = 2) -> Any:
+    """Return the first samples as the model gets them."""
+    task = Task(model, data.x[:count], data.y[:count], [np.arange(count)])
+    return task.inputs(torch.arange(len(data.y[:count])))
 
 
-def first_output(model: nn.Module, data: Dataset) -> Any:
-    """Return the output of a model, in evaluation mode, for the first two samples."""
-    task = Task(model, data.x[:2], data.y[:2], [np.arange(2)])
-    x = first_inputs(model, data)
-    with torch.no_grad(), task.use_mode(training=False):
-        if all(value.dtype == task.dtype for value in model.parameters()):
+def first_output(model: nn.Module, data: Dataset, count: int = 2, *, training: bool = False) -> Any:
+    """Return the output of a model for the first samples. The model stays as it is."""
+    task = Task(model, data.x[:count], data.y[:count], [np.arange(count)])
+    x = first_inputs(model, data, count)
+    with torch.no_grad(), task.use_mode(training=training):
+        if not training and all(value.dtype == task.dtype for value in model.parameters()):
             return model(x)
         state = {  # a run brings all weights to its precision
-            name: value[0].to(task.dtype) if value.is_floating_point() else value[0].clone()
+            name: value[0].to(task.dtype if value.is_floating_point() else value.dtype, copy=True)
             for name, value in model_state(model).items()
         }
         return call(model, state, x)
@@ -102,6 +102,24 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
             f"The model turns {count} samples into {actual}; it must give {wanted}: "
             f"({count}, {data.classes})."
         )
+
+
+def try_batch_of_one(model: nn.Module, federation: Federation, batch_size: int) -> None:
+    """Refuse a model that cannot train on a single sample, if a client trains on such batches."""
+    alone = [client for client, rows in enumerate(federation.train) if len(rows) == 1]
+    if not alone and batch_size != 1:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):  # dropout draws numbers
+            first_output(model, federation.dataset, 1, training=True)
+    except Exception as error:  # whatever the user's own code may raise
+        reason = f"the model cannot train on a batch of one: {first_line(error)}"
+        if not alone:
+            raise UserError(f"With batch_size 1, {reason}. Choose at least 2.") from error
+        raise UserError(
+            f"Client {alone[0]} has a single training sample, and {reason}. Leave such clients "
+            "out, or choose a model with GroupNorm or LayerNorm instead of BatchNorm."
+        ) from error
 
 
 def try_loss(loss: Loss, model: nn.Module, data: Dataset) -> None:

@@ -52,6 +52,7 @@ from fedala.runs.model_trial import (
     first_inputs,
     make_skeleton,
     make_two,
+    try_batch_of_one,
     try_loss,
     try_model,
 )
@@ -215,14 +216,15 @@ def plan(
         skeleton, rehearsed = make_skeleton(make_model, is_own=False), make_model()
     layers = learn_order(skeleton, first_inputs(skeleton, federation.dataset))
     note_layers(rehearsed, layers)
+    try_batch_of_one(rehearsed, federation, config.batch_size)
     if is_all:
         config, more = keep_possible(
-            config, lambda own: _check_methods(own, skeleton, rehearsed, federation)
+            config, lambda own: _check_methods(own, skeleton, rehearsed, federation, chosen_loss)
         )
         notes += more
     if loss is not None:
         try_loss(chosen_loss, rehearsed, federation.dataset)
-    state_bytes = _check_methods(config, skeleton, rehearsed, federation)
+    state_bytes = _check_methods(config, skeleton, rehearsed, federation, chosen_loss)
     checked = Plan(
         config,
         federation,
@@ -247,15 +249,19 @@ def _check_options(config: Config) -> None:
 
 
 def _check_methods(
-    config: Config, skeleton: nn.Module, rehearsed: nn.Module, federation: Federation
+    config: Config,
+    skeleton: nn.Module,
+    rehearsed: nn.Module,
+    federation: Federation,
+    loss: Loss,
 ) -> dict[str, int]:
-    """Refuse methods that do not go with the model; return the bytes of a client's state."""
+    """Refuse methods that do not go with model and loss; return the bytes of a client's state."""
     members = make_members(config)
     check_optimizers(members)
     for member in members:
         member.method.check_model(skeleton)
         check_schedule(member.config)
-    return _rehearse(members, rehearsed, federation)
+    return _rehearse(members, rehearsed, federation, loss)
 
 
 def load_dataset(config: Config) -> Dataset:
@@ -297,9 +303,9 @@ def _make_normalization(config: Config, federation: Federation) -> Normalization
 
 
 def _rehearse(
-    members: Sequence[Member], model: nn.Module, federation: Federation
+    members: Sequence[Member], model: nn.Module, federation: Federation, loss: Loss
 ) -> dict[str, int]:
-    """Make server and client once, with two samples, so that a method can refuse the model.
+    """Make server and client once, with two samples, so that a method can refuse model or loss.
 
     Returns the bytes of a client's state, by label.
     """
@@ -314,6 +320,7 @@ def _rehearse(
             data.y[:2],
             rows,
             rows,
+            loss=loss,
             optimizer=config.recipe().optimizer,
             keeps_optimizer=config.keep_optimizer,
         )
