@@ -55,7 +55,7 @@ QUICK_AXES = {
 WIDTH, QUICK_WIDTH = 1.0, 0.25  # of the CNN, unless parameters grow
 LABELS = {
     "lanes": "clients that train side by side",
-    "clients": f"clients, {JOINED} joining",
+    "clients": f"clients, {JOINED} of them joining",
     "seeds": f"seeds of {JOINED} clients",
     "parameters": "parameters of the model",
 }
@@ -208,7 +208,7 @@ def round_figures(number: float) -> float:
 def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -339,8 +339,17 @@ def describe_fits(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def shorten(number: int) -> str:
+    for unit, sign in ((1_000_000, "M"), (1_000, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{sign}"
+    return str(number)
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the four axes with the line that has a fixed part and a slope."""
+    from matplotlib.ticker import LogLocator
+
     figure = new_figure(9, 6.5)
     panels = figure.subplots(2, 2, squeeze=True).flatten()
     for axes, (axis, label) in zip(panels, LABELS.items(), strict=True):
@@ -357,6 +366,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.plot(x, line.predict(x), color="#c2470f", linewidth=1.2, label=told)
             axes.legend(frameon=False, fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel="seconds a round")
+        axes.set_xticks(n, [shorten(number) for number in n])
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         style_axes(axes, "both")
     figure.suptitle(f"{rows[0].method}, {rows[0].device}", fontsize=9)
     save(figure, path)

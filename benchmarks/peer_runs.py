@@ -97,10 +97,12 @@ class Clock:
     def begin(self) -> None:
         self.began, self.evaluation = self.now(), 0.0
 
-    def end(self, **more: Any) -> None:
+    def end(self) -> None:
         self.rounds += 1
-        seconds = self.now() - self.began
-        self.job.write(round=self.rounds, seconds=seconds, evaluation=self.evaluation, **more)
+        seconds, evaluation = self.now() - self.began, self.evaluation
+        if not self.job.evaluates:  # the only evaluation may be inside the first or last round
+            seconds, evaluation = seconds - evaluation, 0.0
+        self.job.write(round=self.rounds, seconds=seconds, evaluation=evaluation)
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function; its time counts as evaluation."""

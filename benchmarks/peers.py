@@ -5,7 +5,8 @@
 
 Every framework gets the same samples, the same clients, the paper's CNN, batches of ten, one epoch
 and plain SGD, and runs alone, unmodified, in a process of its own (`peer_runs.py`). The accuracy
-after the same number of rounds stands beside the time.
+after the same number of rounds stands beside the time, and the load of the machine before and
+after.
 
 - mnist: 20 clients, Dir(0.1), all of them joining, lr 0.005, evaluated in every round. The samples
   are the MNIST files that PFLlib comes with, as it divided them, or else synthetic ones.
@@ -99,7 +100,7 @@ def make_images(count: int, shape: tuple[int, int, int], seed: int = 0) -> tuple
     y = np.resize(np.arange(10), count)
     x = np.empty((count, *shape), dtype=np.uint8)
     for part in np.array_split(np.arange(count), max(1, count // 5000)):
-        noise = random.normal(0, 60, (len(part), *shape))
+        noise = random.normal(0, 110, (len(part), *shape))
         x[part] = np.clip(0.5 * patterns[y[part]] + 64 + noise, 0, 255)
     return x, y
 
@@ -286,6 +287,8 @@ def format_row(run: Run, found: Arrays, own: Arrays) -> str:
         cells += [""] * 4
     cells.append(f"{100 * found['accuracy']:.2f} %" if "accuracy" in found else "")
     notes = [found["reason"]] if "reason" in found else []
+    if "rounds" in found and "load" in found:
+        notes.append("load {} to {}".format(*found["load"]))
     if found.get("stand_ins"):
         notes.append(f"stand-ins for {', '.join(found['stand_ins'])}")
     return f"| {' | '.join([*cells, '; '.join(notes)])} |"
@@ -293,8 +296,8 @@ def format_row(run: Run, found: Arrays, own: Arrays) -> str:
 
 def describe_machine(device: str) -> str:
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
-    threads = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start"
-    return f"{name}, {threads}, Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{name}, {os.cpu_count()} cores, {versions}"
 
 
 def read_arguments() -> argparse.Namespace:
@@ -349,7 +352,9 @@ def main() -> None:
             if time.monotonic() > arguments.end:
                 results[run.key] = {"reason": "not run: time was out"}
                 continue
+            load = os.getloadavg()[0]
             found = carry_out(run, settings[run.setting], arguments, Path(name))
+            found["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
             results[run.key] = found
             with path.open("a") as file:
                 file.write(json.dumps({"key": run.key, "machine": arguments.machine, **found}))

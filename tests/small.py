@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedala.lanes.parameters import model_state
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
-from fedala.methods import make
+from fedala.methods import catalogue, make
 from fedala.records import HistoryRow
 from fedala.simulation import Simulation
 
@@ -70,6 +70,12 @@ def start_of(task: Task, make_model: type[nn.Module] = Net):
 
 #: Where a method's default takes long and shows nothing more: fourteen epochs of fine-tuning.
 QUICK = {"fedavg-c": {"fedavg-c.epochs": 2}, "fedprox-c": {"fedprox-c.epochs": 2}}
+
+
+#: Every method, and ALA on one of each kind: a base that keeps a personal model, a part of the
+#: model, that gets a model of its own, one of several, or adds parameters.
+KINDS_WITH_ALA = ("ditto+ala", "fedrep+ala", "fedamp+ala", "ifca+ala", "fedcp+ala")
+EACH_KIND = [*catalogue(), *KINDS_WITH_ALA]
 
 
 def evaluate(

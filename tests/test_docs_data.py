@@ -1,4 +1,4 @@
-"""The pages about partitions and about other libraries name what exists, and their code runs."""
+"""The pages about partitions, methods and other libraries name what exists, and their code runs."""
 
 import re
 from dataclasses import fields
@@ -10,10 +10,11 @@ from typer.main import get_command
 from fedala.cli.app import app
 from fedala.data import partitioner
 from fedala.data.feature_shift import parse_feature_shift
-from fedala.methods import catalogue
+from fedala.methods import catalogue, list_kinds
 from fedala.runs.config import Config
 
 DOCS = Path(__file__).parents[1] / "docs"
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
 PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("partitions", "coming-from-pfllib")}
 
 
@@ -46,6 +47,31 @@ def test_methods_and_hyperparameters_exist():
         assert field in {row.name for row in fields(entries[method].hyperparameters)}, key
     for names in re.findall(r"^\|[^|]+\|([^|]+)\|", table, re.MULTILINE):
         assert set(re.findall("`([a-z-]+)`", names)) - {"--method"} <= set(entries)
+
+
+def test_the_tables_of_methods_have_each_of_them_once_with_its_ala_and_kind():
+    page = (DOCS / "methods" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\.md\) `(.+?)` \| (.+?) \|", page, re.MULTILINE)
+    entries = catalogue()
+    assert sorted(name for _, _, name, _ in rows) == [*entries]
+    for title, link, name, ala in rows:
+        assert (title, link) == (entries[name].title, name)
+        assert (ala in ("yes", "= FedALA")) is entries[name].takes_ala
+    for kind, listed in list_kinds().items():
+        [row] = re.findall(rf"^\| {kind} \|.*", page, re.MULTILINE)
+        assert sorted(re.findall(r"\((.+?)\.md\)", row)) == [entry.name for entry in listed]
+        shown = re.search(rf"[|;] {kind}: ([^;.]+)", README)
+        assert shown, kind
+        assert sorted(re.findall("`(.+?)`", shown[1])) == [entry.name for entry in listed]
+    compared = (DOCS / "methods" / "differences.md").read_text(encoding="utf-8")
+    assert all(f"[{one.title}]({one.name}.md)" in compared for one in entries.values())
+
+
+def test_the_numbers_of_methods_are_true():
+    entries = catalogue().values()
+    numbers = f"| methods | {len(entries)}, and ALA on {sum(one.takes_ala for one in entries)} of"
+    assert numbers in README
+    assert numbers in (DOCS / "comparison.md").read_text(encoding="utf-8")
 
 
 def test_the_options_that_flower_names_exist():

@@ -9,7 +9,7 @@ from fedala.cli.app import app
 from fedala.cli.completion import completion_of
 from fedala.cli.output import COLUMNS, keep_lines
 from fedala.data import known_datasets
-from fedala.methods import catalogue
+from fedala.methods import catalogue, list_kinds
 from fedala.report import tables
 from fedala.runs.config import Config
 
@@ -67,7 +67,7 @@ METHODS = {
     "accuracy": {"best": {"mean": 0.5, "std": 0.01, "runs": [0.5]}}, "seconds_per_round": 0.123,
 }  # fmt: skip
 TABLES = {
-    "methods": lambda: tables.methods(catalogue().values()),
+    "methods": lambda: tables.methods(list_kinds()),
     "hyperparameters": lambda: tables.hyperparameters(catalogue().values()),
     "datasets": lambda: tables.datasets(known_datasets()),
     "results": lambda: tables.results({"mine": METHODS}),

@@ -137,7 +137,8 @@ def _watch(folder: Path) -> Callable[[str, tuple[object, ...]], None]:
     allowed = (str(folder.resolve()), "/dev/null")
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
-        wrong = event.startswith(_NEVER) and "git" not in str(arguments)
+        is_ours = any(program in str(arguments) for program in ("git", "fedala.io.image_files"))
+        wrong = event.startswith(_NEVER) and not is_ours
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             named = os.path.abspath(os.fsdecode(arguments[0]))
             path = os.path.realpath(named)

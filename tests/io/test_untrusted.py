@@ -31,7 +31,7 @@ HARMLESS = {
     "gzip.GzipFile(fileobj=file)", "np.loadtxt(text, dtype=np.float32, ndmin=2, comments=None)",
     "ParquetFile(data)", "pillow.open(data, formats=FORMATS)",
     "files(__package__).joinpath(name).read_text(encoding='utf-8')",
-    "files(package).joinpath('templates', name).read_text(encoding='utf-8')",
+    "(own if own.is_file() else shared).read_text(encoding='utf-8')",
 }  # fmt: skip
 
 

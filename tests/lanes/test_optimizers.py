@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small import Net, assert_close, evaluate, ragged_task, simulate, start_of
+from small import EACH_KIND, Net, assert_close, evaluate, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.errors import UserError
@@ -16,7 +16,7 @@ from fedala.lanes import Cohort, Optimizer, Schedule
 from fedala.lanes.parameters import model_state
 from fedala.lanes.samples import TrainingLength
 from fedala.lanes.trees import join, take
-from fedala.methods import list_methods, make
+from fedala.methods import make
 from fedala.simulation import Simulation
 
 SIZES = [40, 23, 23, 9, 3]
@@ -247,7 +247,7 @@ def test_a_fresh_optimizer_forgets_and_a_kept_one_remembers():
         assert_close(local, expected, 1e-10)
 
 
-@pytest.mark.parametrize("method", list_methods())
+@pytest.mark.parametrize("method", EACH_KIND)
 def test_every_method_takes_every_optimizer_or_refuses_it(method):
     """Momentum that is kept, in one lane after another and in all lanes at once."""
     results = []

@@ -14,7 +14,7 @@ from fedala.cells.report_files import make_marks
 from fedala.cells.results import Results
 from fedala.leaderboard.board import BOARD, settings
 from fedala.leaderboard.results import BoardResult, read_curve, write_curve
-from fedala.leaderboard.table import COLUMNS, find_partner, format_bytes, make_boards
+from fedala.leaderboard.table import COLUMNS, find_partner, format_bytes, format_points, make_boards
 from fedala.methods import list_changed_defaults
 
 BASE = make_result(curve="0:0.01 100:0.5 140:0.56", trained_curve="100:0.55")
@@ -211,13 +211,11 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 def test_a_default_that_has_changed_since_is_stated():
     [(key, (old, new))] = list_changed_defaults(["apple"]).items()
-    before, now = (
-        replace(BASE, method="apple", set=f"{key}={format_value(v)}") for v in (old, new)
-    )
+    texts = [f"{key}={format_value(value)}" for value in (old, new)]
+    before, now = (replace(BASE, method="apple", set=text) for text in texts)
     BOARD.check_result(now)
     assert make_rows(before, now)[1]["apple"].seeds == (now,)
-    stated = f"{key}={format_value(old)} (the default then)"
-    assert stated in make_rows(before)[1]["apple"].facts
+    assert f"{texts[0]} (the default then)" in make_rows(before)[1]["apple"].facts
 
 
 def test_no_result_and_a_page_without_marks_are_refused(tmp_path):
@@ -237,6 +235,11 @@ def test_a_curve_has_both_ends_and_few_points():
     assert (points[0], points[-1]) == ((0, 0.0), (2000, 1.0))
     assert len(points) == 60
     assert read_curve("") == []
+
+
+def test_differences_have_a_sign_and_zero_has_one():
+    texts = [format_points(value) for value in (1.234, -0.5, 0.0, -0.001, None)]
+    assert texts == ["+1.23", "−0.50", "+0.00", "+0.00", ""]
 
 
 def test_bytes_have_three_digits():

@@ -34,7 +34,7 @@ def trained(net, memory, task, client, round, consensus, kappa, mu):
             loss = F.cross_entropy(net.out(z), task.y[rows])
         else:
             loss = F.cross_entropy(net.out(z + memory), task.y[rows])
-            loss = loss + kappa * F.mse_loss(moving, consensus)
+            loss = loss + kappa / 2 * F.mse_loss(moving, consensus)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -106,7 +106,7 @@ def test_round_1_is_fedavgs_to_the_bit_and_later_ones_are_not():
 
 
 def test_the_first_step_with_a_consensus_by_hand():
-    """One batch, a linear map: the gradient of κ·MSE adds 2κ/K·(z̄ − z̄ᵍ) to that of the bias."""
+    """One batch, a linear map: the gradient of κ/2·MSE adds κ/K·(z̄ − z̄ᵍ) to that of the bias."""
     task = ragged_task([4], lr=0.1)
     pulled, free = (
         simulate("feddbe", task, rounds=2, settings={"feddbe.kappa": kappa})[0]
@@ -117,7 +117,7 @@ def test_the_first_step_with_a_consensus_by_hand():
     rows = task.parts["train"][0]
     z = features_of(plain.module(task, local), task.x[rows])
     active = (z > 0).double().mean(0)  # how much of a feature's bias reaches the mean
-    slope = 2 * 3.0 / 6 * (z.mean(0) - after_one.servers[0]["mean"][0]) * active
+    slope = 3.0 / 6 * (z.mean(0) - after_one.servers[0]["mean"][0]) * active
     difference = (
         pulled.clients[0, 0]["local"]["hidden.bias"] - free.clients[0, 0]["local"]["hidden.bias"]
     )

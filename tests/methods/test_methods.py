@@ -6,13 +6,24 @@ import numpy as np
 import pytest
 import small
 import torch
-from small import QUICK, Net, assert_close, evaluate, ragged_task, same_rows, simulate, start_of
+from small import (
+    EACH_KIND,
+    QUICK,
+    Net,
+    assert_close,
+    evaluate,
+    ragged_task,
+    same_rows,
+    simulate,
+    start_of,
+)
 
 from fedala import methods
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.trees import leaves
 from fedala.methods import catalogue, list_methods, make
+from fedala.methods.base import KINDS
 from fedala.simulation import Simulation
 
 SIZES = [5, 14, 9, 3, 8, 0]
@@ -80,7 +91,7 @@ def refuses_scaled(name):
     return name.startswith(("fedphp", "moon", "fedpac")) or make(name).head is not None
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if not refuses_scaled(name)])
+@pytest.mark.parametrize("name", [name for name in EACH_KIND if not refuses_scaled(name)])
 def test_a_parameter_may_be_a_single_number(name, monkeypatch):
     task = ragged_task([5, 9, 3], model=Scaled())
     monkeypatch.setattr(small, "start_of", lambda task: start_of(task, Scaled))
@@ -99,7 +110,7 @@ def test_methods_that_work_with_features_refuse_a_model_of_one_layer(name):
         Simulation(make(name), task, start_of(task, lambda: model))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_clients_in_threads_are_clients_one_after_another(name):
     one, other = (
         simulate(name, ragged_task(SIZES), rounds=2, lanes=1, threads=threads) for threads in (1, 3)
@@ -161,7 +172,7 @@ def test_the_same_seed_gives_the_same_history_and_another_does_not(name):
     assert_what_is_sent_is_counted(name, first[0], first[1][1])
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_it_continues_from_its_declared_state_alone(name):
     """A simulation that gets servers, clients and scores of another one ends as that one does."""
     task, join_ratio = ragged_task(SIZES), dict(RATIOS)[name]
@@ -384,3 +395,9 @@ def test_settings_reach_the_method():
 def test_a_method_is_found_by_being_in_the_folder():
     assert set(catalogue()) >= {"fedala", "fedavg", "fedprox", "local", "ditto"}
     assert all(methods.make(name).title == entry.title for name, entry in catalogue().items())
+
+
+def test_every_method_has_a_kind_and_is_listed_once():
+    kinds = methods.list_kinds()
+    assert tuple(kinds) == KINDS
+    assert sorted(entry.name for entries in kinds.values() for entry in entries) == [*catalogue()]

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 from ranks.threads import evaluate_on_ranks
-from small import assert_close, evaluate, ragged_task, same_rows
+from small import EACH_KIND, assert_close, evaluate, ragged_task, same_rows
 
-from fedala.methods import list_methods, make
+from fedala.methods import make
 
 SIZES = [5, 14, 9, 3, 8, 0, 11]
 RATIOS = [
     (name, ratio)
-    for name in list_methods()
+    for name in EACH_KIND
     for ratio in (1.0, 0.5)
     if ratio == 1 or not make(name).requires_all_clients
 ]

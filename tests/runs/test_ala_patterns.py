@@ -50,7 +50,7 @@ def test_lists_and_numbers_that_are_not_patterns_are_refused(layers):
 
 
 def test_fedreps_head_cannot_be_chosen_alone():
-    with pytest.raises(UserError, match="never travels"):
+    with pytest.raises(UserError, match="takes nothing that FedRep shares"):
         planned("fedrep+ala", set={"ala.layers": LAST})
 
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from small import QUICK, Net
+from small import EACH_KIND, QUICK, Net
 
 from fedala import run
 from fedala.data import Dataset, Federation
 from fedala.errors import RunError, UserError
 from fedala.io import files, tensor_files
-from fedala.methods import catalogue, list_methods, make
+from fedala.methods import make
 from fedala.report.progress import RunProgress
 from fedala.runs.checkpoint import Checkpoint
 from fedala.runs.config import Config
@@ -114,11 +114,13 @@ SETTINGS = {
         "lanes": "2", "join_ratio": 0.5, "eval_every": 2, "seeds": 2, "client_memory": 0.0,
     },
 }  # fmt: skip
-#: The first setting has nothing that the other two have not, but for its single seed. Optimisers
-#: and ALA have states of their own: two methods have both, besides FedALA.
+#: Methods that treat the optimiser's state in different ways.
+OPTIMIZED = ("fedavg", "ditto", "fedrep", "fedavg-c", "fedbabu", "per-fedavg", "pfedme", "apple")
+OPTIMIZED += ("apfl", "feddbe", "fedala", "ditto+ala", "pfedme+ala")
+#: The first setting has nothing that the other two have not, but for its single seed.
 RESUMED = [
-    *((method, "two lanes, files") for method in list_methods()),
-    *((method, "adamw") for method in [*catalogue(), "ditto+ala", "pfedme+ala"]),
+    *((method, "two lanes, files") for method in EACH_KIND),
+    *((method, "adamw") for method in OPTIMIZED),
     *((method, "all lanes") for method in ("fedala", "fedavg", "partialfed+ala")),
 ]
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 from runs.test_resume import federation, planned, rows_of, same, stop_after
-from small import Net
+from small import EACH_KIND, Net
 
 from fedala import run
 from fedala.errors import UserError
-from fedala.methods import list_methods, make
+from fedala.methods import make
 from fedala.records import HistoryRow
 from fedala.report import page
 from fedala.report.tables import describe_sweep
@@ -146,7 +146,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("method", list_methods())
+@pytest.mark.parametrize("method", EACH_KIND)
 def test_each_point_equals_the_run_alone(method, tmp_path):
     """All lanes at once, in float64, two seeds: history and models of every point."""
     sweep = {"lr": "0.1,0.02", **NUMBERS.get(method, {})}

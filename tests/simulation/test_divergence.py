@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from small import QUICK, assert_close, ragged_task, simulate, start_of
+from small import EACH_KIND, QUICK, assert_close, ragged_task, simulate, start_of
 
 from fedala.errors import RunError
 from fedala.lanes.backend import Backend
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.task import Task
-from fedala.methods import catalogue, list_methods, make
+from fedala.methods import make
 from fedala.simulation import Simulation
 
 SIZES = [9, 5, 17, 12, 3]
@@ -57,11 +57,10 @@ def simulation_of(method, task, **options):
     return Simulation(make(method, QUICK.get(method)), task, start_of(task), rounds=3, **options)
 
 
-#: Alone in its cohort and among others; of the methods with ALA, two are alone.
-DIVERGING = [
-    *((method, None) for method in list_methods()),
-    *((method, 1) for method in [*catalogue(), "ditto+ala"]),
-]
+#: Among others in its cohort, and alone; then the server's part is what differs.
+ALONE = ("fedavg", "ditto", "fedrep", "fedamp", "fedfomo", "apple", "fedala", "ditto+ala")
+ALONE += ("scaffold", "feddyn", "fedproto", "ifca", "fedpac", "feddbe")
+DIVERGING = [*((method, None) for method in EACH_KIND), *((method, 1) for method in ALONE)]
 
 
 @pytest.mark.parametrize(("method", "lanes"), DIVERGING)

@@ -82,8 +82,8 @@ def list_settings() -> None:
 @app.command(
     epilog=keep_lines("""Examples:
   fedala leaderboard run                      # all methods on the embedded digits
-  fedala leaderboard run --settings cifar100-dir --method fedala,ditto,ditto+ala --data-dir DIR
-  fedala leaderboard run --settings all --rounds 300 --seeds 1 --minutes 30 --jobs 4 --data-dir DIR
+  fedala leaderboard run --settings cifar100-dir --method ditto --data-dir D
+  fedala leaderboard run --settings all --minutes 30 --jobs 4 --data-dir D
 
 Finished cells are kept. After an interruption, the same command continues.""")
 )

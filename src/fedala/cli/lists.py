@@ -7,7 +7,7 @@ import typer
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines
 from fedala.data import known_datasets
-from fedala.methods import catalogue
+from fedala.methods import catalogue, list_kinds
 from fedala.report import tables
 from fedala.runs.own_code import import_given
 
@@ -23,9 +23,8 @@ app = typer.Typer()
 def methods(**values: Any) -> None:
     """List the methods and their hyperparameters."""
     import_given(given_options(values))
-    entries = list(catalogue().values())
-    tables.show(tables.methods(entries))
-    tables.show(tables.hyperparameters(entries))
+    tables.show(tables.methods(list_kinds()))
+    tables.show(tables.hyperparameters(catalogue().values()))
     print(
         "Set a hyperparameter with --set, such as --set fedala.eta=0.5; "
         "for x+ala, those of ALA are ala.eta and so on."

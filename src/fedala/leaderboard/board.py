@@ -133,5 +133,6 @@ def choose_cells(
 
 @cache
 def _data() -> Any:
-    text = files(__package__).joinpath("board.toml").read_text(encoding="utf-8")
+    name = "board.toml"
+    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     return tomllib.loads(text)

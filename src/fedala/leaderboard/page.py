@@ -123,7 +123,7 @@ def _view_board(board: Board, series: list[dict[str, Any]], *, is_first: bool) -
     caption = (
         f"{setting.dataset}, {setting.partition}, {setting.clients} clients, {setting.model}, "
         f"learning rate {setting.lr:g}; accuracies in %, planned {setting.rounds} rounds and "
-        f"{setting.seeds} seeds. A click on a heading sorts."
+        f"{setting.seeds} seed{'s' * (setting.seeds > 1)}. A click on a heading sorts."
     )
     return BoardView(
         setting.name,

@@ -49,7 +49,8 @@ def from_paper(setting: str) -> dict[str, Published]:
 @cache
 def from_elsewhere(setting: str) -> dict[str, Published]:
     """Return what published.csv has for a setting of the leaderboard, by method."""
-    text = files(__package__).joinpath("published.csv").read_text(encoding="utf-8")
+    name = "published.csv"
+    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     found = {}
     for row in csv.DictReader(io.StringIO(text)):
         if row["setting"] == setting:

@@ -57,7 +57,7 @@ def make_markdown(results: Results) -> str:
     """Return a table for each setting that has results, and a list of published numbers if not."""
     boards = make_boards(results)
     parts = [" ".join(describe(boards))]
-    for board in boards:
+    for board in sorted(boards, key=lambda board: not board.has_results):
         lines = _format_board(board) if board.has_results else _list_published(board)
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
@@ -88,7 +88,10 @@ def _list_sources(sources: dict[str, str]) -> list[str]:
 
 
 def _format_board(board: Board) -> list[str]:
-    columns = [column for column in COLUMNS if column.name in _MARKDOWN]
+    columns = []
+    for column in COLUMNS:
+        if column.name in _MARKDOWN and any(column.text(row) for row in board.rows):
+            columns.append(column)
     sources = list_sources([board])
     rows = []
     for row in board.rows:

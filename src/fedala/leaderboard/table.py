@@ -251,7 +251,9 @@ def _percent(name: str) -> tuple[Callable[[Row], float | None], Callable[[Row], 
 
 def format_points(value: float | None) -> str:
     """Return a signed difference in points; empty if it is not known."""
-    return "" if value is None else f"{value:+.2f}".replace("-", "−")
+    if value is None:
+        return ""
+    return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")  # zero has one sign
 
 
 def _format(value: float | None, template: str = "{:.2f}") -> str:

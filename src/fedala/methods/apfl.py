@@ -30,6 +30,7 @@ class APFL(Method):
     name = "apfl"
     title = "APFL"
     summary = "a mix of the global and a local model, in a proportion that each client learns"
+    kind = "own model"
 
     alpha: float = option(0.5, "α: share of the local model v at first", least=0, most=1)
     adapt: str = option(

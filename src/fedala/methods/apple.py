@@ -32,6 +32,7 @@ class APPLE(Method):
     name = "apple"
     title = "APPLE"
     summary = "each client learns how much of every client's core model to add up"
+    kind = "others' models"
     requires_all_clients = True
     sends_model_stack = True
     schedule_depends_on_rounds = True

@@ -16,6 +16,17 @@ from fedala.lanes.heads import Head
 from fedala.lanes.layers import upper
 from fedala.lanes.randomness import draw, torch_generator
 
+#: The kinds of fedala's own methods, in the order of lists.
+KINDS = (
+    "one model for all",
+    "fine-tuned",
+    "own layers",
+    "own model",
+    "blended",
+    "others' models",
+    "features",
+)
+
 
 @dataclass(frozen=True, repr=False)
 class ServerRound:
@@ -59,6 +70,8 @@ class Method:
     name: ClassVar[str]
     title: ClassVar[str]
     summary: ClassVar[str]
+    #: What a client is tested with, in a word or two, by which lists are sorted: one of `KINDS`.
+    kind: ClassVar[str] = ""
     #: Whether each client is tested with a model of its own, and not with the global one.
     has_personal_models: ClassVar[bool] = True
     #: Whether every client must take part in every round.

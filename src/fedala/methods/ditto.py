@@ -19,6 +19,7 @@ class Ditto(Method):
     name = "ditto"
     title = "Ditto"
     summary = "FedAvg, and a second, personal model near the global one"
+    kind = "own model"
     lane_numbers = frozenset({"lam"})
 
     lam: float = option(0.1, "λ: strength of the personal model's proximal term", least=0)

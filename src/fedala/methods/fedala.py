@@ -17,6 +17,7 @@ class FedALA(Settings, InitializedByALA):
     summary = (
         "each client blends the global model into its own, element by element, with learned weights"
     )
+    kind = "blended"
     base = FedAvg()
     refuses_ala = "FedALA is FedAvg with ALA already"
 

@@ -24,6 +24,7 @@ class FedAMP(Method):
     name = "fedamp"
     title = "FedAMP"
     summary = "each client is pulled towards the models that are like its own"
+    kind = "others' models"
     requires_all_clients = True
     lane_numbers = frozenset({"alpha", "lam", "sigma"})
     refuses_server_optimizer = "the server keeps a model for each client, and no global one"

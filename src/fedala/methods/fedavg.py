@@ -13,4 +13,5 @@ class FedAvg(Method):
     name = "fedavg"
     title = "FedAvg"
     summary = "one global model, averaged"
+    kind = "one model for all"
     has_personal_models = False

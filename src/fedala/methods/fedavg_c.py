@@ -17,6 +17,7 @@ class FedAvgC(Method):
     name = "fedavg-c"
     title = "FedAvg-C"
     summary = "FedAvg, with the global model fine-tuned by each client first"
+    kind = "fine-tuned"
     refuses_ala = "fine-tuning is the local initialisation already"
 
     epochs: int = option(14, "E: epochs of fine-tuning before the round's own training", least=0)

@@ -22,6 +22,7 @@ class FedBABU(PartlyShared):
     name = "fedbabu"
     title = "FedBABU"
     summary = "only the body is trained together; a client fine-tunes it and the head to be tested"
+    kind = "fine-tuned"
 
     epochs: int = option(5, "τ_f: epochs of fine-tuning before a test", least=0)
     part: str = option("whole", "what is fine-tuned", choices=("whole", "head", "body"))

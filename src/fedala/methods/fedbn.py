@@ -22,6 +22,7 @@ class FedBN(PartlyShared):
     name = "fedbn"
     title = "FedBN"
     summary = "every client keeps its own normalisation layers"
+    kind = "own layers"
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
         norms = {path for path, module in model.named_modules() if isinstance(module, NORMS)}

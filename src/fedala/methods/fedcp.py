@@ -63,6 +63,7 @@ class FedCP(PartlyShared):
     name = "fedcp"
     title = "FedCP"
     summary = "a policy divides every feature between the global head and the client's own"
+    kind = "features"
     lane_numbers = frozenset({"lam"})
     head: ClassVar[type[Head]] = PolicyHead
 

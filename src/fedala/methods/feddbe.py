@@ -49,6 +49,7 @@ class FedDBE(PartlyShared):
     name = "feddbe"
     title = "FedDBE"
     summary = "each client's bias of the features is in a vector that it keeps to itself"
+    kind = "features"
     lane_numbers = frozenset({"kappa", "mu"})
     head: ClassVar[type[Head]] = BiasMemory
 
@@ -114,7 +115,7 @@ class FedDBE(PartlyShared):
 
 @dataclass(frozen=True)
 class DebiasStep:
-    """A step on loss + κ·MSE(z̄, z̄ᵍ), z̄ the moving mean of the features.
+    """A step on loss + κ/2·MSE(z̄, z̄ᵍ), z̄ the moving mean of the features.
 
     As long as there is no consensus, it is a step on the loss, and the memory stays.
     """
@@ -132,7 +133,7 @@ class DebiasStep:
             newest = features.flatten(0, -2).mean(0).to(task.dtype)
             mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
             moving["mean"].copy_(mean.detach())
-            distance = (mean - fixed["consensus"]).square().mean()
+            distance = (mean - fixed["consensus"]).square().mean() / 2
             penalty: Tensor = fixed["kappa"] * is_known * distance
             return loss + penalty
 

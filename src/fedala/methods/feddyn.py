@@ -18,6 +18,7 @@ class FedDyn(Method):
     name = "feddyn"
     title = "FedDyn"
     summary = "a regulariser that changes every round makes local and global optima agree"
+    kind = "one model for all"
     has_personal_models = False
     lane_numbers = frozenset({"alpha"})
     refuses_server_optimizer = "its server adds up the clients' changes already, in h"

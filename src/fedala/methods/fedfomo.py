@@ -25,6 +25,7 @@ class FedFomo(Method):
     name = "fedfomo"
     title = "FedFomo"
     summary = "each client moves towards the clients' models that lower its own loss"
+    kind = "others' models"
     sends_model_stack = True
     refuses_ala = "FedFomo downloads several models, and ALA blends a single one"
     refuses_server_optimizer = "the server keeps the models of all clients, and no global one"

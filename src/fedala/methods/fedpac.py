@@ -35,6 +35,7 @@ class FedPAC(Method):
     name = "fedpac"
     title = "FedPAC"
     summary = "a common body that aligns classes, and heads combined for each client"
+    kind = "others' models"
     lane_numbers = frozenset({"lam"})
     refuses_server_optimizer = "the server has a head for each client, which fits the mean body"
 

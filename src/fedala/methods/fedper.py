@@ -18,6 +18,7 @@ class FedPer(PartlyShared):
     name = "fedper"
     title = "FedPer"
     summary = "the lower layers are averaged, every client keeps its own upper layers"
+    kind = "own layers"
 
     layers: int = option(1, "K_P: personal layers, counted from the output", least=1)
 

@@ -26,6 +26,7 @@ class FedPHP(Method):
     name = "fedphp"
     title = "FedPHP"
     summary = "the global model, with more and more of the client's own mixed in"
+    kind = "blended"
     schedule_depends_on_rounds = True
     lane_numbers = frozenset({"mu", "lam"})
 

@@ -53,6 +53,7 @@ class FedProto(Method):
     name = "fedproto"
     title = "FedProto"
     summary = "own models, whose features stay near the mean of each class over all clients"
+    kind = "features"
     lane_numbers = frozenset({"lam"})
     refuses_ala = "FedProto receives no model"
     refuses_server_optimizer = "no model is uploaded"

@@ -15,6 +15,7 @@ class FedProx(Method):
     name = "fedprox"
     title = "FedProx"
     summary = "FedAvg with a pull towards the global model"
+    kind = "one model for all"
     has_personal_models = False
     lane_numbers = frozenset({"mu"})
 

@@ -16,6 +16,7 @@ class FedProxC(FedAvgC):
     name = "fedprox-c"
     title = "FedProx-C"
     summary = "FedProx, with the global model fine-tuned by each client first"
+    kind = "fine-tuned"
     lane_numbers = frozenset({"mu"})
 
     mu: float = option(0.001, "μ: strength of the proximal term", least=0)

@@ -22,6 +22,7 @@ class FedRep(PartlyShared):
     name = "fedrep"
     title = "FedRep"
     summary = "a common body, and a head that every client keeps to itself"
+    kind = "own layers"
 
     epochs: int = option(5, "τ: local epochs of the head on the frozen body", least=1)
 

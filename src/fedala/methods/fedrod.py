@@ -46,6 +46,7 @@ class FedRoD(PartlyShared):
     name = "fedrod"
     title = "FedRoD"
     summary = "a generic head for balanced classes, and a personal one on top of it"
+    kind = "features"
     lane_numbers = frozenset({"gamma"})
     head: ClassVar[type[Head]] = PersonalOnGeneric
 

@@ -61,6 +61,7 @@ class GPFL(PartlyShared):
     name = "gpfl"
     title = "GPFL"
     summary = "class embeddings guide global features, next to those of the client's own head"
+    kind = "features"
     lane_numbers = frozenset({"lam", "mu"})
     head: ClassVar[type[Head]] = GuidedHead
 

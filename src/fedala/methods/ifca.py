@@ -23,6 +23,7 @@ class IFCA(Method):
     name = "ifca"
     title = "IFCA"
     summary = "k cluster models; each client trains the one that fits its data best"
+    kind = "others' models"
     sends_model_stack = True
     refuses_server_optimizer = "the server keeps a model for each cluster, and no global one"
 

@@ -18,6 +18,7 @@ class LGFedAvg(PartlyShared):
     name = "lg-fedavg"
     title = "LG-FedAvg"
     summary = "the upper layers are averaged, every client keeps its own lower layers"
+    kind = "own layers"
 
     layers: int = option(1, "layers of the global model θ_g, counted from the output", least=1)
 

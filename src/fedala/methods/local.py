@@ -13,6 +13,7 @@ class Local(Method):
     name = "local"
     title = "Local"
     summary = "every client alone, nothing is sent"
+    kind = "own model"
     refuses_ala = "nothing is received that could be blended"
     refuses_server_optimizer = "no model is uploaded"
 

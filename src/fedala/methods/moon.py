@@ -24,6 +24,7 @@ class MOON(Method):
     name = "moon"
     title = "MOON"
     summary = "FedAvg with a contrastive loss: features like the global model's, unlike the old"
+    kind = "one model for all"
     has_personal_models = False
     lane_numbers = frozenset({"mu", "tau"})
 

@@ -31,6 +31,7 @@ class PartialFed(Method):
     name = "partialfed"
     title = "PartialFed"
     summary = "each client learns which layers to load and which to keep"
+    kind = "blended"
     lane_numbers = frozenset({"tau", "decay", "floor"})
     refuses_slots = "each batch steps another choice of two copies of the layers"
 

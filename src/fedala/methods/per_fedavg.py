@@ -20,6 +20,7 @@ class PerFedAvg(Method):
     name = "per-fedavg"
     title = "Per-FedAvg"
     summary = "a global model that one local step makes personal (first-order MAML)"
+    kind = "fine-tuned"
     lane_numbers = frozenset({"alpha", "beta"})
 
     alpha: float | None = option(

@@ -31,6 +31,7 @@ class PFedMe(Method):
     name = "pfedme"
     title = "pFedMe"
     summary = "a personal model near the local one, which follows it"
+    kind = "own model"
     lane_numbers = frozenset({"personal_lr", "lam", "beta"})
     refuses_server_optimizer = "it has a server step of its own, pfedme.beta"
 

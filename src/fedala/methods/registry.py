@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fedala.errors import PluginWarning, UserError
 from fedala.io.user_code import describe_error, load_code, module_name
 from fedala.lanes.weight_learning import Settings
-from fedala.methods.base import Method
+from fedala.methods.base import KINDS, Method
 from fedala.methods.with_ala import WithALA
 from fedala.options import build, suggest
 
@@ -47,6 +47,7 @@ class Entry:
     name: str
     title: str
     summary: str
+    kind: str
     hyperparameters: type
     takes_ala: bool
 
@@ -211,9 +212,17 @@ def find_code(name: str) -> tuple[str, tuple[str, str] | None]:
 def catalogue() -> dict[str, Entry]:
     """Return every method by name."""
     return {
-        name: Entry(name, cls.title, cls.summary, cls, not cls.refuses_ala)
+        name: Entry(name, cls.title, cls.summary, cls.kind, cls, not cls.refuses_ala)
         for name, cls in _classes().items()
     }
+
+
+def list_kinds() -> dict[str, list[Entry]]:
+    """Return the methods by kind; other kinds than fedala's, and methods of none, come last."""
+    found: dict[str, list[Entry]] = {kind: [] for kind in KINDS}
+    for entry in catalogue().values():
+        found.setdefault(entry.kind, []).append(entry)
+    return {kind: entries for kind, entries in found.items() if entries}
 
 
 def list_methods() -> list[str]:

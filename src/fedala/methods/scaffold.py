@@ -29,6 +29,7 @@ class Scaffold(Method):
     name = "scaffold"
     title = "SCAFFOLD"
     summary = "FedAvg, with control variates that correct the drift of local steps"
+    kind = "one model for all"
     has_personal_models = False
     lane_numbers = frozenset({"eta_g"})
     refuses_slots = "its control variates are means of plain gradients"

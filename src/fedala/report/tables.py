@@ -192,16 +192,19 @@ def predictions(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def methods(entries: Iterable[Entry]) -> Table:
-    """Show the methods by name."""
-    table = _table("method", "", "with ALA", "what it does")
-    for entry in entries:
-        table.add_row(
-            entry.name,
-            escape(entry.title),
-            f"{entry.name}+ala" if entry.takes_ala else "",
-            escape(entry.summary),
-        )
+def methods(kinds: Mapping[str, Iterable[Entry]]) -> Table:
+    """Show the methods, kind by kind."""
+    table = _table("kind", "method", "", "with ALA", "what it does")
+    for kind, entries in kinds.items():
+        for number, entry in enumerate(entries):
+            table.add_row(
+                escape(kind) if number == 0 else "",
+                entry.name,
+                escape(entry.title),
+                "+ala" if entry.takes_ala else "",
+                escape(entry.summary),
+            )
+        table.add_section()
     return table
 
 
