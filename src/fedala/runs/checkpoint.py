@@ -59,6 +59,7 @@ class Checkpoint:
         return (
             type(self.done) is bool
             and kinds <= {BEST, LAST}
+            and all(type(file.digest) is str for file in self.list_files())
             and all(type(n) is int and least <= n < most for n, least, most in limits)
         )
 
