@@ -146,7 +146,17 @@ def test_runs_save_resume_load_and_predict(model, tmp_path):
     last = "top" if model else layers_of(mlp())[0][0].partition(".")[0]
     assert isinstance(loaded.get_submodule(last), TwoHeads)
     assert trained.predict(DATA[0][:5], client=1).shape == (5,)
-    assert not trained.has_global_model
+    # What the head adds stays with the clients, so the global model is the user's own.
+    whole_model = trained.global_model()
+    assert type(whole_model.get_submodule(last)) is nn.Linear
+    scores = trained.evaluate(DATA)
+    assert [one.client for one in scores.models] == [0, 1, 2, None]
+    alone = fedala.load(tmp_path / "whole", **({"model": model} if model else {}))
+    assert [alone.evaluate(DATA, client=k).models[0].score for k in range(3)] == [
+        one.score for one in scores.models[:3]
+    ]
+    expected = (trained.predict(DATA[0]) == DATA[1]).mean()
+    assert scores.models[3].score == pytest.approx(expected)
 
 
 class Scaled(nn.Module):

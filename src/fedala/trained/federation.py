@@ -1,8 +1,7 @@
 """A trained federation: the personal models of all clients and the global one, ready for use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ class TrainedFederation:
         self._run, self._builder, self._loss = run, builder, loss
         self._client_names = client_names
         self._ready: dict[int | None, nn.Module] = {}
+        self._skeletons: dict[frozenset[str], nn.Module] = {}
         self._given: tuple[str, dict[str, Tensor]] | None = None
 
     # --- what it is -----------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class TrainedFederation:
         `predict`, `evaluate`, `export` and `global_model` use it, and no client is to be named.
         """
         weights, name = read_weights(Path(path))
-        self._builder.check(self._skeleton, weights)
+        self._builder.check(self._get_skeleton(weights), weights)
         other = copy(self)
         other._ready, other._given = {}, (name, weights)
         return other
@@ -128,11 +128,18 @@ class TrainedFederation:
         """Whether the run saved a whole global model."""
         if None not in self._run.clients:
             return False
-        return list_saved_names(self._skeleton) <= self._run.read(None).keys()
+        weights = self._run.read(None)
+        return list_saved_names(self._get_skeleton(weights)) <= weights.keys()
 
-    @cached_property
-    def _skeleton(self) -> nn.Module:
-        return self._builder.build_skeleton()
+    def _get_skeleton(self, weights: Mapping[str, Tensor]) -> nn.Module:
+        """Return the structure of the model that has these weights.
+
+        A personal model may have more parameters than the global one, if the method adds some.
+        """
+        names = frozenset(weights)
+        if names not in self._skeletons:
+            self._skeletons[names] = self._builder.build_skeleton(names)
+        return self._skeletons[names]
 
     def find_client(self, client: int | str) -> int:
         """Return the number of a client that is given by its name or number."""
@@ -173,13 +180,14 @@ class TrainedFederation:
                 f"only {len(run.clients - {None})} clients have one."
             )
         weights = run.read(client)
-        missing = list_saved_names(self._skeleton) - weights.keys()
+        skeleton = self._get_skeleton(weights)
+        missing = list_saved_names(skeleton) - weights.keys()
         if client is None and run.has_personal_models and missing:
             raise UserError(
                 f"{self.method} has no whole global model, because its clients keep "
                 f"{min(missing)} to themselves: name a client."
             )
-        self._builder.check(self._skeleton, weights)
+        self._builder.check(skeleton, weights)
         return weights
 
     # --- predict --------------------------------------------------------------------------------
@@ -232,14 +240,19 @@ class TrainedFederation:
         if isinstance(data, Federation):
             data = data.dataset
         samples = prepare_samples(data, self.preprocessing, label_column or self._find_labels(data))
-        examiner = Examiner(self._skeleton, samples, self.config.precision, loss)
-        found = []
+        examiner = Examiner(self._get_skeleton({}), samples, self.config.precision, loss)
         if self._given is not None:
-            tested = None if client is None else self.find_client(client)
-            return Scores(self.metric, (examiner.score(self._given[0], self._read(tested)),))
-        for number in self._list_tested(client, has_shares=bool(shares)):
+            tested: list[int | None] = [None if client is None else self.find_client(client)]
+        else:
+            tested = self._list_tested(client, has_shares=bool(shares))
+        found = []
+        for number in tested:
+            weights = self._read(number)
             name = None if number is None else self.clients[number]
-            found.append(examiner.score(name, self._read(number), shares.get(number)))
+            rows = shares.get(number)
+            if self._given is not None:
+                name, rows = self._given[0], None
+            found.append(examiner.score(name, weights, self._get_skeleton(weights), rows))
         return Scores(self.metric, tuple(found))
 
     def _find_labels(self, data: Any) -> str | None:

@@ -1,6 +1,6 @@
 """`fedala.load`: from a run folder to its trained models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,10 +64,11 @@ def load(
     return TrainedFederation(run, preprocessing, builder, names, loss)
 
 
-def _make_extension(run: SavedRun) -> Callable[[nn.Module], nn.Module]:
+def _make_extension(run: SavedRun) -> Callable[[nn.Module, Collection[str]], nn.Module]:
     """Return what adds the method's own parameters to a model.
 
-    The names of the saved tensors show which layer was extended.
+    The names of the saved tensors show which layer was extended, if any: a global model may have
+    only what the user's own model has.
     """
     config = run.config
     [method] = [
@@ -76,12 +77,14 @@ def _make_extension(run: SavedRun) -> Callable[[nn.Module], nn.Module]:
         if run.method in (label_of(method, point) for point in list_points(config, method))
     ]
     if method.partition("+")[0] not in catalogue():
-        return lambda model: model  # a method of the user's own, which is not imported
+        return lambda model, names: model  # a method of the user's own, which is not imported
     head, title = make(method).head, make(method).title
-    if head is None:
-        return lambda model: model
-    names = set(run.read(min(run.clients, key=lambda client: client is None)))
-    return lambda model: extend_model(model, head, title, find_extended_layer(model, names))
+
+    def extend(model: nn.Module, names: Collection[str]) -> nn.Module:
+        last = find_extended_layer(model, names)
+        return extend_model(model, head, title, last) if head and last else model
+
+    return extend
 
 
 def _load_dataset(config: Config, dataset: Data | None, folder: Path | str) -> Dataset:

@@ -1,7 +1,7 @@
 """Build a model that holds saved weights."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,8 @@ class ModelBuilder:
     dtype: torch.dtype
     where: str
     """The run folder, for messages."""
-    extend: Callable[[nn.Module], nn.Module] = lambda model: model
-    """Adds what the method of the run has added."""
+    extend: Callable[[nn.Module, Collection[str]], nn.Module] = lambda model, names: model
+    """Adds what the method of the run has added, if the names of the saved tensors show it."""
 
     @classmethod
     def of(
@@ -66,13 +66,13 @@ class ModelBuilder:
         dtype: torch.dtype = getattr(torch, preprocessing.precision)
         return cls(own or (lambda: build_model(name, shapes)), own is not None, dtype, where)
 
-    def build_skeleton(self) -> nn.Module:
-        """Build a model for its structure alone."""
-        return make_skeleton(lambda: self.extend(self.make()), is_own=self.is_own)
+    def build_skeleton(self, names: Collection[str]) -> nn.Module:
+        """Build the model that has saved tensors of these names, for its structure alone."""
+        return make_skeleton(lambda: self.extend(self.make(), names), is_own=self.is_own)
 
     def build(self, saved: Mapping[str, Tensor]) -> nn.Module:
         """Build a model with saved weights, in evaluation mode."""
-        model = self.build_skeleton()
+        model = self.build_skeleton(saved)
         if not self.is_own:
             model = model.to_empty(device="cpu")
         model = model.to("cpu", self.dtype)

@@ -143,6 +143,7 @@ class Examiner:
     """Runs models on one set of samples, as the run's own evaluation does."""
 
     def __init__(self, skeleton: nn.Module, samples: Samples, precision: str, loss: Loss) -> None:
+        """`skeleton` is a model of the run: one that the samples fit."""
         everything = np.arange(len(samples.x))
         # The samples are prepared, so the task must not scale them once more.
         self.task = Task(
@@ -156,9 +157,15 @@ class Examiner:
         )
 
     def score(
-        self, client: Client, model: Mapping[str, Tensor], rows: np.ndarray | None = None
+        self,
+        client: Client,
+        model: Mapping[str, Tensor],
+        skeleton: nn.Module,
+        rows: np.ndarray | None = None,
     ) -> ModelScore:
-        """Return what saved weights score, on some of the samples or on all."""
+        """Return what saved weights of a model score, on some of the samples or on all."""
+        if self.task.model is not skeleton:
+            self.task.use_model(skeleton)
         state = {name: value.unsqueeze(0) for name, value in model.items()}
         for name in self.task.transient:
             buffer = self.task.model.get_buffer(name).detach()
