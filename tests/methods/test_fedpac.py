@@ -12,7 +12,8 @@ from torch import nn
 from fedala.errors import UserError
 from fedala.lanes.losses import Regression
 from fedala.methods import make
-from fedala.methods.fedpac import minimize_on_simplex, weigh_heads
+from fedala.methods.fedpac import weigh_heads
+from fedala.methods.simplex import minimize_on_simplex
 from fedala.simulation import Simulation
 
 SIZES = [5, 22, 13, 9, 0]
