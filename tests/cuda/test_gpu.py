@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small import QUICK, assert_close, ragged_task, start_of
+from small import EACH_KIND, QUICK, assert_close, ragged_task, start_of
 from torch import nn
 
 from fedala import ALA, UserError
@@ -16,14 +16,13 @@ from fedala.lanes.normalization import Normalization
 from fedala.lanes.task import Task
 from fedala.lanes.trees import join
 from fedala.lanes.weight_learning import Settings
-from fedala.methods import list_methods, make
+from fedala.methods import make
 from fedala.models import cnn, resnet18
 from fedala.simulation import Simulation
 
 pytestmark = pytest.mark.gpu
 
 SIZES = [5, 22, 13, 3, 8, 17, 0]
-EVERY = list_methods()
 
 
 def small_cnn():
@@ -76,7 +75,7 @@ def go(method, task, model=small_cnn, rounds=2, **options):
     return [one.row for one in evaluations], models
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_lanes_on_the_gpu_are_each_client_alone_on_the_cpu(name):
     """Two rounds: float32 kernels, graphs and lanes, against float64 lane by lane on the CPU.
 
@@ -92,7 +91,7 @@ def test_lanes_on_the_gpu_are_each_client_alone_on_the_cpu(name):
         assert_close(models[key], plain[key], 2e-3)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_any_number_of_lanes_gives_the_same_on_the_gpu(name):
     model = model_of(name)
     _, together = go(name, image_task("cuda", model=model), model)
@@ -109,7 +108,7 @@ def test_double_precision_is_exact_in_lanes(name):
         assert_close(together[key], reference[key], 1e-9)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_the_same_seed_gives_the_same_bits(name):
     model = model_of(name)
     (first, models), (again, others) = (

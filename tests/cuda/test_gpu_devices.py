@@ -3,8 +3,8 @@
 import pytest
 import torch
 from runs.test_resume import planned, same
+from small import EACH_KIND
 
-from fedala.methods import list_methods
 from fedala.runs.execute import execute
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ def test_a_numbered_device_is_the_device(method, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("method", list_methods())
+@pytest.mark.parametrize("method", EACH_KIND)
 def test_the_second_gpu(method, precision, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")

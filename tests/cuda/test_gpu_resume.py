@@ -2,14 +2,14 @@
 
 import pytest
 from runs.test_resume import interrupted, planned, same
+from small import EACH_KIND
 
-from fedala.methods import list_methods
 from fedala.runs.execute import execute
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("method", list_methods())
+@pytest.mark.parametrize("method", EACH_KIND)
 def test_resumed_is_uninterrupted(method, tmp_path):
     options = {"device": "cuda", "seeds": 2}
     execute(planned(method, **options), tmp_path / "whole")
