@@ -76,16 +76,24 @@ def written(tmp_path):
 def test_ala_stands_beside_its_method_with_what_it_adds():
     _, rows = make_rows()
     assert rows["fedavg"].with_ala == pytest.approx(56.5)
-    assert rows["fedavg"].gain == rows["fedala"].gain == pytest.approx(25.5)
     assert rows["ditto"].gain == rows["ditto+ala"].gain == pytest.approx(-0.5)
     texts = {column.name: column.text(rows["ditto"]) for column in COLUMNS}
     assert (texts["accuracy"], texts["with_ala"], texts["gain"]) == ("53.00", "52.50", "−0.50")
     assert rows["ditto+ala"].with_ala is None
     assert rows["elsewhere"].gain is None
-    assert "without ALA: 150 rounds" in rows["fedala"].facts
     assert [find_partner(name) for name in ("fedavg", "fedala", "ditto+ala", "ditto")] == [
         *("fedala", "fedavg", "ditto", "ditto+ala")
     ]
+
+
+def test_runs_of_different_lengths_do_not_say_what_ala_adds():
+    _, rows = make_rows()
+    assert rows["fedavg"].gain is rows["fedala"].gain is None
+    assert "without ALA: 150 rounds" in rows["fedala"].facts
+    whole = [replace(result, rounds=200) for result in RESULTS]
+    _, rows = make_rows(*whole)
+    assert rows["fedavg"].gain == rows["fedala"].gain == pytest.approx(25.5)
+    assert not any("without ALA" in fact for fact in rows["fedala"].facts)
 
 
 def test_a_cell_states_rounds_seeds_best_round_machine_and_version():

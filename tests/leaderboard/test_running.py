@@ -94,13 +94,27 @@ def test_fedavg_with_ala_is_fedala():
     assert cell.method == "fedala"
 
 
+FEDOWN = """from dataclasses import dataclass
+from fedala.methods.fedavg import FedAvg
+@dataclass(frozen=True)
+class FedOwn(FedAvg):
+    name, title, summary = 'fedown', 'FedOwn', 'mine'
+"""
+
+
+def test_an_error_in_a_users_method_ends_its_cell_alone(few_digits, own_code, tmp_path):
+    path = own_code / "fedown.py"
+    path.write_text(f"{FEDOWN}    def train(self, *_):\n        raise KeyError('c')\n")
+    result = run(tmp_path / "out", "--import", path, method="fedown,fedavg", rounds=1)
+    assert result.exit_code == 1
+    assert "KeyError: 'c' (fedown.py, line 7)" in result.output
+    assert "Traceback" not in result.output
+    assert read_lines(tmp_path / "out")["fedavg"]["rounds"] == "1"
+
+
 def test_a_users_own_method_is_a_row(few_digits, own_code, tmp_path):
     path = own_code / "fedown.py"
-    path.write_text(
-        "from dataclasses import dataclass\nfrom fedala.methods.fedavg import FedAvg\n"
-        "@dataclass(frozen=True)\nclass FedOwn(FedAvg):\n"
-        "    name, title, summary = 'fedown', 'FedOwn', 'mine'\n"
-    )
+    path.write_text(FEDOWN)
     result = run(tmp_path / "out", "--import", path, method="fedown", rounds=1)
     assert result.exit_code == 0, result.output
     assert read_lines(tmp_path / "out").keys() == {"fedown"}

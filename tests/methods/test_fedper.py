@@ -8,7 +8,8 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes.losses import Regression
-from fedala.methods import make
+from fedala.methods import Method, make
+from fedala.methods.fedper import FedPer
 from fedala.models import cnn
 from fedala.simulation import Simulation
 
@@ -37,6 +38,16 @@ def test_against_a_plain_loop(name, layers, personal, blended):
     for client in range(len(SIZES)):
         assert_close(models[0, client], plain.lane(start[client]), 1e-9)
     assert rows[-1].loss == pytest.approx(plain.mean_loss(task, start), abs=1e-9)
+
+
+def test_ala_counts_layers_among_the_received_ones_by_itself(monkeypatch):
+    """A method that says nothing of ALA gets what FedPer asks for."""
+    options = {"rounds": 3, "settings": plain.PlainALA.SETTINGS}
+    *_, asked = simulate("fedper+ala", ragged_task(SIZES), **options)
+    monkeypatch.setattr(FedPer, "ala_parameters", Method.ala_parameters)
+    *_, silent = simulate("fedper+ala", ragged_task(SIZES), **options)
+    for key in asked:
+        assert_close(asked[key], silent[key], 0)
 
 
 def test_personal_layers_differ_and_the_base_is_everybodys():

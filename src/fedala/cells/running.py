@@ -4,6 +4,7 @@ Finished cells are not run again; unfinished ones continue.
 """
 
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedala.cells.observer import CellObserver, Outcome
 from fedala.data import Dataset, Federation, federate, load
 from fedala.errors import RunError, UserError
 from fedala.io import files
+from fedala.io.user_code import describe_error
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.devices import choose_device
@@ -138,13 +140,19 @@ def _attempt(cell: Cell, options: RunOptions, cache: DataCache, observer: CellOb
         outcome, reason = Outcome.SKIPPED, str(error)
     except RunError as error:
         reason = str(error)
-    except RuntimeError as error:  # a fault of the device: other cells may still run
-        reason = f"{type(error).__name__}: {error}"
     except OSError as error:
         raise UserError(
             f"The results folder {options.out} cannot be written to: {error}."
         ) from None
+    except Exception as error:  # of the device, or of a user's method: other cells may still run
+        reason = _describe_fault(error)
     observer.end(str(cell), outcome, reason)
+
+
+def _describe_fault(error: Exception) -> str:
+    """Return an error and where it was raised: `KeyError: 'c' (fedmine.py, line 7)`."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{describe_error(error)} ({Path(place.filename).name}, line {place.lineno})"
 
 
 def _run_cell(cell: Cell, options: RunOptions, cache: DataCache, observer: CellObserver) -> Outcome:

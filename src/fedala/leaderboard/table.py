@@ -64,8 +64,8 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """Return what ALA adds, in points."""
-        if self.result is None or self.partner is None:
+        """Return what ALA adds, in points; None if the two have not run for as many rounds."""
+        if self.result is None or self.partner is None or self._compare_rounds():
             return None
         difference = self.result.accuracy - self.partner.accuracy
         return difference if self.has_ala else -difference
@@ -298,7 +298,7 @@ COLUMNS = (
     Column(
         "gain",
         "ALA adds",
-        "points that ALA adds to the method without it",
+        "points that ALA adds to the method without it, if both have run for as many rounds",
         lambda row: row.gain,
         lambda row: format_points(row.gain),
         is_signed=True,

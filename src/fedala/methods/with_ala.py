@@ -7,6 +7,7 @@ from torch import nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task, local_aggregation
 from fedala.lanes.heads import extend_model
+from fedala.lanes.layers import upper
 from fedala.lanes.local_aggregation import Outcome
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method
@@ -30,9 +31,8 @@ class InitializedByALA(Wrapper):
         self.ala_parameters(model, self.ala.layers)
 
     def init_client(self, task: Task, initial: Params) -> State:
-        learned = local_aggregation.init_state(
-            initial, self.ala_parameters(task.model, self.ala.layers)
-        )
+        governed = self._list_governed(task, self.base.shared_part(task, initial))
+        learned = local_aggregation.init_state(initial, governed)
         return _keep(self.base.init_client(task, initial), initial, learned)
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
@@ -44,11 +44,21 @@ class InitializedByALA(Wrapper):
             state["ala"],
             local,
             model,
-            governed=self.ala_parameters(cohort.task.model, self.ala.layers),
+            governed=self._list_governed(cohort.task, model),
             start=self.complete_model(cohort, model, local),
         )
         self.report(cohort, outcome)
         return initialized, {**state, "base": base, "ala": learned}
+
+    def _list_governed(self, task: Task, received: Params) -> tuple[str, ...]:
+        """Return the names that ALA blends.
+
+        If the base names any that it does not receive, layers count among those that it does.
+        """
+        governed = self.ala_parameters(task.model, self.ala.layers)
+        if all(name in received for name in governed):
+            return governed
+        return upper(task.model, self.ala.layers, received)
 
     def report(self, cohort: Cohort, outcome: Outcome) -> None:
         """Add what a cohort's ALA did to its metrics."""
