@@ -124,9 +124,8 @@ class NearPrototypes:
         def objective(w: Params, x: Any, y: Tensor, fixed: State) -> Tensor:
             features = self.cut.lower(w, x)
             loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            labels = F.one_hot(y.long(), len(fixed["is_known"])).to(task.dtype)
-            apart = features.to(task.dtype) - labels @ fixed["prototypes"]
-            known = (labels @ fixed["is_known"]).unsqueeze(-1)  # others pull nothing
+            apart = features.to(task.dtype) - fixed["prototypes"][y.long()]
+            known = fixed["is_known"][y.long()].unsqueeze(-1)  # others pull nothing
             penalty: Tensor = fixed["lam"] * (known * apart.square()).mean()
             return loss + penalty
 
