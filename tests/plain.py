@@ -60,6 +60,26 @@ def batches(
             yield order[start : start + size]
 
 
+def features_of(net: nn.Module, x: Tensor) -> Tensor:
+    """Return what enters the last layer of `small.Net`."""
+    x = torch.max_pool2d(net.norm(net.conv(x)).relu(), 2)
+    return net.hidden(x.flatten(1)).relu()
+
+
+def mmd_of_pairs(a: Tensor, b: Tensor) -> Tensor:
+    """Return the maximum mean discrepancy over all pairs, one after another."""
+
+    def similarity(a: Tensor, b: Tensor) -> Tensor:
+        pairs = [
+            sum(torch.exp(-((p - q) ** 2).sum() / (2 * width)) for width in (10, 15, 20, 50))
+            for p in a
+            for q in b
+        ]
+        return sum(pairs) / len(pairs)
+
+    return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)
+
+
 def cross_entropy(task: Task) -> Loss:
     return lambda model, rows: F.cross_entropy(model(task.x[rows]), task.y[rows])
 

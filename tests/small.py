@@ -31,6 +31,13 @@ class Net(nn.Module):
         return self.out(self.hidden(x.flatten(1)).relu())
 
 
+class Doubled(Net):
+    """A model that does something after its last layer, which therefore cannot be cut off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
 def ragged_task(
     sizes: list[int],
     *,

@@ -20,7 +20,7 @@ OPENS = {
 #: Modules that may call them all the same, and why.
 ALLOWED = {
     "io/untrusted.py": "it checks what it opens",
-    "io/files.py": "it writes files, and reads files of this program by their checksum",
+    "io/files.py": "it writes files, reads them by their checksum, and those of the package",
     "runs/tables.py": "appends to the tables of a run folder, and reads with `require_file`",
     "report/loggers.py": "writes and reads a logger's id in the run folder",
     "flower/": "logs of processes that it has started itself",
@@ -30,7 +30,6 @@ HARMLESS = {
     "archive.open(info)", "archive.open(member.info)", "zipfile.ZipFile(file)",
     "gzip.GzipFile(fileobj=file)", "np.loadtxt(text, dtype=np.float32, ndmin=2, comments=None)",
     "ParquetFile(data)", "pillow.open(data, formats=FORMATS)",
-    "files(__package__).joinpath(name).read_text(encoding='utf-8')",
     "(own if own.is_file() else shared).read_text(encoding='utf-8')",
 }  # fmt: skip
 

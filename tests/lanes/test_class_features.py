@@ -40,8 +40,7 @@ def test_against_a_loop_over_samples(chunk):
         model = plain.module(task, own).eval()
         sums, squares, counts = torch.zeros(3, 6).double(), torch.zeros(3).double(), [0, 0, 0]
         for row in rows:
-            x = torch.max_pool2d(model.norm(model.conv(task.x[row][None])).relu(), 2)
-            feature = model.hidden(x.flatten(1)).relu()[0].detach()
+            feature = plain.features_of(model, task.x[row][None])[0].detach()
             label = int(task.y[row])
             sums[label] += feature
             squares[label] += feature @ feature

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import PlainALA, batches, changed, mean, module
-from small import Net, assert_close, ragged_task, simulate, start_of
+from plain import PlainALA, batches, changed, features_of, mean, mmd_of_pairs, module
+from small import Doubled, Net, assert_close, ragged_task, simulate, start_of
 from torch import Tensor, nn
 
 from fedala.errors import UserError
@@ -37,10 +37,6 @@ class Client:
     norm: nn.LayerNorm
     context: Tensor
 
-    def features(self, x: Tensor) -> Tensor:
-        x = torch.max_pool2d(self.body.norm(self.body.conv(x)).relu(), 2)
-        return self.body.hidden(x.flatten(1)).relu()
-
     def predict(self, h: Tensor) -> Tensor:
         a = self.norm(self.linear(h * self.context)).relu()
         first, second = torch.exp(a[:, :6]), torch.exp(a[:, 6:])
@@ -66,31 +62,16 @@ def context_of(head: nn.Linear) -> Tensor:
     return v / v.square().sum().sqrt()
 
 
-def plain_mmd(a: Tensor, b: Tensor) -> Tensor:
-    """Over all pairs, one after another."""
-
-    def similarity(a, b):
-        pairs = [
-            sum(torch.exp(-((p - q) ** 2).sum() / (2 * width)) for width in (10, 15, 20, 50))
-            for p in a
-            for q in b
-        ]
-        return sum(pairs) / len(pairs)
-
-    return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)
-
-
 def train(client: Client, received: nn.Module, task, number: int, round: int, lam: float) -> None:
-    teacher = copy.deepcopy(client)
-    teacher.body = copy.deepcopy(received)
+    teacher = copy.deepcopy(received)
     learning = [client.body.conv, client.body.norm, client.body.hidden]
     learning += [client.personal, client.linear, client.norm]
     optimizer = torch.optim.SGD([p for part in learning for p in part.parameters()], task.recipe.lr)
     for rows in batches(task, number, round=round):
         optimizer.zero_grad()
-        h, g = client.features(task.x[rows]), teacher.features(task.x[rows]).detach()
+        h, g = features_of(client.body, task.x[rows]), features_of(teacher, task.x[rows]).detach()
         loss = F.cross_entropy(client.predict(h), task.y[rows])
-        (loss + lam * plain_mmd(h, g)).backward()
+        (loss + lam * mmd_of_pairs(h, g)).backward()
         optimizer.step()
 
 
@@ -255,14 +236,9 @@ def test_swept_lambdas_are_lanes():
         assert_close(take(together.model, one), alone.model, 1e-12)
 
 
-class Scaled(Net):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
 def test_a_model_that_cannot_be_cut_is_refused_before_any_work():
-    task = ragged_task(SIZES, model=Scaled())
-    simulation = Simulation(make("fedcp"), task, start_of(task, Scaled), rounds=1)
+    task = ragged_task(SIZES, model=Doubled())
+    simulation = Simulation(make("fedcp"), task, start_of(task, Doubled), rounds=1)
     with pytest.raises(UserError, match=r"FedCP works with what enters the last layer"):
         simulation.step(1, train=False)
 

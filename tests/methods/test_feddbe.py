@@ -16,18 +16,13 @@ SIZES = [22, 13, 2, 0]
 MEMORY = "out.memory"
 
 
-def features_of(net, x):
-    x = torch.max_pool2d(net.norm(net.conv(x)).relu(), 2)
-    return net.hidden(x.flatten(1)).relu()
-
-
 def trained(net, memory, task, client, round, consensus, kappa, mu):
     """Return model, memory and moving mean. Without a consensus, it is training as in FedAvg."""
     net, memory = copy.deepcopy(net), memory.clone().requires_grad_()
     optimizer = torch.optim.SGD([*net.parameters(), memory], lr=task.recipe.lr)
     moving = None
     for rows in plain.batches(task, client, round=round):
-        z = features_of(net, task.x[rows])
+        z = plain.features_of(net, task.x[rows])
         newest = z.mean(0)
         moving = newest if moving is None else (1 - mu) * moving + mu * newest
         if consensus is None:
@@ -115,7 +110,7 @@ def test_the_first_step_with_a_consensus_by_hand():
     after_one = simulate("feddbe", task, rounds=1)[0]
     local = {n: v for n, v in after_one.clients[0, 0]["local"].items() if n != MEMORY}
     rows = task.parts["train"][0]
-    z = features_of(plain.module(task, local), task.x[rows])
+    z = plain.features_of(plain.module(task, local), task.x[rows])
     active = (z > 0).double().mean(0)  # how much of a feature's bias reaches the mean
     slope = 3.0 / 6 * (z.mean(0) - after_one.servers[0]["mean"][0]) * active
     difference = (

@@ -36,16 +36,13 @@ def skewed_task(sizes=tuple(SIZES), **options):
 # --- the publication, client by client ------------------------------------------------------------
 
 
-def features_of(model, x):
-    x = torch.max_pool2d(model.norm(model.conv(x)).relu(), 2)
-    return model.hidden(x.flatten(1)).relu()
-
-
 def by_class(task, client, model):
     """Return the features of each class's training samples."""
     rows = task.parts["train"][client]
     with torch.no_grad():
-        features = features_of(copy.deepcopy(model).eval(), task.x[rows]) if len(rows) else None
+        features = (
+            plain.features_of(copy.deepcopy(model).eval(), task.x[rows]) if len(rows) else None
+        )
     return {k: features[task.y[rows] == k] for k in task.y[rows].unique().tolist()}
 
 
@@ -64,7 +61,7 @@ def trained(task, client, model, centroids, round, lam):
     cross_entropy = plain.cross_entropy(task)
 
     def aligned(model, rows):
-        features = features_of(model, task.x[rows])
+        features = plain.features_of(model, task.x[rows])
         total = nn.functional.cross_entropy(model.out(features), task.y[rows])
         for feature, label in zip(features, task.y[rows].tolist(), strict=True):
             if label in centroids:

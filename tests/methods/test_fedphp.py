@@ -7,8 +7,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import PlainALA, batches, combine, descend, lane, mean, mean_loss, module
-from small import Net, assert_close, ragged_task, simulate, start_of
+from plain import (
+    PlainALA,
+    batches,
+    combine,
+    descend,
+    features_of,
+    lane,
+    mean,
+    mean_loss,
+    mmd_of_pairs,
+    module,
+)
+from small import Doubled, Net, assert_close, ragged_task, simulate, start_of
 from torch import nn
 
 from fedala.errors import UserError
@@ -23,26 +34,6 @@ from fedala.models import cnn
 from fedala.simulation import Simulation
 
 SIZES = [5, 13, 3, 0, 8]
-
-
-def features(model, x):
-    """What enters the last layer."""
-    x = torch.max_pool2d(model.norm(model.conv(x)).relu(), 2)
-    return model.hidden(x.flatten(1)).relu()
-
-
-def plain_mmd(a, b):
-    """Over all pairs, one after another."""
-
-    def similarity(a, b):
-        pairs = [
-            sum(torch.exp(-((p - q) ** 2).sum() / (2 * width)) for width in (10, 15, 20, 50))
-            for p in a
-            for q in b
-        ]
-        return sum(pairs) / len(pairs)
-
-    return similarity(a, a) + similarity(b, b) - 2 * similarity(a, b)
 
 
 def plain(task, rounds, *, mu, lam, variant, ala=False):
@@ -68,8 +59,8 @@ def plain(task, rounds, *, mu, lam, variant, ala=False):
             teacher = copy.deepcopy(received if variant == "paper" else historical[i])
 
             def loss(model, rows, teacher=teacher):
-                under_w = features(model, task.x[rows])
-                distance = plain_mmd(under_w, features(teacher, task.x[rows]).detach())
+                under_w = features_of(model, task.x[rows])
+                distance = mmd_of_pairs(under_w, features_of(teacher, task.x[rows]).detach())
                 return (1 - lam) * F.cross_entropy(
                     model.out(under_w), task.y[rows]
                 ) + lam * distance
@@ -223,16 +214,9 @@ def test_steps_of_different_rounds_are_one_to_be_captured():
     assert one != TeacherGradients(Cut(Net(), 1), stay_near)
 
 
-class Scaled(Net):
-    """A model that does something after its last layer, which therefore cannot be cut off."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
 def test_a_model_that_cannot_be_cut_is_refused_before_any_work():
-    task = ragged_task(SIZES, model=Scaled())
-    simulation = Simulation(make("fedphp+ala"), task, start_of(task, Scaled), rounds=1)
+    task = ragged_task(SIZES, model=Doubled())
+    simulation = Simulation(make("fedphp+ala"), task, start_of(task, Doubled), rounds=1)
     with pytest.raises(UserError, match="last layer cannot be cut off"):
         simulation.step(1, train=False)
 
@@ -279,6 +263,6 @@ def test_our_own_models_are_cut_where_they_say():
     rows = task.parts["train"][0]
     loss = F.cross_entropy(model(task.x[rows]), task.y[rows])
     teacher(task.x[rows])
-    (0.3 * loss + 0.7 * plain_mmd(seen[0], seen[1].detach())).backward()
+    (0.3 * loss + 0.7 * mmd_of_pairs(seen[0], seen[1].detach())).backward()
     torch.optim.SGD(model.parameters(), lr=task.recipe.lr).step()
     assert_close(upload.model, model_state(model), 1e-12)

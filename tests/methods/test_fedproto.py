@@ -19,17 +19,12 @@ SIZES = [22, 13, 2, 0]
 ADDED = ("out.prototypes", "out.is_known")
 
 
-def features_of(net, x):
-    x = torch.max_pool2d(net.norm(net.conv(x)).relu(), 2)
-    return net.hidden(x.flatten(1)).relu()
-
-
 def trained(net, task, client, round, prototypes, lam):
     """Train on the loss and λ·MSE to the prototypes; `prototypes` has the known classes."""
     net = copy.deepcopy(net).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=task.recipe.lr)
     for rows in plain.batches(task, client, round=round):
-        z, y = features_of(net, task.x[rows]), task.y[rows]
+        z, y = plain.features_of(net, task.x[rows]), task.y[rows]
         loss = F.cross_entropy(net.out(z), y)
         if prototypes:
             targets = [prototypes.get(int(c), own.detach()) for own, c in zip(z, y, strict=True)]
@@ -45,7 +40,7 @@ def collect(net, task, client):
     """Return the features of each class that the client has, all samples one by one."""
     net, found = copy.deepcopy(net).eval(), {}
     for row in task.parts["train"][client]:
-        found.setdefault(int(task.y[row]), []).append(features_of(net, task.x[row][None])[0])
+        found.setdefault(int(task.y[row]), []).append(plain.features_of(net, task.x[row][None])[0])
     return found
 
 

@@ -21,11 +21,6 @@ SIZES = [22, 13, 2, 0]
 PERSONAL = ("out.personal.weight", "out.personal.bias")
 
 
-def features_of(net, x):
-    x = torch.max_pool2d(net.norm(net.conv(x)).relu(), 2)
-    return net.hidden(x.flatten(1)).relu()
-
-
 def trained(net, head, task, client, round, gamma):
     """Step body and generic head with the balanced softmax, and P with the plain loss."""
     net, head = copy.deepcopy(net), copy.deepcopy(head)
@@ -34,7 +29,7 @@ def trained(net, head, task, client, round, gamma):
     generic = torch.optim.SGD(net.parameters(), lr=task.recipe.lr)
     personal = torch.optim.SGD(head.parameters(), lr=task.recipe.lr)
     for rows in plain.batches(task, client, round=round):
-        y, z = task.y[rows], features_of(net, task.x[rows])
+        y, z = task.y[rows], plain.features_of(net, task.x[rows])
         scores = net.out(z)
         # −log of n_y^γ·exp(g_y) / Σ_c n_c^γ·exp(g_c), over the classes that the client has
         weighted = counts**gamma * scores.exp()
@@ -97,7 +92,7 @@ def test_the_evaluated_scores_are_the_sum_of_both_heads():
     net = plain.module(ragged_task([9]), own).eval()
     with torch.no_grad(), simulation.task.use_mode(training=False):
         [scores] = simulation.task.outputs(model, x[None])
-        z = features_of(net, x)
+        z = plain.features_of(net, x)
         expected = net.out(z) + F.linear(z, *(model[name][0] for name in PERSONAL))
     assert torch.allclose(scores, expected, atol=1e-12)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import PlainALA, batches, changed, mean, module
-from small import Net, assert_close, ragged_task, simulate, start_of
+from plain import PlainALA, batches, changed, features_of, mean, module
+from small import Doubled, Net, assert_close, ragged_task, simulate, start_of
 from torch import Tensor, nn
 
 from fedala.errors import UserError
@@ -45,10 +45,6 @@ class Client:
     valve: nn.ModuleDict
     embeddings: Tensor
     condition: Tensor
-
-    def features(self, x: Tensor) -> Tensor:
-        x = torch.max_pool2d(self.net.norm(self.net.conv(x)).relu(), 2)
-        return self.net.hidden(x.flatten(1)).relu()
 
     def open_valve(self, f: Tensor, condition: Tensor) -> Tensor:
         found = {}
@@ -93,7 +89,7 @@ def train(client: Client, task, number: int, round: int, lam: float, mu: float) 
     )
     for rows in batches(task, number, round=round):
         optimizer.zero_grad()
-        features, y = client.features(task.x[rows]), task.y[rows]
+        features, y = features_of(client.net, task.x[rows]), task.y[rows]
         guided = client.open_valve(features, (frozen[0] + frozen[1] + frozen[2]) / 3)
         loss = F.cross_entropy(client.net.out(client.open_valve(features, client.condition)), y)
         for f, label in zip(guided, y, strict=True):
@@ -248,14 +244,9 @@ def test_what_ala_governs():
         method.ala_parameters(model, "fc2.embeddings")
 
 
-class Scaled(Net):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
 def test_refusals():
-    task = ragged_task(SIZES, model=Scaled())
-    simulation = Simulation(make("gpfl"), task, start_of(task, Scaled), rounds=1)
+    task = ragged_task(SIZES, model=Doubled())
+    simulation = Simulation(make("gpfl"), task, start_of(task, Doubled), rounds=1)
     with pytest.raises(UserError, match="GPFL works with what enters the last layer"):
         simulation.step(1, train=False)
     with pytest.raises(UserError, match="GPFL needs a model of at least 2 layers"):

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import PlainALA, batches, descend, lane, mean, module
-from small import Net, assert_close, evaluate, ragged_task, simulate, start_of
+from plain import PlainALA, batches, descend, features_of, lane, mean, module
+from small import Doubled, assert_close, evaluate, ragged_task, simulate, start_of
 
 from fedala.errors import UserError
 from fedala.methods import make
@@ -15,12 +15,6 @@ from fedala.methods.moon import add_contrast
 from fedala.simulation import Simulation
 
 SIZES = [5, 14, 9, 3, 8, 0]
-
-
-def features(model, x):
-    """What enters the last layer."""
-    x = torch.max_pool2d(model.norm(model.conv(x)).relu(), 2)
-    return model.hidden(x.flatten(1)).relu()
 
 
 def contrastive(task, received, previous, mu, tau):
@@ -32,8 +26,8 @@ def contrastive(task, received, previous, mu, tau):
         return a @ b / (a.norm().clamp(min=1e-8) * b.norm().clamp(min=1e-8))
 
     def loss(model, rows):
-        z = features(model, task.x[rows])
-        z_glob, z_prev = (features(one, task.x[rows]).detach() for one in (received, previous))
+        z = features_of(model, task.x[rows])
+        z_glob, z_prev = (features_of(one, task.x[rows]).detach() for one in (received, previous))
         total = 0
         for own, glob, prev in zip(z, z_glob, z_prev, strict=True):
             near, far = (torch.exp(cosine(own, other) / tau) for other in (glob, prev))
@@ -123,19 +117,12 @@ def test_the_fixed_models_keep_their_running_statistics():
         assert_close(state["local"], kept[i], 0)
 
 
-class Scaled(Net):
-    """A model that does something after its last layer, which therefore cannot be cut off."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
 def test_defaults_and_refusals():
     assert (make("moon").mu, make("moon").tau) == (1.0, 0.5)
     for name, value in {"mu": -1, "tau": 0}.items():
         with pytest.raises(UserError, match=f"moon.{name} must be"):
             make("moon", {f"moon.{name}": value})
-    task = ragged_task(SIZES, model=Scaled())
-    simulation = Simulation(make("moon"), task, start_of(task, Scaled), rounds=1)
+    task = ragged_task(SIZES, model=Doubled())
+    simulation = Simulation(make("moon"), task, start_of(task, Doubled), rounds=1)
     with pytest.raises(UserError, match="MOON works with what enters the last layer"):
         simulation.step(1, train=False)

@@ -1,6 +1,6 @@
 """Files that are complete or absent: written under another name, flushed to disk, renamed.
 
-Also JSON with a checksum, files verified by their checksum, and locks.
+Also JSON with a checksum, files verified by their checksum, files of this program, and locks.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,11 @@ def read_verified(path: Path, digest: str | None = None) -> bytes:
             f"{path} is damaged: its checksum differs from the one recorded when it was written."
         )
     return data
+
+
+def read_packaged(package: str, name: str) -> str:
+    """Return the text of a file that comes with a package of this program."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def sha256(data: bytes) -> str:

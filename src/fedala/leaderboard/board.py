@@ -5,7 +5,6 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ from fedala.cells.cell import Cell, Setting
 from fedala.cells.collection import Collection
 from fedala.cells.results import SeedResult
 from fedala.errors import UserError
+from fedala.io.files import read_packaged
 from fedala.leaderboard.published import Published, from_elsewhere, from_paper
 from fedala.leaderboard.results import (
     BoardResult,
@@ -133,6 +133,4 @@ def choose_cells(
 
 @cache
 def _data() -> Any:
-    name = "board.toml"
-    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(read_packaged(__package__, "board.toml"))

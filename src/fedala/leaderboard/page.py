@@ -17,6 +17,7 @@ from fedala.metrics import SHARES
 from fedala.paper.comparison import title_of
 from fedala.report import html
 from fedala.report.arrays import pick_evenly
+from fedala.report.headline import count_things
 from fedala.report.page.views import MOST_ROWS, Chart, Select, Table
 from fedala.report.page.views import Row as TableRow
 
@@ -123,7 +124,7 @@ def _view_board(board: Board, series: list[dict[str, Any]], *, is_first: bool) -
     caption = (
         f"{setting.dataset}, {setting.partition}, {setting.clients} clients, {setting.model}, "
         f"learning rate {setting.lr:g}; accuracies in %, planned {setting.rounds} rounds and "
-        f"{setting.seeds} seed{'s' * (setting.seeds > 1)}. A click on a heading sorts."
+        f"{count_things(setting.seeds, 'seed')}. A click on a heading sorts."
     )
     return BoardView(
         setting.name,

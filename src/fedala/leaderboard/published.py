@@ -4,8 +4,8 @@ import csv
 import io
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
+from fedala.io.files import read_packaged
 from fedala.paper.comparison import title_of
 from fedala.paper.experiments import tables
 
@@ -49,8 +49,7 @@ def from_paper(setting: str) -> dict[str, Published]:
 @cache
 def from_elsewhere(setting: str) -> dict[str, Published]:
     """Return what published.csv has for a setting of the leaderboard, by method."""
-    name = "published.csv"
-    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
+    text = read_packaged(__package__, "published.csv")
     found = {}
     for row in csv.DictReader(io.StringIO(text)):
         if row["setting"] == setting:

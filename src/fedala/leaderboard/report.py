@@ -88,10 +88,8 @@ def _list_sources(sources: dict[str, str]) -> list[str]:
 
 
 def _format_board(board: Board) -> list[str]:
-    columns = []
-    for column in COLUMNS:
-        if column.name in _MARKDOWN and any(column.text(row) for row in board.rows):
-            columns.append(column)
+    chosen = [column for column in COLUMNS if column.name in _MARKDOWN]
+    columns = [column for column in chosen if any(map(column.text, board.rows))]
     sources = list_sources([board])
     rows = []
     for row in board.rows:

@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from fedala.cells.cell import Cell, Setting
 from fedala.cells.collection import Collection
 from fedala.cells.results import SeedResult
 from fedala.errors import UserError
+from fedala.io.files import read_packaged
 from fedala.methods import catalogue, make
 from fedala.models import cnn, fasttext, resnet18
 from fedala.options import suggest
@@ -298,13 +298,14 @@ def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:
 
 @cache
 def _data() -> Any:
-    return tomllib.loads(_read("experiments.toml"))
+    return tomllib.loads(read_packaged(__package__, "experiments.toml"))
 
 
 @cache
 def _accuracies() -> dict[tuple[str, str, str], PrintedNumber]:
     numbers_by_cell = {}
-    for row in csv.DictReader(io.StringIO(_read("printed.csv"))):
+    text = read_packaged(__package__, "printed.csv")
+    for row in csv.DictReader(io.StringIO(text)):
         numbers = [float(row[key]) if row[key] else None for key in ("std", "improvement")]
         numbers_by_cell[row["table"], row["column"], row["method"]] = PrintedNumber(
             float(row["accuracy"]), *numbers
@@ -314,14 +315,11 @@ def _accuracies() -> dict[tuple[str, str, str], PrintedNumber]:
 
 @cache
 def _costs() -> dict[str, Cost]:
-    rows = csv.DictReader(io.StringIO(_read("printed_cost.csv")))
+    text = read_packaged(__package__, "printed_cost.csv")
+    rows = csv.DictReader(io.StringIO(text))
     return {
         row["method"]: Cost(
             row["total_minutes"], float(row["minutes_per_iteration"]), row["parameters"]
         )
         for row in rows
     }
-
-
-def _read(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")

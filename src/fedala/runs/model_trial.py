@@ -55,16 +55,20 @@ def make_two(make_model: Any) -> tuple[nn.Module, nn.Module]:
     return one, other
 
 
-def first_inputs(model: nn.Module, data: Dataset, count: int = 2) -> Any:
-    """Return the first samples as the model gets them."""
+def first_inputs(model: nn.Module, data: Dataset) -> Any:
+    """Return the first two samples as the model gets them."""
+    return _take_first(model, data, 2)[1]
+
+
+def _take_first(model: nn.Module, data: Dataset, count: int) -> tuple[Task, Any]:
+    """Return a task of the first samples, and its inputs."""
     task = Task(model, data.x[:count], data.y[:count], [np.arange(count)])
-    return task.inputs(torch.arange(len(data.y[:count])))
+    return task, task.inputs(torch.arange(len(data.y[:count])))
 
 
 def first_output(model: nn.Module, data: Dataset, count: int = 2, *, training: bool = False) -> Any:
     """Return the output of a model for the first samples. The model stays as it is."""
-    task = Task(model, data.x[:count], data.y[:count], [np.arange(count)])
-    x = first_inputs(model, data, count)
+    task, x = _take_first(model, data, count)
     with torch.no_grad(), task.use_mode(training=training):
         if not training and all(value.dtype == task.dtype for value in model.parameters()):
             return model(x)

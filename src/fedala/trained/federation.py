@@ -23,7 +23,14 @@ from fedala.trained.export import export_model
 from fedala.trained.modules import ModelBuilder, list_saved_names, read_weights
 from fedala.trained.samples import NamedInputs, prepare_inputs, prepare_samples
 from fedala.trained.saved_run import SavedRun
-from fedala.trained.scores import Client, Examiner, Scores, compute_outputs, find_loss
+from fedala.trained.scores import (
+    Client,
+    Examiner,
+    ModelScore,
+    Scores,
+    compute_outputs,
+    find_loss,
+)
 
 #: Models that `predict` keeps ready.
 MOST_READY = 16
@@ -241,18 +248,18 @@ class TrainedFederation:
             data = data.dataset
         samples = prepare_samples(data, self.preprocessing, label_column or self._find_labels(data))
         examiner = Examiner(self._get_skeleton({}), samples, self.config.precision, loss)
-        if self._given is not None:
-            tested: list[int | None] = [None if client is None else self.find_client(client)]
-        else:
-            tested = self._list_tested(client, has_shares=bool(shares))
-        found = []
-        for number in tested:
+
+        def score(name: Client, number: int | None, rows: np.ndarray | None = None) -> ModelScore:
             weights = self._read(number)
+            return examiner.score(name, weights, self._get_skeleton(weights), rows)
+
+        if self._given is not None:
+            number = None if client is None else self.find_client(client)
+            return Scores(self.metric, (score(self._given[0], number),))
+        found = []
+        for number in self._list_tested(client, has_shares=bool(shares)):
             name = None if number is None else self.clients[number]
-            rows = shares.get(number)
-            if self._given is not None:
-                name, rows = self._given[0], None
-            found.append(examiner.score(name, weights, self._get_skeleton(weights), rows))
+            found.append(score(name, number, shares.get(number)))
         return Scores(self.metric, tuple(found))
 
     def _find_labels(self, data: Any) -> str | None:
