@@ -1,6 +1,6 @@
 """One run over several ranks against one process: the largest differences, and seconds a round.
 
-    python benchmarks/ranks.py                       # every method, 1, 2 and 4 ranks, gloo
+    python benchmarks/ranks.py                       # all methods, 1, 2 and 4 ranks, gloo
     python benchmarks/ranks.py --device cuda         # ranks that share a GPU, or have one each
     python benchmarks/ranks.py --speed               # seconds a round: threads against ranks
     python benchmarks/ranks.py --widths              # seconds a round by the clients of one device
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedala.data import Dataset, Federation
-from fedala.methods import list_methods, make
+from fedala.methods import make
 from fedala.ranks.group import RankGroup, is_started_by_torchrun
 from fedala.ranks.lead import Leader, dismiss, serve
 from fedala.runs.config import Config
@@ -38,31 +38,29 @@ QUICK = {"fedavg-c.epochs": 2, "fedprox-c.epochs": 2}
 
 
 def list_jobs(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the configs to run: every method, with all and with half of the clients."""
+    """Return the configs to run: every method, with all and with half of the clients.
+
+    Methods that the model does not allow are left out, with a sentence.
+    """
+    common = {
+        "dataset": "digits", "model": arguments.model, "partition": "dir:0.3", "clients": 8,
+        "rounds": 3, "batch_size": 20, "lr": 0.05, "device": arguments.device, "save_models": True,
+    }  # fmt: skip
+    names = arguments.method
+    if not names:
+        possible = plan(Config.from_values({**common, "method": "all"}))
+        names = possible.config.methods
+        print("\n".join(possible.notes))
     jobs = []
     for precision in arguments.precision:
-        for name in arguments.method or list_methods():
+        for name in names:
             base = name.partition("+")[0]
             for ratio in (1.0, 0.5):
                 if ratio < 1 and make(name).requires_all_clients:
                     continue
-                jobs.append(
-                    {
-                        "method": name,
-                        "join_ratio": ratio,
-                        "precision": precision,
-                        "dataset": "digits",
-                        "model": arguments.model,
-                        "partition": "dir:0.3",
-                        "clients": 8,
-                        "rounds": 3,
-                        "batch_size": 20,
-                        "lr": 0.05,
-                        "device": arguments.device,
-                        "save_models": True,
-                        "set": {k: v for k, v in QUICK.items() if k.startswith(f"{base}.")},
-                    }
-                )
+                settings = {k: v for k, v in QUICK.items() if k.startswith(f"{base}.")}
+                own = {"method": name, "join_ratio": ratio, "precision": precision, "set": settings}
+                jobs.append({**common, **own})
     return jobs
 
 
