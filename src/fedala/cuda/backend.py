@@ -43,6 +43,9 @@ class CudaBackend(Backend):
         activations = ACTIVATION_BYTES * max(1, sample_numbers)
         return max(16, min(16384, self.memory // 8 // activations))
 
+    def choose_lanes(self, task: Task) -> int | None:
+        return None
+
     def feature_memory(self) -> int:
         return int(self.memory // 8)
 

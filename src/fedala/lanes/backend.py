@@ -4,6 +4,7 @@
 when a task asks for it: nothing else in this room knows of a GPU.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,11 @@ import torch
 from torch import nn
 
 from fedala.lanes.late_gradients import LateGradient
+
+#: A batch with fewer operations than this in its forward pass takes longer in Python than in them.
+SMALL_BATCH = 12_000_000
+#: The parameters of all lanes take at most so many bytes, if the number of lanes is ours to choose.
+LARGEST_STACK = 2**29
 
 
 class Backend:
@@ -28,6 +34,23 @@ class Backend:
     def chunk_size(self, sample_numbers: int) -> int:
         """Return how many samples run at once without gradients: what a CPU's caches hold."""
         return 64
+
+    def choose_lanes(self, task: Any) -> int | None:
+        """Return how many clients are best one tensor program; None: all of them.
+
+        Steps of a small model are mostly Python, which lanes have once for all. A larger model is
+        faster alone, with one client per thread. So is one that draws random numbers itself: alone,
+        it draws the same for any number of lanes.
+        """
+        if task.count_batch_operations() > SMALL_BATCH or task.draws_random_numbers():
+            return 1
+        with warnings.catch_warnings():
+            # Torch says so of an operation that it runs lane by lane. Lanes gain nothing from it.
+            warnings.filterwarnings("error", "There is a performance drop")
+            if not task.uses_vmap:
+                return 1
+        size: int = sum(p.numel() * task.dtype.itemsize for p in task.model.parameters())
+        return max(1, LARGEST_STACK // size)
 
     def feature_memory(self) -> int:
         """Return how many bytes of features under the upper layers are kept by default."""

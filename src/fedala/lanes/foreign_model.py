@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedala.lanes.layers import call
 from fedala.lanes.losses import Loss
@@ -85,8 +86,23 @@ class Trial:
         except Exception:  # whatever the user's model may raise
             return True
 
-    def draws_random_numbers(self, state: Params, x: Any) -> bool:
+    def count_operations(self, x: Any) -> float:
+        """Return the floating-point operations of a forward pass, as torch counts them.
+
+        Without an answer, they are many.
+        """
+        state = make_up_state(self.model, self.device, self.dtype)
+        counter = FlopCounterMode(display=False)
+        try:
+            with self.use_mode(False), torch.no_grad(), counter:
+                call(self.model, state, x)
+        except Exception:  # whatever the user's model may raise
+            return float("inf")
+        return counter.get_total_flops()
+
+    def draws_random_numbers(self, x: Any) -> bool:
         """Tell whether the model draws random numbers in training mode."""
+        state = make_up_state(self.model, self.device, self.dtype)
         with self.use_mode(True), torch.no_grad(), torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             try:

@@ -202,11 +202,15 @@ class Task:
             *self._trial_samples()
         )
 
-    def draws_random_numbers(self, initial: Params) -> bool:
+    def draws_random_numbers(self) -> bool:
         """Tell whether the model draws random numbers itself (dropout)."""
         x, _ = self._trial_samples()
-        state = {name: value[0].clone() for name, value in initial.items()}
-        return self._trial.draws_random_numbers(state, take(x, slice(0, 2)))
+        return self._trial.draws_random_numbers(take(x, slice(0, 2)))
+
+    def count_batch_operations(self) -> float:
+        """Return the floating-point operations of a batch's forward pass, for one client."""
+        x, _ = self._trial_samples()
+        return self._trial.count_operations(x) / max(1, count_lanes(x)) * self.batch_size
 
     # --- samples -------------------------------------------------------------------------------
 

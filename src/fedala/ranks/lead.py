@@ -18,6 +18,7 @@ import numpy as np
 from fedala.errors import UserError
 from fedala.io.untrusted import free_memory
 from fedala.lanes.layer_units import Layers
+from fedala.lanes.task import Task
 from fedala.methods import Method
 from fedala.ranks.failures import Failure, attempt, collect_replies, find_failures
 from fedala.ranks.group import RankGroup, RankLost, is_started_by_torchrun
@@ -126,7 +127,7 @@ class Leader:
                 setup,
                 client_files=client_files,
                 on_message=on_message,
-                **_share_machine(self.group, checked),
+                **_share_machine(self.group, checked, setup.task),
             )
             return RankTransport(self.group, local, checked.config.on_divergence)
 
@@ -197,9 +198,9 @@ def _measure_initial_models(transport: Transport) -> list[float]:
     ]
 
 
-def _share_machine(group: RankGroup, own: Plan) -> dict[str, Any]:
+def _share_machine(group: RankGroup, own: Plan, task: Task) -> dict[str, Any]:
     """Return the options of a rank's own clients. The ranks of a machine share its memory."""
-    options = local_options(own)
+    options = local_options(own, task)
     memory = options["client_memory"]
     options["client_memory"] = (
         free_memory() // 2 if memory is None else memory
@@ -275,9 +276,9 @@ def _begin(group: RankGroup, own: Plan, beginning: Beginning) -> Worker:
         _wait_for_folder(beginning.client_files.parents[1])
     narrowed = beginning.apply(own)
     [only] = narrowed.groups
-    options = _share_machine(group, narrowed)
 
     def make(setup: Setup) -> LocalTransport:
+        options = _share_machine(group, narrowed, setup.task)
         return LocalTransport(setup, client_files=beginning.client_files, **options)
 
     simulation = build_simulation(

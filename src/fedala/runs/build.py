@@ -90,17 +90,18 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         held_out=plan.federation.held_out,
         holdout_epochs=parse_epochs(config.holdout_epochs),
         holdout_every=config.holdout_every,
-        **local_options(plan),
+        **local_options(plan, task),
         **options,
     )
 
 
-def local_options(plan: Plan) -> dict[str, Any]:
+def local_options(plan: Plan, task: Task) -> dict[str, Any]:
     """Return how the clients of this machine share it: the options of `LocalTransport`."""
     config = plan.config
-    one_thread_each = config.lanes == "auto" and plan.device.type == "cpu"
+    lanes = count_lanes(config.lanes, task)
+    one_thread_each = config.lanes == "auto" and lanes == 1 and plan.device.type == "cpu"
     return {
-        "lanes": count_lanes(config.lanes, plan.device),
+        "lanes": lanes,
         "threads": torch.get_num_threads() if one_thread_each else 1,
         "client_memory": _to_bytes(config.client_memory),
     }
@@ -115,11 +116,8 @@ def _to_bytes(gibibytes: float | None) -> int | None:
     return None if gibibytes is None else int(gibibytes * 2**30)
 
 
-def count_lanes(lanes: str, device: torch.device) -> int | None:
-    """Return how many clients are one tensor program; None: all of them.
-
-    On a CPU, one client per thread is faster than lanes.
-    """
+def count_lanes(lanes: str, task: Task) -> int | None:
+    """Return how many clients are one tensor program; None: all of them."""
     if lanes == "auto":
-        return None if device.type == "cuda" else 1
+        return task.backend.choose_lanes(task)
     return None if lanes == "all" else int(lanes)

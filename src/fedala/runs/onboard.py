@@ -97,7 +97,7 @@ def onboard(
         ["test"],
         held_out=federation.held_out,
     )
-    transport = LocalTransport(setup, lanes=count_lanes(finished.config.lanes, task.device))
+    transport = LocalTransport(setup, lanes=count_lanes(finished.config.lanes, task))
     newcomers = Newcomers(setup, transport, EvaluationSchedule(setup.rounds, 1), counts)
     with use_device(task.device):
         arrivals = newcomers.arrive(
