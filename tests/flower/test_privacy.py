@@ -241,7 +241,7 @@ def test_mods_that_do_not_fit_the_run_are_refused_by_name(
     """Every node tells the server why, and the server repeats it when it gives up."""
     caplog.set_level("WARNING", "flwr")
     with pytest.raises(UserError, match=f"every connected node; the commonest reason .*{message}"):
-        federate(tmp_path, mods, start_timeout=0.01, **options)
+        federate(tmp_path, mods, start_timeout=1e-9, **options)
     for node in (100, 101):
         assert f"Node {node} is refused: {message}" in caplog.text
     assert "Waiting for clients: 0 online, at least 2 required. Refused: every" not in caplog.text

@@ -120,6 +120,12 @@ def test_lanes_equal_one_lane(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_runs_under_vmap(name):
+    """Our own models are not tried before they run in lanes."""
+    assert make_task(LOSSES[name][0]).uses_vmap
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_an_evaluation_sums_plain_losses_and_scores(name):
     """Smoothing and class weights do not count in an evaluation: Σ loss / Σ samples."""
     loss, function = LOSSES[name]

@@ -26,6 +26,7 @@ from fedala.errors import RunError, UserError
 from fedala.ranks import launch, lead
 from fedala.ranks.launch import check_devices
 from fedala.ranks.lead import Leader, obey
+from fedala.runs.build import build_task
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
@@ -92,7 +93,8 @@ def assert_same_folders(one, other):
         ("fedala", 0.5, {}),
         ("fedavg,fedala", 1.0, {"seeds": 2}),
         ("fedala", 0.5, {"client_memory": 1e-9}),  # absent clients are in files
-        ("ditto+ala", 1.0, {"optimizer": "adam", "keep_optimizer": True}),
+        # Adam turns the rounding of a gradient that is zero into steps: lanes would differ.
+        ("ditto+ala", 1.0, {"optimizer": "adam", "keep_optimizer": True, "lanes": "1"}),
     ],
     ids=["half", "two methods, two seeds", "files", "kept optimisers"],
 )
@@ -382,4 +384,5 @@ def test_the_ranks_of_a_machine_share_its_memory():
     group = SimpleNamespace(local_size=4)
     for given, expected in ((1.0, 2**28), (1e-9, 0)):
         plan = planned("fedala", client_memory=given)
-        assert lead._share_machine(group, plan)["client_memory"] == expected
+        task, _ = build_task(plan)
+        assert lead._share_machine(group, plan, task)["client_memory"] == expected

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.words import MeanEmbedding, skip_padding
 
 #: A batch with fewer operations than this in its forward pass takes longer in Python than in them.
 SMALL_BATCH = 12_000_000
@@ -62,7 +63,8 @@ class Backend:
 
     def use_arithmetic(self, model: nn.Module, precision: str) -> AbstractContextManager[Any]:
         """Switch to the arithmetic of a precision while a model runs."""
-        return nullcontext()
+        has_means = any(isinstance(module, MeanEmbedding) for module in model.modules())
+        return skip_padding() if has_means else nullcontext()
 
     def keep_late(
         self, params: Any, names: Sequence[str]

@@ -6,15 +6,21 @@ knows how to add itself to the weights in one go. Whoever needs it as a tensor a
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from fedala.lanes.trees import broadcast_lanes
 
 
 class LateGradient(ABC):
     """The gradient of one or several parameters, `names`, that is computed when it is used."""
 
     names: tuple[str, ...]
+    #: Whether it is zero in most of its one parameter.
+    is_sparse: ClassVar[bool] = False
 
     @abstractmethod
     def densify(self) -> Sequence[Tensor]:
@@ -23,6 +29,34 @@ class LateGradient(ABC):
     @abstractmethod
     def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
         """Add the gradients times `factors`, [lane], to tensors like the parameters, in place."""
+
+
+@dataclass(eq=False)
+class PulledGradient(LateGradient):
+    """A sparse gradient with that of a proximal term, μ·(w − anchor).
+
+    A step on w itself is one pass over it: w moves towards the anchor, and the few rows are added.
+    """
+
+    names: tuple[str, ...]
+    sparse: LateGradient
+    param: Tensor
+    anchor: Tensor
+    mu: float | Tensor
+    """A number, or one that broadcasts to the parameter."""
+
+    def densify(self) -> Sequence[Tensor]:
+        [whole] = self.sparse.densify()
+        return [whole.add_(self.mu * (self.param - self.anchor))]
+
+    def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
+        [target] = targets
+        strength = broadcast_lanes(factors, target).to(target.dtype) * self.mu
+        if target.data_ptr() == self.param.data_ptr():
+            target.lerp_(self.anchor, -strength)
+        else:
+            target.add_(strength * (self.param - self.anchor))
+        self.sparse.add_to(targets, factors)
 
 
 Gradients = dict[str, Tensor | LateGradient]

@@ -101,7 +101,13 @@ class CrossEntropy(_Weighted):
         if not self.smoothing and not self.weights:
             return F.cross_entropy(output, y)
         weights = self._weights_for(output)
-        return F.cross_entropy(output, y, weight=weights, label_smoothing=self.smoothing)
+        if weights is None or not self.smoothing:
+            return F.cross_entropy(output, y, weight=weights, label_smoothing=self.smoothing)
+        # Torch's own function has the same terms, and does not run under vmap with both options.
+        to_labels = F.cross_entropy(output, y, weight=weights)
+        logs = output.to(weights.dtype).log_softmax(1)
+        to_all: Tensor = -(logs @ weights).sum() / weights[y].sum()
+        return (1 - self.smoothing) * to_labels + self.smoothing / len(weights) * to_all
 
     def score(
         self, output: Any, y: Any, real: Tensor, ends: Sequence[int]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.backend import Backend
-from fedala.lanes.late_gradients import Gradients, LateGradient, list_late
+from fedala.lanes.late_gradients import Gradients, LateGradient, PulledGradient, list_late
 from fedala.lanes.recipe import Optimizer, is_constant
 from fedala.lanes.trees import Params, State, broadcast_lanes, flatten_lanes, is_shared
 
@@ -232,7 +232,18 @@ def densify(gradients: Gradients) -> Params:
 
 def pull(params: Params, gradients: Gradients, anchor: Params, mu: Number) -> None:
     """Add the gradient of a proximal term, μ/2·‖w − anchor‖², in place."""
-    for name, value in densify(gradients).items():
+    sparse = {
+        name: value
+        for name, value in gradients.items()
+        if isinstance(value, LateGradient) and value.is_sparse
+    }
+    for name, late in sparse.items():
+        strength = align(mu, anchor[name])
+        gradients[name] = PulledGradient(
+            late.names, late, params[name].detach(), anchor[name], strength
+        )
+    rest = {name: value for name, value in gradients.items() if name not in sparse}
+    for name, value in densify(rest).items():
         difference = params[name] - anchor[name]
         if isinstance(mu, Tensor):
             gradients[name] = value.addcmul_(difference, align(mu, value))

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes
+from fedala.lanes.words import WordGradient, Words, keep_word_gradient, mean_embedding
 
 #: Tables with fewer rows than this take the usual way.
 LEAST_ROWS = 2048
@@ -28,6 +29,7 @@ LEAST_ROWS = 2048
 class RowGradient(LateGradient):
     """The gradient of tables [lane, row, …] as values [lane, n, …] at indices [lane, n]."""
 
+    is_sparse = True
     names: tuple[str, ...]
     indices: Tensor
     values: Tensor
@@ -48,6 +50,17 @@ class RowGradient(LateGradient):
 
 class _Found(list[tuple[Tensor, Tensor]]):
     """Indices and gradients of look-ups. It has its own class: vmap takes a plain list apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[tuple[Words, Tensor]] = []
+
+    def keep_mean(self, words: Words, values: Tensor) -> None:
+        """Note the words of a look-up that returned means, and their gradients."""
+        self.means.append((words, values))
+
+    def __bool__(self) -> bool:
+        return len(self) + len(self.means) > 0
 
 
 class _Lookup(torch.autograd.Function):
@@ -75,15 +88,25 @@ class RowGradients(TorchFunctionMode):
         self.found = {name: _Found() for name in names}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.embedding and _current.name is not None:
+        found = None if _current.name is None else self.found.get(_current.name)
+        if found is not None:
             indices, table = args[:2]
-            found = self.found.get(_current.name)
-            if found is not None:
-                return call_stacked(_Lookup.apply, (table, indices.long()), (found,))
+            if func is mean_embedding and table.device.type == "cpu":
+                return keep_word_gradient(indices, table, args[2], found.keep_mean)
+            if func in (F.embedding, mean_embedding):
+                rows = call_stacked(_Lookup.apply, (table, indices.long()), (found,))
+                return rows if func is F.embedding else rows.mean(1)
         return func(*args, **(kwargs or {}))
 
-    def gradient(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:
-        """Return the gradient of a parameter: the rows of all its look-ups."""
+    def gradients(self, name: str, shape: torch.Size, padding: int | None) -> list[LateGradient]:
+        """Return the gradients of a parameter: the rows of all its look-ups."""
+        found = self.found[name]
+        gradients: list[LateGradient] = [
+            WordGradient((name,), words, values, shape) for words, values in found.means
+        ]
+        return [*gradients, self._join(name, shape, padding)] if len(found) else gradients
+
+    def _join(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:
         indices, values = (torch.cat(parts, 1) for parts in zip(*self.found[name], strict=True))
         if padding is not None:
             nothing = indices == padding

@@ -35,7 +35,7 @@ from fedala.lanes.recipe import Optimizer, Recipe, Schedule
 from fedala.lanes.recurrent import UnrolledRecurrence, is_recurrent
 from fedala.lanes.row_gradients import RowGradients, find_padding_rows, large_embeddings
 from fedala.lanes.samples import Samples, TrainingLength
-from fedala.lanes.trees import Params, count_lanes, first_leaf, leaves, take, tree_map
+from fedala.lanes.trees import Params, count_lanes, leaves, take, tree_map
 
 Objective = Callable[..., Tensor]
 """Of one lane: (state, x, y, …) to a number."""
@@ -164,18 +164,17 @@ class Task:
         """Weights whose gradients are kept as rows, with their padding rows."""
         return large_embeddings(self.model)
 
-    # --- trials of a model that is not ours ----------------------------------------------------
-    # Layouts, vmap and large batches only save time, but a model may depend on them: it may call
-    # `view`, `stride` or `item`, or mix its samples. So the task tries such a model once. A trial
-    # depends on nothing that changes during a run: a resumed run decides as the first one did.
+    # --- trials of a model ---------------------------------------------------------------------
+    # Layouts, vmap and large batches only save time, but a user's model may depend on them: it may
+    # call `view`, or mix its samples. So the task tries such a model once. A trial depends on
+    # nothing that changes during a run: a resumed run decides as the first one did.
 
     @property
     def _trial(self) -> Trial:
         return Trial(self.model, self.loss, self.use_mode, self.device, self.dtype)
 
     def _trial_samples(self) -> tuple[Any, Any]:
-        first = first_leaf(self.y)
-        rows = torch.arange(0 if first is None else min(4, len(first)), device=self.device)
+        rows = torch.arange(min(4, count_lanes(self.y)), device=self.device)
         return self.inputs(rows), self.targets(rows)
 
     @cached_property
@@ -204,12 +203,11 @@ class Task:
 
     def draws_random_numbers(self) -> bool:
         """Tell whether the model draws random numbers itself (dropout)."""
-        x, _ = self._trial_samples()
-        return self._trial.draws_random_numbers(take(x, slice(0, 2)))
+        return self._trial.draws_random_numbers(take(self._trial_samples()[0], slice(0, 2)))
 
     def count_batch_operations(self) -> float:
         """Return the floating-point operations of a batch's forward pass, for one client."""
-        x, _ = self._trial_samples()
+        x = self._trial_samples()[0]
         return self._trial.count_operations(x) / max(1, count_lanes(x)) * self.batch_size
 
     # --- samples -------------------------------------------------------------------------------
@@ -324,7 +322,7 @@ class Task:
                 with UnrolledRecurrence() if self._is_recurrent else nullcontext():
                     return vmap(f, randomness="different")(*trees)
             # Lanes are views: buffers that a module changes in place change in the trees.
-            parts = [f(*take(trees, lane)) for lane in range(lanes)]
+            parts = (f(*take(trees, lane)) for lane in range(lanes))
             return tree_map(lambda *values: torch.stack(values), *parts)
 
     def run_model(self, state: Params, x: Any) -> Any:
@@ -387,14 +385,13 @@ class Task:
                     "The loss does not depend on the parameters that should learn: "
                     f"{list_few(names)}."
                 )
-            wanted = [state[name] for name in names]
-            slopes = torch.ones_like(losses)
+            wanted, slopes = [state[name] for name in names], torch.ones_like(losses)
             values = torch.autograd.grad(losses, wanted, slopes, allow_unused=True) if names else ()
         gradients: Gradients = {}
         for name, value in zip(names, values, strict=True):
             own = list(late.get(name, ()))
             if rows.found.get(name):
-                own += [rows.gradient(name, params[name].shape, self.embeddings[name])]
+                own += rows.gradients(name, params[name].shape, self.embeddings[name])
             gradients[name] = join_gradients(name, params[name], value, own)
         for name, row in self.padding:
             whole = gradients.get(name)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from fedala.lanes.layers import Layered
+from fedala.lanes.words import MeanEmbedding
 
 
 class FastText(Layered):
@@ -13,12 +14,12 @@ class FastText(Layered):
     def __init__(self, vocabulary: int, classes: int, width: int) -> None:
         super().__init__()
         # Row 0 is for unknown words and padding: it is zero, and `padding_idx` keeps it so.
-        self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.embedding = MeanEmbedding(vocabulary, width, padding_idx=0)
         self.hidden = nn.Linear(width, width)
         self.fc = nn.Linear(width, classes)
 
     def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:
-        return (lambda x: self.embedding(x).mean(1), self.hidden, self.fc)
+        return (self.embedding, self.hidden, self.fc)
 
 
 def fasttext(vocabulary: int = 98635, classes: int = 4, width: int = 32) -> FastText:

@@ -1,0 +1,148 @@
+"""Means of word embeddings on a CPU: only the words of a text are read, and not its padding.
+
+A text of forty words stands in two hundred places. Looked up as it stands, with one row for each
+place, a batch is mostly padding, and its gradient, too. Here the rows of real words are added up as
+they are read, for all lanes at once, and padding is counted. A GPU cannot do that: the number of
+words depends on the batch, and a captured step needs shapes that do not.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.stacked import call_stacked
+from fedala.lanes.trees import broadcast_lanes, is_shared
+
+
+@dataclass(frozen=True)
+class Words:
+    """The real words of texts, [lane, text, place], to look up in tables, [lane, row, …]."""
+
+    rows: Tensor
+    """[word]: rows of all tables, one after the other."""
+    counts: Tensor
+    """[text]: words of each text of all lanes."""
+    padded: Tensor
+    """[lane, text, 1]: places without a word."""
+
+    @classmethod
+    def find(cls, tables: Tensor, texts: Tensor, padding: int | None) -> "Words":
+        first = torch.arange(len(tables)) * (0 if is_shared(tables) else tables.shape[1])
+        places = texts + first.view(-1, 1, 1)
+        if padding is None:
+            counts = torch.full((len(places) * places.shape[1],), texts.shape[2])
+            return cls(places.flatten(), counts, torch.zeros(*texts.shape[:2], 1))
+        real = texts != padding
+        counts = real.sum(2)
+        return cls(places[real], counts.flatten(), (texts.shape[2] - counts).unsqueeze(2))
+
+    def add_up(self, tables: Tensor, padding: int | None) -> Tensor:
+        """Return the sum of each text's rows, [lane, text, …]; padding is a row as any other."""
+        flat = tables[0] if is_shared(tables) else tables.flatten(0, 1)
+        starts = self.counts.cumsum(0) - self.counts
+        total = F.embedding_bag(self.rows, flat, starts, mode="sum")
+        total = total.view(len(tables), -1, tables.shape[2])
+        if padding is None:
+            return total
+        return total.addcmul_(self.padded.to(total.dtype), tables[:, padding].unsqueeze(1))
+
+
+@dataclass(eq=False)
+class WordGradient(LateGradient):
+    """The gradient of tables whose rows were added up: `values`, [text, …], for all its words."""
+
+    is_sparse = True
+    names: tuple[str, ...]
+    words: Words
+    values: Tensor
+    shape: torch.Size
+
+    def densify(self) -> Sequence[Tensor]:
+        whole = self.values.new_zeros(self.shape)
+        self.add_to([whole], self.values.new_ones(len(whole)))
+        return [whole]
+
+    def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
+        """Add the gradient. The order of addition is fixed: the result is always the same."""
+        [table] = targets
+        values = self.values.view(len(table), -1, table.shape[2])
+        scaled = values * broadcast_lanes(factors, values).to(values.dtype)
+        texts = torch.repeat_interleave(self.words.counts)
+        flat = table.view(-1, table.shape[2])
+        flat.index_put_((self.words.rows,), scaled.flatten(0, 1)[texts], accumulate=True)
+
+
+class _MeanOfWords(torch.autograd.Function):
+    """The mean over all places of a text. The gradient of the tables goes to `keep`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tables: Tensor,
+        texts: Tensor,
+        padding: int | None,
+        keep: Callable[[Words, Tensor], None],
+    ) -> Tensor:
+        ctx.words, ctx.places, ctx.keep = Words.find(tables, texts, padding), texts.shape[2], keep
+        total: Tensor = ctx.words.add_up(tables, padding)
+        return total.div_(ctx.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        ctx.keep(ctx.words, grad.flatten(0, 1) / ctx.places)
+        return None, None, None, None
+
+
+def keep_word_gradient(
+    x: Tensor, weight: Tensor, padding: int | None, keep: Callable[[Words, Tensor], None]
+) -> Tensor:
+    """Return `mean_embedding`, whose gradient goes to `keep`."""
+    return call_stacked(_MeanOfWords.apply, (weight, x.long()), (padding, keep))
+
+
+def _average(tables: Tensor, texts: Tensor, padding: int | None) -> Tensor:
+    return Words.find(tables, texts, padding).add_up(tables, padding).div_(texts.shape[2])
+
+
+class _Reading(threading.local):
+    """Whether this thread reads real words alone."""
+
+    skips_padding = False
+
+
+_reading = _Reading()
+
+
+@contextmanager
+def skip_padding() -> Iterator[None]:
+    """Read real words alone in this thread, wherever no gradient is wanted."""
+    before, _reading.skips_padding = _reading.skips_padding, True
+    try:
+        yield
+    finally:
+        _reading.skips_padding = before
+
+
+def mean_embedding(x: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    """Return the mean of the rows of a table at x, [text, place]; that of padding counts, too."""
+    if has_torch_function_variadic(x, weight):
+        result: Tensor = handle_torch_function(mean_embedding, (x, weight), x, weight, padding)
+        return result
+    if _reading.skips_padding and not torch.is_grad_enabled():
+        return call_stacked(_average, (weight, x.long()), (padding,))
+    return F.embedding(x, weight, padding).mean(1)
+
+
+class MeanEmbedding(nn.Embedding):
+    """An embedding that returns the mean of a text's rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mean_embedding(input, self.weight, self.padding_idx)
