@@ -97,6 +97,7 @@ CASES = (
         method="fedavg", partition="iid", clients=1000, join_ratio=0.05, lr=0.1,
         has_plain_loop=False,
     ),
+    replace(_MNIST, name="mnist, mlp, fedala", model="mlp"),
     Case("fasttext, fedala", "ag_news", (200,), 4, 127_600, "fasttext", lr=0.1, vocabulary=98_635),
     replace(_MANY, name="1,001 clients, 100 joining", clients=1_001, join_ratio=0.0999),
     replace(_MANY, name="100,000 clients, 100 joining", clients=100_000, join_ratio=0.001),
@@ -106,6 +107,7 @@ _SMALL_AVERAGED = replace(_SMALL, has_plain_loop=False)
 QUICK = (
     _SMALL,
     replace(_SMALL, name="small mnist, fedala", method="fedala"),
+    replace(_SMALL, name="small mnist, mlp, fedala", method="fedala", model="mlp"),
     replace(_SMALL_AVERAGED, name="small mnist, fedavg, momentum", options={"momentum": 0.9}),
     replace(_SMALL_AVERAGED, name="small mnist, fedavg, adamw", options={"optimizer": "adamw"}),
     replace(

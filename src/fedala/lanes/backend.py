@@ -15,8 +15,9 @@ from torch import nn
 from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.words import MeanEmbedding, skip_padding
 
-#: A batch with fewer operations than this in its forward pass takes longer in Python than in them.
-SMALL_BATCH = 12_000_000
+#: Operations of a forward pass, of one batch in each lane, that are worth a thread: with fewer, a
+#: step takes longer in Python.
+THREAD_OPERATIONS = 60_000_000
 #: The parameters of all lanes take at most so many bytes, if the number of lanes is ours to choose.
 LARGEST_STACK = 2**29
 
@@ -39,11 +40,12 @@ class Backend:
     def choose_lanes(self, task: Any) -> int | None:
         """Return how many clients are best one tensor program; None: all of them.
 
-        Steps of a small model are mostly Python, which lanes have once for all. A larger model is
-        faster alone, with one client per thread. So is one that draws random numbers itself: alone,
-        it draws the same for any number of lanes.
+        Steps of a small model are mostly Python, which lanes have once for all. Those of a large
+        one are arithmetic, which one client per thread does best. A model that draws random numbers
+        is alone: then it draws the same for any number of clients.
         """
-        if task.count_batch_operations() > SMALL_BATCH or task.draws_random_numbers():
+        operations = task.count_batch_operations()
+        if 2 * operations > THREAD_OPERATIONS or task.draws_random_numbers():
             return 1
         with warnings.catch_warnings():
             # Torch says so of an operation that it runs lane by lane. Lanes gain nothing from it.
@@ -51,7 +53,7 @@ class Backend:
             if not task.uses_vmap:
                 return 1
         size: int = sum(p.numel() * task.dtype.itemsize for p in task.model.parameters())
-        return max(1, LARGEST_STACK // size)
+        return max(1, min(LARGEST_STACK // size, int(THREAD_OPERATIONS / max(1, operations))))
 
     def feature_memory(self) -> int:
         """Return how many bytes of features under the upper layers are kept by default."""

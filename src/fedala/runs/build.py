@@ -98,11 +98,10 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
 def local_options(plan: Plan, task: Task) -> dict[str, Any]:
     """Return how the clients of this machine share it: the options of `LocalTransport`."""
     config = plan.config
-    lanes = count_lanes(config.lanes, task)
-    one_thread_each = config.lanes == "auto" and lanes == 1 and plan.device.type == "cpu"
+    uses_threads = config.lanes == "auto" and plan.device.type == "cpu"
     return {
-        "lanes": lanes,
-        "threads": torch.get_num_threads() if one_thread_each else 1,
+        "lanes": count_lanes(config.lanes, task),
+        "threads": torch.get_num_threads() if uses_threads else 1,
         "client_memory": _to_bytes(config.client_memory),
     }
 
