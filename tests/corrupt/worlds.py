@@ -149,7 +149,8 @@ def page_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
 
 def comparison_outcome(here: Path, said: str) -> dict[str, Any]:
     """Return the files and the output of `paper report`."""
-    found = {path.name: content(path) for path in sorted((here / "out" / "report").glob("*"))}
+    folder = here / "out" / "report" / "paper"
+    found = {path.name: content(path) for path in sorted(folder.glob("*"))}
     return {**found, "printed": said}
 
 
