@@ -108,6 +108,8 @@ def call_report(folder, command):
         ({"setting": "mnist-dir", "method": "fedcp"}, "there is no cell of fedcp in mnist-dir"),
         ({"setting": "digits", "set": "fedala.layers=2"}, "there is no cell of fedala with fedala"),
         ({"trained": 1.5}, "trained must be at most 1"),
+        ({"trained_round": 201}, "trained_round must not be greater than rounds"),
+        ({"trained_final": 0.58}, "trained_final must not be greater than trained"),
     ],
 )
 @pytest.mark.parametrize("command", BOTH)

@@ -321,7 +321,7 @@ def _stopped_cell(here: Path, is_twin: bool) -> tuple[Command, ...]:
 def _decides(path: Path) -> bool:
     """Tell whether a file shows if a cell is finished; `paper run` then reads no more of it."""
     return (
-        path.name in ("history.csv", "config.toml", "cell.json", "results.csv")
+        path.name in ("history.csv", "metrics.csv", "config.toml", "cell.json", "results.csv")
         or path.parent.parent.name == "checkpoint"
     )
 

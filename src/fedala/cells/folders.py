@@ -148,12 +148,15 @@ def _group_by_seed(history: Mapping[str, list[HistoryRow]]) -> dict[int, list[Hi
     return rows
 
 
-def read_checked_histories(
+def read_checked_tables(
     folder: Path, config: Config, notes: list[str]
-) -> dict[int, list[HistoryRow]]:
-    """Return the rows by seed; refuse rows that do not belong to the config or are impossible."""
+) -> tuple[dict[int, list[HistoryRow]], list[dict[str, Any]]]:
+    """Return the rows of the history by seed, and the lines of metrics.csv.
+
+    Refuse rows that do not belong to the config or are impossible.
+    """
     run = RunFolder(folder)
-    history = run.history()
+    history, lines = run.history(), run.rows("metrics.csv")
     histories = _group_by_seed(history)
     if histories:
         notes += run.list_unverified()
@@ -172,7 +175,7 @@ def read_checked_histories(
             problem = problem or "the rounds in its history.csv are not in order"
     if problem:
         raise UserError(f"{folder} is not the run of a cell: {problem}.")
-    return histories
+    return histories, lines
 
 
 def _find_problem(row: HistoryRow) -> str:

@@ -19,7 +19,6 @@ from fedala.io.untrusted import read_file
 from fedala.options import build, suggest
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
-from fedala.runs.folder import RunFolder
 
 #: In bytes; a csv of all cells is far smaller.
 _LARGEST_CSV = 2**25
@@ -105,9 +104,16 @@ def _check_values(result: SeedResult) -> None:
         text = getattr(result, name)
         if len(text) > _LONGEST_TEXT or not text.isprintable():
             raise UserError(f"{name} must be printable text of at most {_LONGEST_TEXT} characters.")
-    for low, high in (("best_round", "rounds"), ("rounds", "planned"), ("final", "best")):
+    ordered = {
+        "best_round": "rounds",
+        "rounds": "planned",
+        "final": "best",
+        "trained_round": "rounds",
+        "trained_final": "trained",
+    }
+    for low, high in ordered.items():
         values = getattr(result, low), getattr(result, high)
-        if values[0] > values[1]:
+        if None not in values and values[0] > values[1]:
             raise UserError(
                 f"{low} must not be greater than {high}; they are {values[0]} and {values[1]}."
             )
@@ -153,8 +159,7 @@ def _read_seeds(
     """Read each seed of a run folder, finished or not."""
     config = folders.read_cell_config(folder, collections)
     try:
-        histories = folders.read_checked_histories(folder, config, notes)
-        lines = RunFolder(folder).rows("metrics.csv")
+        histories, lines = folders.read_checked_tables(folder, config, notes)
         for seed, rows in histories.items():
             values = summarize(config, seed, rows, lines)
             values |= {**facts, "setting": folder.parent.parent.name}
@@ -163,5 +168,5 @@ def _read_seeds(
         raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"{folder} is not the run of a cell: its history.csv lacks {error}."
+            f"{folder} is not the run of a cell: its history.csv or metrics.csv lacks {error}."
         ) from None
