@@ -182,9 +182,8 @@ def write_report(
             "its tables would be read as results. Name another folder."
         )
     if insert:
-        split_at_marks(
-            insert, collection.command
-        )  # refuses a file without marks before any writing
+        # Refuses a file without marks before anything is written.
+        split_at_marks(insert, collection.command)
     written = write(results, out or folders[0] / "report" / collection.command)
     if insert:
         put_between_marks(make_markdown(results), insert, collection.command)
