@@ -1,39 +1,21 @@
 """Results of the leaderboard for tests, and the commands that read them."""
 
-import csv
-
+import paper_results
+from paper_results import write_table
 from typer.testing import CliRunner
 
-from fedala.cells.results import columns_of
 from fedala.cli import app as cli
-from fedala.leaderboard.results import BoardResult
 
-COLUMNS = columns_of(BoardResult)
+__all__ = ["call", "make_result", "write_table"]
 
 
 def make_result(**values):
-    """Return a finished seed of FedALA; `values` replace its own."""
+    """Return a finished seed of FedALA, with all columns; `values` replace its own."""
     own = {
-        "setting": "cifar100-dir",
-        "method": "fedala",
-        "set": "",
-        "shuffle": False,
-        "seed": 0,
         "rounds": 200,
         "planned": 200,
-        "eval_every": 1,
-        "best": 0.56,
         "best_round": 115,
-        "best_joined": 0.56,
-        "final": 0.5,
-        "seconds_per_round": 0.25,
         "together": 1,
-        "diverged": 0,
-        "sent": 100,
-        "uploaded": 100,
-        "samples": 60000,
-        "data": "",
-        "device": "GPU",
         "version": "fedala x",
         "mean": 0.55,
         "worst": 0.4,
@@ -48,19 +30,7 @@ def make_result(**values):
         "curve": "0:0.01 100:0.5 200:0.56",
         "trained_curve": "100:0.55 200:0.57",
     }
-    return BoardResult(**{**own, **values})
-
-
-def write_table(path, *results):
-    """Write a csv of results, or of dicts with impossible values; return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for result in results:
-            values = result if isinstance(result, dict) else vars(result)
-            writer.writerow([values[name] for name in COLUMNS])
-    return path
+    return paper_results.make_result(**{**own, **values})
 
 
 def call(*arguments):

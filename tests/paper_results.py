@@ -8,14 +8,16 @@ from typer.testing import CliRunner
 from fedala.cells import reading
 from fedala.cells.results import COLUMNS, SeedResult
 from fedala.cli import app as cli
+from fedala.cli.cells import read_folders
+from fedala.leaderboard.board import BOARD
 from fedala.paper.experiments import PAPER
 
-read_results = partial(reading.read_results, PAPER)
-read_csv = partial(reading.read_csv, collection=PAPER)
+read_results = partial(read_folders, shown=PAPER)
+read_csv = partial(reading.read_csv, collections=(PAPER, BOARD))
 
 
 def make_result(**values):
-    """Return a finished seed of FedALA; `values` replace its own."""
+    """Return a finished seed of FedALA, as older runs wrote it; `values` replace its own."""
     own = {
         "setting": "cifar100-dir",
         "method": "fedala",
@@ -42,14 +44,15 @@ def make_result(**values):
     return SeedResult(**{**own, **values})
 
 
-def write_table(path, *results):
+def write_table(path, *results, columns=COLUMNS):
     """Write a csv of results, or of dicts with impossible values; return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer.writerow(columns)
         for result in results:
             values = result if isinstance(result, dict) else vars(result)
-            writer.writerow([values[name] for name in COLUMNS])
+            writer.writerow([values[name] for name in columns])
     return path
 
 

@@ -149,7 +149,8 @@ def page_outcome(folder: str) -> Callable[[Path, str], dict[str, Any]]:
 
 def comparison_outcome(here: Path, said: str) -> dict[str, Any]:
     """Return the files and the output of `paper report`."""
-    found = {path.name: content(path) for path in sorted((here / "out" / "report").glob("*"))}
+    folder = here / "out" / "report" / "paper"
+    found = {path.name: content(path) for path in sorted(folder.glob("*"))}
     return {**found, "printed": said}
 
 
@@ -320,7 +321,7 @@ def _stopped_cell(here: Path, is_twin: bool) -> tuple[Command, ...]:
 def _decides(path: Path) -> bool:
     """Tell whether a file shows if a cell is finished; `paper run` then reads no more of it."""
     return (
-        path.name in ("history.csv", "config.toml", "cell.json", "results.csv")
+        path.name in ("history.csv", "metrics.csv", "config.toml", "cell.json", "results.csv")
         or path.parent.parent.name == "checkpoint"
     )
 

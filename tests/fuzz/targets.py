@@ -23,12 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from board_results import COLUMNS as BOARD_COLUMNS
 from board_results import make_result
 from fuzz.mutations import misplace, mutate, repair_png
 
 import fedala.io.tensor_files
-from fedala.cells.results import COLUMNS
+from fedala.cells.results import COLUMNS, OLD_COLUMNS
 from fedala.cli import run as run_command
 from fedala.paper.experiments import tables
 from fedala.runs.config import Config
@@ -614,7 +613,7 @@ def _results() -> Files:
         f"{cell}/cell.json": json.dumps(about).encode(),
         f"{cell}/seeds-0-0/config.toml": config.text().encode(),
         f"{cell}/seeds-0-0/history.csv": f"{columns}\n{rows}".encode(),
-        "results/results.csv": f"{','.join(COLUMNS)}\n{line}\n".encode(),
+        "results/results.csv": f"{','.join(OLD_COLUMNS)}\n{line}\n".encode(),
         "results/figures/figure-wl.png": _picture(),
     }
 
@@ -622,7 +621,7 @@ def _results() -> Files:
 def _board_results() -> Files:
     """A csv of the leaderboard."""
     line = ",".join(str(value) for name, value in vars(make_result()).items() if name != "where")
-    return {"results/gpu.csv": f"{','.join(BOARD_COLUMNS)}\n{line}\n".encode()}
+    return {"results/gpu.csv": f"{','.join(COLUMNS)}\n{line}\n".encode()}
 
 
 _WORDS = [

@@ -19,7 +19,7 @@ def browser(tmp_path):
     write_table(tmp_path / "x" / "x.csv", *results)
     assert call("report", tmp_path / "x").exit_code == 0
     with Browser(tmp_path / "profile") as browser:
-        browser.open(tmp_path / "x" / "report" / "index.html")
+        browser.open(tmp_path / "x" / "report" / "leaderboard" / "index.html")
         yield browser
         assert browser.errors == []
 

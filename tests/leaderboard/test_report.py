@@ -4,16 +4,19 @@ import csv
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from board_results import call, make_result, write_table
+from paper_results import read_csv
 
 from fedala.cells.cell import format_value
-from fedala.cells.reading import read_csv
+from fedala.cells.curves import read_curve, write_curve
 from fedala.cells.report_files import make_marks
 from fedala.cells.results import Results
+from fedala.cli.cells import read_folders
 from fedala.leaderboard.board import BOARD, settings
-from fedala.leaderboard.results import BoardResult, read_curve, write_curve
+from fedala.leaderboard.report import make_markdown
 from fedala.leaderboard.table import COLUMNS, find_partner, format_bytes, format_points, make_boards
 from fedala.methods import list_changed_defaults
 
@@ -30,7 +33,7 @@ RESULTS = [
 
 
 def make_rows(*seeds, setting="cifar100-dir"):
-    results = Results(seeds or RESULTS, (), BoardResult)
+    results = Results(seeds or RESULTS)
     [board] = [board for board in make_boards(results) if board.setting.name == setting]
     return board, {row.method: row for row in board.rows}
 
@@ -60,6 +63,12 @@ class Page(HTMLParser):
         self.is_open = self.is_open and tag != "tr"
 
 
+def read_report(folder):
+    """Return the texts of the report in a results folder, by file."""
+    paths = (folder / "report" / "leaderboard").iterdir()
+    return {path.name: path.read_text("utf-8") for path in paths}
+
+
 @pytest.fixture
 def written(tmp_path):
     """Return the texts of a report that is made of csv files of two machines."""
@@ -69,8 +78,11 @@ def written(tmp_path):
     page.write_text("before\n{}\nold\n{}\nafter\n".format(*make_marks("leaderboard")))
     answer = call("report", tmp_path / "a", tmp_path / "b", "--insert", page)
     assert answer.exit_code == 0, answer.output
-    texts = {path.name: path.read_text("utf-8") for path in (tmp_path / "a" / "report").iterdir()}
-    return {**texts, "page.md": page.read_text("utf-8"), "answer": answer.stdout}
+    return {
+        **read_report(tmp_path / "a"),
+        "page.md": page.read_text("utf-8"),
+        "answer": answer.stdout,
+    }
 
 
 def test_ala_stands_beside_its_method_with_what_it_adds():
@@ -136,6 +148,24 @@ def test_the_report_says_that_fedala_is_not_first(written):
     )
 
 
+def test_a_shuffled_run_does_not_count_in_a_rank():
+    board, _ = make_rows(BASE, DITTO, replace(BASE, method="fedavg", shuffle=True, best=0.9))
+    before, _ = make_rows(BASE, DITTO)
+    assert board.rows[0].title == "FedAvg, shuffled"
+    assert board.describe() == before.describe()
+    assert "Among ours, FedALA (56.00) is first of 2." in board.describe()
+
+
+def test_the_page_of_the_docs_matches_the_results():
+    root = Path(__file__).parents[2]
+    begin, end = make_marks("leaderboard")
+    page = (root / "docs" / "leaderboard.md").read_text("utf-8")
+    text = make_markdown(read_folders(root / "results", shown=BOARD))
+    assert page.partition(begin)[2].partition(end)[0].strip() == text.strip(), (
+        "fedala leaderboard report results --insert docs/leaderboard.md"
+    )
+
+
 def test_tables_are_put_between_the_marks(written):
     before, _, rest = written["page.md"].partition("<!-- begin: fedala leaderboard report -->")
     inside, _, after = rest.partition("<!-- end: fedala leaderboard report -->")
@@ -181,7 +211,7 @@ def test_text_of_a_csv_stays_text(tmp_path):
     write_table(tmp_path / "x.csv", replace(BASE, device=HOSTILE, version="=1+1", data=HOSTILE))
     answer = call("report", tmp_path)
     assert answer.exit_code == 0, answer.output
-    texts = {path.name: path.read_text("utf-8") for path in (tmp_path / "report").iterdir()}
+    texts = read_report(tmp_path)
     assert "<script>x" not in texts["index.html"]
     assert "&lt;script&gt;x" in texts["index.html"]
     assert "<script" not in texts["leaderboard.md"]
@@ -195,7 +225,7 @@ def test_text_of_a_csv_stays_text(tmp_path):
         ({"setting": "nowhere"}, "there is no setting nowhere"),
         ({"method": "<b>"}, "no cell of <b>"),
         ({"method": "a+b"}, "no cell of a"),
-        ({"set": "fedala.eta=2"}, "no cell of fedala fedala.eta=2"),
+        ({"set": "fedala.eta=2"}, "no cell of fedala with fedala.eta=2"),
         ({"curve": "5:0.1 3:0.2"}, "rounds in order"),
         ({"curve": "1:1.5"}, "rounds in order"),
         ({"curve": "<svg>"}, "rounds in order"),
@@ -213,15 +243,15 @@ def test_a_line_that_cannot_be_is_refused(changes, sentence, tmp_path):
 
 
 def test_results_are_read_as_they_were_written(tmp_path):
-    Results(RESULTS, (), BoardResult).write(tmp_path / "results.csv")
-    assert sorted(read_csv(tmp_path / "results.csv", BOARD), key=str) == sorted(RESULTS, key=str)
+    Results(RESULTS).write(tmp_path / "results.csv")
+    assert sorted(read_csv(tmp_path / "results.csv"), key=str) == sorted(RESULTS, key=str)
 
 
 def test_a_default_that_has_changed_since_is_stated():
     [(key, (old, new))] = list_changed_defaults(["apple"]).items()
     texts = [f"{key}={format_value(value)}" for value in (old, new)]
     before, now = (replace(BASE, method="apple", set=text) for text in texts)
-    BOARD.check_result(now)
+    assert BOARD.has(now)
     assert make_rows(before, now)[1]["apple"].seeds == (now,)
     assert f"{texts[0]} (the default then)" in make_rows(before)[1]["apple"].facts
 

@@ -29,7 +29,8 @@ def report_texts(tmp_path):
     )
     answer = call("report", tmp_path)
     assert answer.exit_code == 0, answer.output
-    return {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").iterdir()}
+    paths = (tmp_path / "report" / "paper").iterdir()
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def test_markdown_shows_a_field_and_does_not_run_it(report_texts):

@@ -240,8 +240,8 @@ def test_a_damaged_cell_file_is_one_sentence(tmp_path, text):
         ("uploaded", -1, "uploaded must be"),
         ("samples", 0, "samples must be"),
         ("shuffle", "maybe", "shuffle must be true or false"),
-        ("method", "local", "the paper has no cell of local"),
-        ("set", "fedala.layers=77", "the paper has no cell of fedala with fedala.layers=77"),
+        ("method", "local", "there is no cell of local in mnist-path"),
+        ("set", "fedala.layers=77", "there is no cell of fedala with fedala.layers=77"),
         ("data", "x" * 1000, "data must be printable text"),
         ("device", "\u202e", "device must be printable text"),
         ("version", "\x1b[2J", "version must be text"),
@@ -271,7 +271,7 @@ def test_the_last_of_two_results_of_a_seed_counts_with_a_note(tmp_path):
     said = "1 of the seeds are given twice, with different accuracies."
     assert said in answer.stdout
     for name in ("tables.md", "index.html"):
-        assert said in (tmp_path / "report" / name).read_text()
+        assert said in (tmp_path / "report" / "paper" / name).read_text()
 
 
 def test_run_folders_count_more_than_csv_files(tmp_path):

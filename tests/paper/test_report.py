@@ -212,7 +212,7 @@ def output(results, tmp_path):
     results.write(tmp_path / "results.csv")
     answer = call("report", tmp_path)
     assert answer.exit_code == 0, answer.output
-    return tmp_path / "report", answer
+    return tmp_path / "report" / "paper", answer
 
 
 def test_a_report_needs_only_the_csv(output, results, tmp_path):
@@ -352,8 +352,8 @@ def test_a_folder_without_results_is_refused(tmp_path):
         (lambda text: text.replace("setting", "place", 1), "is not a csv of results"),
         (lambda text: text.replace("cifar100-dir", "cifar"), "line 2: there is no setting cifar"),
         (lambda text: text.replace("0.56,150", "much,150"), "line 2: best must be a number"),
-        (lambda text: text.rstrip() + ",more\n", "must have 21 columns"),
-        (lambda text: text.replace("fedala", "fedalla"), "There is no method 'fedalla'"),
+        (lambda text: text.rstrip() + ",more\n", "must have 33 columns"),
+        (lambda text: text.replace("fedala", "fed/ala"), "line 2: there is no cell of fed/ala"),
     ],
 )
 def test_a_csv_that_is_not_of_results_is_refused(tmp_path, change, sentence):
@@ -391,7 +391,7 @@ def test_the_docs_and_the_stored_report_match_the_results(tmp_path):
         page.partition(BEGIN)[2].partition(END)[0].strip() == report.make_markdown(results).strip()
     )
     for path in report.write(results, tmp_path, []):
-        stored = root / "results" / "report" / path.name
+        stored = root / "results" / "report" / "paper" / path.name
         assert stored.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
             "fedala paper report results"
         )

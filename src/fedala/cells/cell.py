@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedala.data import KnownDataset, known_datasets
-from fedala.methods import make
+from fedala.methods import catalogue, make
 from fedala.runs.config import Config
 
 
@@ -92,6 +92,11 @@ class Cell:
         if not rounds or rounds == self.setting.rounds or not self.has_schedule:
             return self
         return replace(self, rounds=rounds)
+
+
+def is_known(method: str) -> bool:
+    """Tell whether a method is registered here, with or without ALA."""
+    return method.removesuffix("+ala") in catalogue()
 
 
 def format_value(value: Any) -> str:

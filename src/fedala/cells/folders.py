@@ -3,7 +3,7 @@
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -53,9 +53,11 @@ def read_cell_file(path: Path, notes: list[str] | None = None) -> dict[str, Any]
         raise UserError(f"{path} is damaged or missing: {error}.") from None
 
 
-def is_run_folder(path: Path, collection: Collection) -> bool:
-    """Tell whether a folder's name is that of a group of seeds in a setting of the collection."""
-    return path.parent.parent.name in collection.settings and bool(_SEEDS.fullmatch(path.name))
+def is_run_folder(path: Path, collections: Sequence[Collection]) -> bool:
+    """Tell whether a folder's name is that of a group of seeds in a setting of a collection."""
+    setting = path.parent.parent.name
+    is_setting = any(setting in collection.settings for collection in collections)
+    return is_setting and bool(_SEEDS.fullmatch(path.name))
 
 
 def list_run_folders(cell_folder: Path) -> list[Path]:
@@ -70,7 +72,7 @@ def seeds_of(folder: Path) -> range:
     return range(int(first), int(last) + 1)
 
 
-def read_cell_config(folder: Path, collection: Collection) -> Config:
+def read_cell_config(folder: Path, collections: Sequence[Collection]) -> Config:
     """Read the config of a cell's run folder.
 
     It must state every value, as a run writes it: a default instead of a missing value would be
@@ -90,8 +92,10 @@ def read_cell_config(folder: Path, collection: Collection) -> Config:
             f"{', '.join(missing)}. A run writes every value; restore the file, or remove the "
             "folder and run the cell again."
         )
-    cell, seeds = _find_cell(folder, collection, config.rounds), seeds_of(folder)
-    own = {name: getattr(config, name) for name in (*CHANGEABLE, "eval_every")}
+    cell, seeds = _find_cell(folder, collections, config.rounds), seeds_of(folder)
+    # In older runs, trained models were not tested.
+    free = (*CHANGEABLE, "eval_every", "evaluate")
+    own = {name: getattr(config, name) for name in free}
     expected = cell.config(**own, seed=seeds.start, seeds=len(seeds))
     # With a default that has changed since, it is the same cell: `CellResult.departures` says so.
     changed = {key: config.set[key] for key in list_changed_defaults([config.method])}
@@ -118,15 +122,17 @@ def _required_options() -> list[str]:
     ]
 
 
-def _find_cell(folder: Path, collection: Collection, rounds: int | None) -> Cell:
+def _find_cell(folder: Path, collections: Sequence[Collection], rounds: int | None) -> Cell:
     setting, name = folder.parent.parent.name, folder.parent.name
-    cell = collection.find_cell(setting, name, rounds)
-    if cell is None:
-        raise UserError(
-            f"{folder} is not the run of a cell: {collection.title} has no cell {setting}/{name} "
-            f"with {rounds} rounds."
-        )
-    return cell
+    for collection in collections:
+        if setting in collection.settings:
+            cell = collection.find_cell(setting, name, rounds)
+            if cell:
+                return cell
+    raise UserError(
+        f"{folder} is not the run of a cell: there is no cell {setting}/{name} "
+        f"with {rounds} rounds."
+    )
 
 
 def read_histories(folder: Path) -> dict[int, list[HistoryRow]]:
@@ -142,12 +148,15 @@ def _group_by_seed(history: Mapping[str, list[HistoryRow]]) -> dict[int, list[Hi
     return rows
 
 
-def read_checked_histories(
+def read_checked_tables(
     folder: Path, config: Config, notes: list[str]
-) -> dict[int, list[HistoryRow]]:
-    """Return the rows by seed; refuse rows that do not belong to the config or are impossible."""
+) -> tuple[dict[int, list[HistoryRow]], list[dict[str, Any]]]:
+    """Return the rows of the history by seed, and the lines of metrics.csv.
+
+    Refuse rows that do not belong to the config or are impossible.
+    """
     run = RunFolder(folder)
-    history = run.history()
+    history, lines = run.history(), run.rows("metrics.csv")
     histories = _group_by_seed(history)
     if histories:
         notes += run.list_unverified()
@@ -166,7 +175,7 @@ def read_checked_histories(
             problem = problem or "the rounds in its history.csv are not in order"
     if problem:
         raise UserError(f"{folder} is not the run of a cell: {problem}.")
-    return histories
+    return histories, lines
 
 
 def _find_problem(row: HistoryRow) -> str:

@@ -3,18 +3,20 @@
 import csv
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedala.cells import folders
 from fedala.cells.collection import Collection
-from fedala.cells.results import CSV, Results, SeedResult, columns_of, list_optional
+from fedala.cells.curves import read_curve
+from fedala.cells.results import COLUMNS, CSV, OLD_COLUMNS, OPTIONAL, Results, SeedResult
+from fedala.cells.summary import summarize
 from fedala.errors import UserError, first_line
 from fedala.io import files
 from fedala.io.untrusted import read_file
-from fedala.options import build
+from fedala.options import build, suggest
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
 
@@ -23,23 +25,32 @@ _LARGEST_CSV = 2**25
 _LONGEST_TEXT = 300
 
 
-def read_results(collection: Collection, *places: Path) -> Results:
-    """Read the csv files of results folders, and then the run folders in them."""
+def read_results(
+    places: Iterable[Path], collections: Sequence[Collection], shown: Collection | None = None
+) -> Results:
+    """Read the csv files of results folders, and then the run folders in them.
+
+    Refuse a cell that none of `collections` has. With `shown`, leave out those of the others.
+    """
     seeds: list[SeedResult] = []
     notes: list[str] = []
     for folder in places:
         if not folder.is_dir():
             raise UserError(
-                f"{folder} is not a results folder: fedala {collection.command} run makes one."
+                f"{folder} is not a results folder: {_name_commands(collections)} make one."
             )
         for path in sorted(folder.glob("*.csv")):
-            seeds += read_csv(path, collection)
-        notes += _verify_csv(folder, collection)
-        seeds += _read_run_folders(folder, collection, notes)
-    return Results(seeds, notes, collection.result_type)
+            seeds += read_csv(path, collections)
+        notes += _verify_csv(folder)
+        seeds += _read_run_folders(folder, collections, notes)
+    return Results((seed for seed in seeds if shown is None or shown.has(seed)), notes)
 
 
-def _verify_csv(folder: Path, collection: Collection) -> list[str]:
+def _name_commands(collections: Sequence[Collection]) -> str:
+    return " and ".join(f"fedala {collection.command} run" for collection in collections)
+
+
+def _verify_csv(folder: Path) -> list[str]:
     """Check results.csv against its digest; return a sentence if that is impossible."""
     path = folder / CSV
     record, exists = Digests.read(folder), os.path.lexists(path)
@@ -50,38 +61,39 @@ def _verify_csv(folder: Path, collection: Collection) -> list[str]:
         return [lost] if CSV in record.written else []
     if not record.expects(CSV, read_file(path, _LARGEST_CSV)):
         raise files.DamagedFile(
-            f"{path} is not what fedala {collection.command} run wrote. Restore it, or give it "
-            "another name, such as other.csv, to have its lines counted as they are."
+            f"{path} is not what fedala wrote. Restore it, or give it another name, such as "
+            "other.csv, to have its lines counted as they are."
         )
     return []
 
 
-def read_csv(path: Path, collection: Collection) -> Iterator[SeedResult]:
+def read_csv(path: Path, collections: Sequence[Collection]) -> Iterator[SeedResult]:
     """Read a csv file of results; refuse other columns and impossible numbers."""
-    columns = columns_of(collection.result_type)
-    optional = list_optional(collection.result_type)
     try:
         rows = csv.DictReader(io.StringIO(read_file(path, _LARGEST_CSV).decode(), newline=""))
-        if list(rows.fieldnames or ()) != columns:
+        columns = list(rows.fieldnames or ())
+        if columns not in (COLUMNS, OLD_COLUMNS):
             raise UserError(
-                f"{path} is not a csv of results: its first line must be {','.join(columns)}."
+                f"{path} is not a csv of results: its first line must be {','.join(COLUMNS)}."
             )
         for row in rows:
             where = f"{path}, line {rows.line_num}"
             if None in row or None in row.values():
                 raise UserError(f"{where}: it must have {len(columns)} columns.")
-            known = {name: text or (None if name in optional else "") for name, text in row.items()}
-            yield _make_result(collection, known, where)
+            known = {name: text or (None if name in OPTIONAL else "") for name, text in row.items()}
+            yield _make_result(collections, known, where)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}.") from None
 
 
-def _make_result(collection: Collection, values: Mapping[str, Any], where: str) -> SeedResult:
+def _make_result(
+    collections: Sequence[Collection], values: Mapping[str, Any], where: str
+) -> SeedResult:
     """Make a result of names and values within their bounds. `where` is for messages."""
-    result = build(collection.result_type, values, f"{where}: ")
+    result = build(SeedResult, values, f"{where}: ")
     try:
         _check_values(result)
-        collection.check_result(result)
+        _check_cell(result, collections)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(result, where=where)
@@ -92,9 +104,16 @@ def _check_values(result: SeedResult) -> None:
         text = getattr(result, name)
         if len(text) > _LONGEST_TEXT or not text.isprintable():
             raise UserError(f"{name} must be printable text of at most {_LONGEST_TEXT} characters.")
-    for low, high in (("best_round", "rounds"), ("rounds", "planned"), ("final", "best")):
+    ordered = {
+        "best_round": "rounds",
+        "rounds": "planned",
+        "final": "best",
+        "trained_round": "rounds",
+        "trained_final": "trained",
+    }
+    for low, high in ordered.items():
         values = getattr(result, low), getattr(result, high)
-        if values[0] > values[1]:
+        if None not in values and values[0] > values[1]:
             raise UserError(
                 f"{low} must not be greater than {high}; they are {values[0]} and {values[1]}."
             )
@@ -102,35 +121,52 @@ def _check_values(result: SeedResult) -> None:
         raise UserError(
             f"diverged is {result.diverged}, and there are only {result.rounds} rounds."
         )
+    for text in (result.curve, result.trained_curve):
+        curve = read_curve(text)
+        if curve and curve[-1][0] > result.rounds:
+            raise UserError(
+                f"a curve ends in round {curve[-1][0]}, and there are {result.rounds} rounds."
+            )
+
+
+def _check_cell(result: SeedResult, collections: Sequence[Collection]) -> None:
+    """Refuse the result of a cell that no collection has."""
+    settings = [name for collection in collections for name in collection.settings]
+    if result.setting not in settings:
+        hint = suggest(result.setting, dict.fromkeys(settings))
+        raise UserError(f"there is no setting {result.setting}{hint}.")
+    if not any(collection.has(result) for collection in collections):
+        options = f" with {result.set}" if result.set else ""
+        raise UserError(f"there is no cell of {result.method}{options} in {result.setting}.")
 
 
 def _read_run_folders(
-    folder: Path, collection: Collection, notes: list[str]
+    folder: Path, collections: Sequence[Collection], notes: list[str]
 ) -> Iterator[SeedResult]:
     """Read the folders setting/cell/seeds-…; `notes` gets sentences on what is unverified."""
     for run_folder in sorted(folder.glob("*/*/seeds-*")):
         # A run that is killed as it begins leaves neither file. A broken link counts as a file.
         names = ("config.toml", "history.csv")
         has_begun = any(os.path.lexists(run_folder / name) for name in names)
-        if has_begun and folders.is_run_folder(run_folder, collection):
+        if has_begun and folders.is_run_folder(run_folder, collections):
             facts = folders.read_cell_file(run_folder.parent / "cell.json", notes)
-            yield from _read_seeds(run_folder, collection, facts, notes)
+            yield from _read_seeds(run_folder, collections, facts, notes)
 
 
 def _read_seeds(
-    folder: Path, collection: Collection, facts: dict[str, Any], notes: list[str]
+    folder: Path, collections: Sequence[Collection], facts: dict[str, Any], notes: list[str]
 ) -> Iterator[SeedResult]:
     """Read each seed of a run folder, finished or not."""
-    config = folders.read_cell_config(folder, collection)
+    config = folders.read_cell_config(folder, collections)
     try:
-        histories = folders.read_checked_histories(folder, config, notes)
+        histories, lines = folders.read_checked_tables(folder, config, notes)
         for seed, rows in histories.items():
-            values = collection.summarize(folder, config, seed, rows)
+            values = summarize(config, seed, rows, lines)
             values |= {**facts, "setting": folder.parent.parent.name}
-            yield _make_result(collection, values, f"{folder}, seed {seed}")
+            yield _make_result(collections, values, f"{folder}, seed {seed}")
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"{folder} is not the run of a cell: its history.csv lacks {error}."
+            f"{folder} is not the run of a cell: its history.csv or metrics.csv lacks {error}."
         ) from None

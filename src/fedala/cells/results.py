@@ -1,6 +1,5 @@
 """Results of cells: of one seed, of one cell over its seeds, and all together."""
 
-import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fedala.cells.cell import Cell, Setting, format_value
+from fedala.cells.cell import Cell, Setting, format_value, is_known
+from fedala.cells.curves import Curve, read_curve
 from fedala.errors import spreadsheet_safe
 from fedala.io import files
 from fedala.methods import list_changed_defaults, make
@@ -27,7 +27,11 @@ def number(least: float, most: float | None = None, **options: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SeedResult:
-    """One seed of one cell. Accuracies are shares, not percent."""
+    """One seed of one cell. Accuracies are shares, not percent, of all clients' test samples.
+
+    `best` and `final` are of initialised models, before training. What is not known is None: older
+    runs did not test trained models, and no run tests them before the first round.
+    """
 
     setting: str
     method: str
@@ -62,6 +66,24 @@ class SeedResult:
     """A remark on the data, such as `partial: …`."""
     device: str
     version: str
+    mean: float | None = number(0, 1, default=None)
+    """Mean of the clients' accuracies in the best round."""
+    worst: float | None = number(0, 1, default=None)
+    """Mean of the tenth of the clients with the lowest accuracies in the best round."""
+    trained: float | None = number(0, 1, default=None)
+    """Accuracy of trained models, after local training, in the round in which it is best."""
+    trained_round: int | None = number(0, default=None)
+    trained_final: float | None = number(0, 1, default=None)
+    trained_mean: float | None = number(0, 1, default=None)
+    trained_worst: float | None = number(0, 1, default=None)
+    bytes_sent: int | None = number(0, default=None)
+    """Bytes that a client receives in a round."""
+    bytes_uploaded: int | None = number(0, default=None)
+    clients: int | None = number(0, default=None)
+    """Clients with test samples."""
+    curve: str = ""
+    """Round and accuracy of initialised models, such as `0:0.1 10:0.52`."""
+    trained_curve: str = ""
     where: str = field(default="", compare=False)
     """The file and line, or the folder, that it was read from; not a column."""
 
@@ -89,33 +111,34 @@ class SeedResult:
 
     @property
     def schedule(self) -> int:
-        """Return the planned rounds if the method's schedule depends on them, otherwise 0."""
-        return self.planned if make(self.method).schedule_depends_on_rounds else 0
+        """Return the planned rounds if the method's schedule depends on them, otherwise 0.
+
+        A method that is not installed here may have one.
+        """
+        if is_known(self.method) and not make(self.method).schedule_depends_on_rounds:
+            return 0
+        return self.planned
+
+    @property
+    def completeness(self) -> tuple[int, bool]:
+        """Return what makes it count more than another result of the same seed."""
+        return self.rounds, self.trained is not None
 
     def contradicts(self, other: "SeedResult") -> bool:
         """Tell whether two results of a seed have equal rounds and different accuracies."""
-        accuracies, counts = zip(self._compared(), other._compared(), strict=True)
+        names = ("best", "best_joined", "final", "best_round", "diverged", "trained")
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        known = [pair for pair in pairs if None not in pair]
         # A csv file has six digits of an accuracy.
-        is_equal = np.allclose(*accuracies, rtol=1e-5) and counts[0] == counts[1]
+        is_equal = all(np.isclose(*pair, rtol=1e-5) for pair in known)
         return self.rounds == other.rounds and not is_equal
 
-    def _compared(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        return (self.best, self.best_joined, self.final), (self.best_round, self.diverged)
 
-
-def columns_of(result_type: type[SeedResult]) -> list[str]:
-    """Return the columns of a csv file of results."""
-    return [column.name for column in fields(result_type) if column.name != "where"]
-
-
-def list_optional(result_type: type[SeedResult]) -> set[str]:
-    """Return the columns that may be empty, because they are not known."""
-    kinds = typing.get_type_hints(result_type)
-    return {name for name, kind in kinds.items() if type(None) in typing.get_args(kind)}
-
-
-#: The columns that all results have, and those of the paper's tables no others.
-COLUMNS = columns_of(SeedResult)
+#: The columns of a csv file of results.
+COLUMNS = [column.name for column in fields(SeedResult) if column.name != "where"]
+#: Those of older files, and those that may be empty because they are not known.
+OLD_COLUMNS = COLUMNS[: COLUMNS.index("mean")]
+OPTIONAL = {column.name for column in fields(SeedResult) if column.default is None}
 
 
 @dataclass(frozen=True)
@@ -137,6 +160,31 @@ class CellResult:
     @property
     def final(self) -> float:
         return 100 * float(np.mean([seed.final for seed in self.seeds]))
+
+    @property
+    def trained(self) -> float | None:
+        """Return the mean accuracy of trained models in percent, of the seeds that have it."""
+        mean = self.average("trained")
+        return None if mean is None else 100 * mean
+
+    def average(self, name: str) -> float | None:
+        """Return the mean of a column over the seeds that have it."""
+        values = self._list_values(name)
+        return float(np.mean(values)) if values else None
+
+    def deviation(self, name: str) -> float | None:
+        """Return the standard deviation of a column over the seeds; None if there is one seed."""
+        values = self._list_values(name)
+        return float(np.std(values)) if len(values) > 1 else None
+
+    def _list_values(self, name: str) -> list[float]:
+        values = [getattr(seed, name) for seed in self.seeds]
+        return [float(value) for value in values if value is not None]
+
+    def curves(self, name: str) -> list[Curve]:
+        """Return a curve of each seed that has it: `curve` or `trained_curve`."""
+        curves = [read_curve(getattr(seed, name)) for seed in self.seeds]
+        return [curve for curve in curves if curve]
 
     @property
     def _accuracies(self) -> list[float]:
@@ -199,16 +247,11 @@ class CellResult:
 class Results:
     """All known results, by cell.
 
-    If a seed was read twice, the longer run counts; of two equally long ones, the last.
+    If a seed was read twice, the longer run counts; of two equally long ones, the one with the
+    accuracy of trained models, otherwise the last.
     """
 
-    def __init__(
-        self,
-        seeds: Iterable[SeedResult],
-        unverified: Iterable[str] = (),
-        result_type: type[SeedResult] = SeedResult,
-    ) -> None:
-        self.columns = columns_of(result_type)
+    def __init__(self, seeds: Iterable[SeedResult], unverified: Iterable[str] = ()) -> None:
         self.unverified = list(unverified)
         """Sentences about files that no digest covers."""
         self.contradictions: list[str] = []
@@ -217,13 +260,15 @@ class Results:
         for seed in seeds:
             key = (*seed.cell, seed.old_settings, seed.schedule, seed.seed)
             earlier = chosen.get(key)
+            is_chosen = earlier is None or seed.completeness >= earlier.completeness
             if earlier and seed.contradicts(earlier):
                 self.contradictions.append(
                     f"Seed {seed.seed} of {seed.method} in {seed.setting} has an accuracy of "
                     f"{100 * earlier.best:.2f} % in {earlier.where} and of "
-                    f"{100 * seed.best:.2f} % in {seed.where}; the latter is shown."
+                    f"{100 * seed.best:.2f} % in {seed.where}; "
+                    f"the {'latter' if is_chosen else 'former'} is shown."
                 )
-            if earlier is None or seed.rounds >= earlier.rounds:
+            if is_chosen:
                 chosen[key] = seed
         self.seeds = list(chosen.values())
 
@@ -246,9 +291,9 @@ class Results:
         """Write a line for each cell and seed, and the digest of the file."""
         lines = []
         for seed in sorted(self.seeds, key=lambda seed: (seed.cell, seed.planned, seed.seed)):
-            texts = {name: format_value(getattr(seed, name)) for name in self.columns}
+            texts = {name: format_value(getattr(seed, name)) for name in COLUMNS}
             lines.append({name: spreadsheet_safe(text) for name, text in texts.items()})
-        data = csv_text(self.columns, lines, header=True).encode()
+        data = csv_text(COLUMNS, lines, header=True).encode()
         record = Digests.read(path.parent) or Digests()
         record.add_version(path, data)
         files.write_file(path.parent / DIGESTS, record.pack())

@@ -1,7 +1,7 @@
 """What `fedala paper` and `fedala leaderboard` share: options, and running cells in view."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +14,13 @@ from fedala.cells.cell import Cell
 from fedala.cells.collection import Collection
 from fedala.cells.progress import CellProgress
 from fedala.cells.reading import read_results
-from fedala.cells.results import CSV
+from fedala.cells.report_files import insert as put_between_marks
+from fedala.cells.report_files import split_at_marks
+from fedala.cells.results import CSV, Results
 from fedala.cli.output import say
 from fedala.errors import UserError
+from fedala.leaderboard.board import BOARD
+from fedala.paper.experiments import PAPER
 from fedala.runs.devices import NAMES, choose_device, share_devices
 from fedala.runs.observer import catch_stop_signals
 
@@ -47,17 +51,39 @@ Jobs = Annotated[
     ),
 ]
 RelayFlag = Annotated[bool, typer.Option("--relay", hidden=True)]
+Folders = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[DIR...]",
+        help="results folders of either command, or folders with csv files of results",
+    ),
+]
+ReportOut = Annotated[
+    Path | None,
+    typer.Option(
+        help=r"where to write [dim]\[default: in report, in the first folder][/dim]", metavar="DIR"
+    ),
+]
+Insert = Annotated[
+    Path | None,
+    typer.Option(
+        help="also put the Markdown tables between the marks of this file", metavar="FILE"
+    ),
+]
 
 
-def check_before_run(
-    collection: Collection, device: str, data_dir: Path | None, out: Path, *, relay: bool
-) -> None:
+def read_folders(*folders: Path, shown: Collection | None = None) -> Results:
+    """Read what either command has written; with `shown`, leave out what is not part of it."""
+    return read_results(folders, (PAPER, BOARD), shown)
+
+
+def check_before_run(device: str, data_dir: Path | None, out: Path, *, relay: bool) -> None:
     """Refuse what cannot be used, before work starts: device, data, and results so far."""
     choose_device(device)
     if data_dir is not None and not data_dir.is_dir():
         raise UserError(f"The data directory {data_dir} is not a folder.")
     if out.exists() and not relay:
-        note(read_results(collection, out).unverified)
+        note(read_folders(out).unverified)
 
 
 def run_chosen(
@@ -97,7 +123,7 @@ def run_chosen(
         raise KeyboardInterrupt(f"; {_advice(out)}") from None
     finally:
         if out.is_dir():
-            read_results(collection, out).write(out / CSV)
+            read_folders(out).write(out / CSV)
     if signals:
         print(f"Stopped; {_advice(out)}.", file=sys.stderr)
         raise typer.Exit(128 + signals[0])
@@ -140,10 +166,33 @@ def note(sentences: Iterable[str]) -> None:
         say(f"Note: {sentence}")
 
 
-def check_report_folder(out: Path | None, folders: Iterable[Path]) -> None:
-    """Refuse to write a report where its own tables would be read as results."""
+def write_report(
+    collection: Collection,
+    folders: Sequence[Path],
+    out: Path | None,
+    insert: Path | None,
+    write: Callable[[Results, Path], list[Path]],
+    make_markdown: Callable[[Results], str],
+) -> tuple[Results, list[Path]]:
+    """Write the report of a collection, also into a page; return the results and the paths."""
+    results = read_folders(*folders, shown=collection)
     if out and out.resolve() in [folder.resolve() for folder in folders]:
         raise UserError(
             f"The report cannot be written into {out} itself: "
             "its tables would be read as results. Name another folder."
         )
+    if insert:
+        # Refuses a file without marks before anything is written.
+        split_at_marks(insert, collection.command)
+    written = write(results, out or folders[0] / "report" / collection.command)
+    if insert:
+        put_between_marks(make_markdown(results), insert, collection.command)
+        written.append(insert)
+    return results, written
+
+
+def end_report(results: Results, written: Iterable[Path]) -> None:
+    """Print what a user should know about the results, and which files were written."""
+    note([*results.contradictions, *results.unverified])
+    for path in written:
+        print(f"Written: {path}")

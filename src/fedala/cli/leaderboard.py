@@ -12,23 +12,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedala.cells import running
-from fedala.cells.reading import read_results
-from fedala.cells.report_files import insert as put_between_marks
-from fedala.cells.report_files import split_at_marks
 from fedala.cells.results import CSV
 from fedala.cli.cells import (
     DataDir,
     Device,
     EvalEvery,
+    Folders,
+    Insert,
     Jobs,
     KeepCheckpoints,
     Minutes,
     Out,
     RelayFlag,
+    ReportOut,
     check_before_run,
-    check_report_folder,
-    note,
+    end_report,
     run_chosen,
+    write_report,
 )
 from fedala.cli.output import keep_lines
 from fedala.leaderboard import report as reporting
@@ -138,7 +138,7 @@ def run(
     chosen = choose_settings(split_names(names))
     import_methods(split_names(imports))
     cells = choose_cells(chosen, split_names(method), shuffle=shuffle, rounds=rounds)
-    check_before_run(BOARD, device, data_dir, out, relay=relay)
+    check_before_run(device, data_dir, out, relay=relay)
     deadline = None if minutes is None else began + 60 * minutes
     order = running.RunOptions(
         out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline
@@ -156,48 +156,20 @@ def run(
 @app.command(
     epilog=keep_lines("""Examples:
   fedala leaderboard report runs/leaderboard
-  fedala leaderboard report results/leaderboard --insert docs/leaderboard.md""")
+  fedala leaderboard report results --insert docs/leaderboard.md""")
 )
-def report(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[DIR...]", help="results folders, or folders with csv files of results"
-        ),
-    ] = None,
-    *,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help=r"where to write [dim]\[default: report in the first folder][/dim]",
-            metavar="DIR",
-        ),
-    ] = None,
-    insert: Annotated[
-        Path | None,
-        typer.Option(
-            help="also put the Markdown tables between the marks of this file", metavar="FILE"
-        ),
-    ] = None,
-) -> None:
+def report(folders: Folders = None, *, out: ReportOut = None, insert: Insert = None) -> None:
     """Compare the methods: one HTML page whose tables sort, Markdown, and csv."""
-    places = folders or [_OUT]
-    results = read_results(BOARD, *places)
-    check_report_folder(out, places)
-    if insert:
-        split_at_marks(insert, BOARD.command)  # refuse a file without marks before any writing
-    written = reporting.write(results, out or places[0] / "report")
-    if insert:
-        put_between_marks(reporting.make_markdown(results), insert, BOARD.command)
+    results, written = write_report(
+        BOARD, folders or [_OUT], out, insert, reporting.write, reporting.make_markdown
+    )
     boards = make_boards(results)
     for board in boards:
         if board.has_results:
             show(_make_table(board))
     for sentence in reporting.describe(boards):
         print(sentence)
-    note([*results.contradictions, *results.unverified])
-    for path in [*written, *([insert] if insert else [])]:
-        print(f"Written: {path}")
+    end_report(results, written)
 
 
 def _make_table(board: Board) -> Table:

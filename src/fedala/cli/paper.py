@@ -14,23 +14,23 @@ from rich.table import Table
 
 from fedala.cells import running
 from fedala.cells.cell import Cell
-from fedala.cells.reading import read_results
-from fedala.cells.report_files import insert as put_between_marks
-from fedala.cells.report_files import split_at_marks
 from fedala.cells.results import CSV, Results
 from fedala.cli.cells import (
     DataDir,
     Device,
     EvalEvery,
+    Folders,
+    Insert,
     Jobs,
     KeepCheckpoints,
     Minutes,
     Out,
     RelayFlag,
+    ReportOut,
     check_before_run,
-    check_report_folder,
-    note,
+    end_report,
     run_chosen,
+    write_report,
 )
 from fedala.cli.output import keep_lines
 from fedala.errors import UserError
@@ -143,7 +143,7 @@ def run(
     began = time.monotonic()
     given_rounds, rounds = rounds, rounds or int(preset()["rounds"])
     seeds = seeds or int(preset()["seeds"])
-    check_before_run(PAPER, device, data_dir, out, relay=relay)
+    check_before_run(device, data_dir, out, relay=relay)
     known_figures = drawings(digits=data_dir is None)
     figures = {name: known_figures[name] for name in known_figures if name in names}
     names = [name for name in names if name not in figures]
@@ -210,43 +210,18 @@ def _draw(chosen: Mapping[str, Drawing], order: running.RunOptions, rounds: int 
   fedala paper report runs/paper
   fedala paper report results --insert docs/reproduction.md""")
 )
-def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="[DIR]", help="the results folder, or a folder with csv files of results"
-        ),
-    ] = _OUT,
-    *,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help=r"where to write [dim]\[default: report in the results folder][/dim]",
-            metavar="DIR",
-        ),
-    ] = None,
-    insert: Annotated[
-        Path | None,
-        typer.Option(
-            help="also put the Markdown tables between the marks of this file", metavar="FILE"
-        ),
-    ] = None,
-) -> None:
+def report(folders: Folders = None, *, out: ReportOut = None, insert: Insert = None) -> None:
     """Compare our numbers with the paper's: Markdown, LaTeX, csv and one HTML page."""
-    results = read_results(PAPER, folder)
-    check_report_folder(out, [folder])
-    if insert:
-        split_at_marks(insert, PAPER.command)  # refuse a file without marks before any writing
-    written = reporting.write(
-        results, out or folder / "report", sorted((folder / "figures").glob("*.png"))
-    )
-    if insert:
-        put_between_marks(reporting.make_markdown(results), insert, PAPER.command)
+    places = folders or [_OUT]
+    pictures = [path for place in places for path in sorted((place / "figures").glob("*.png"))]
+
+    def write(results: Results, folder: Path) -> list[Path]:
+        return reporting.write(results, folder, pictures)
+
+    results, written = write_report(PAPER, places, out, insert, write, reporting.make_markdown)
     show(_comparison(results))
     print(comparison.describe(results))
-    note([*results.contradictions, *results.unverified])
-    for path in [*written, *([insert] if insert else [])]:
-        print(f"Written: {path}")
+    end_report(results, written)
 
 
 def _comparison(results: Results) -> Table:

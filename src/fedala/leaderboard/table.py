@@ -4,15 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import cast
 
 import numpy as np
 
-from fedala.cells.cell import Cell, Setting
-from fedala.cells.results import CellResult, Results
+from fedala.cells.cell import Cell, Setting, is_known
+from fedala.cells.curves import Curve
+from fedala.cells.results import CellResult, Results, SeedResult
 from fedala.leaderboard.board import list_published, settings
 from fedala.leaderboard.published import Published
-from fedala.leaderboard.results import BoardResult, Curve, is_known, read_curve
 from fedala.methods.registry import ALIASES
 from fedala.paper.comparison import title_of
 from fedala.report.headline import count_things, format_spread, join_words
@@ -35,22 +34,12 @@ class Row:
         return self.method in ALIASES.values() or self.method.endswith("+ala")
 
     @property
-    def seeds(self) -> tuple[BoardResult, ...]:
-        return cast(tuple[BoardResult, ...], self.result.seeds) if self.result else ()
+    def seeds(self) -> tuple[SeedResult, ...]:
+        return self.result.seeds if self.result else ()
 
     def average(self, name: str) -> float | None:
         """Return the mean of a column over the seeds that have it."""
-        values = self._list_values(name)
-        return float(np.mean(values)) if values else None
-
-    def deviation(self, name: str) -> float | None:
-        """Return the standard deviation of a column over the seeds; None if there is one seed."""
-        values = self._list_values(name)
-        return float(np.std(values)) if len(values) > 1 else None
-
-    def _list_values(self, name: str) -> list[float]:
-        values = [getattr(seed, name) for seed in self.seeds]
-        return [float(value) for value in values if value is not None]
+        return self.result.average(name) if self.result else None
 
     @property
     def accuracy(self) -> float | None:
@@ -118,8 +107,7 @@ class Row:
 
     def curve(self, name: str) -> list[Curve]:
         """Return a curve of each seed that has it: `curve` or `trained_curve`."""
-        curves = [read_curve(getattr(seed, name)) for seed in self.seeds]
-        return [curve for curve in curves if curve]
+        return self.result.curves(name) if self.result else []
 
 
 @dataclass(frozen=True)
@@ -134,14 +122,16 @@ class Board:
         return any(row.result for row in self.rows)
 
     def describe(self) -> list[str]:
-        """Say in sentences where FedALA stands, in published numbers and in ours."""
+        """Say in sentences where FedALA stands, in published numbers and in ours.
+
+        Shuffled runs do not count: a published number stands for their method once.
+        """
         sentences = []
-        published = {
-            row.title: row.published.accuracy for row in self.rows if row.published is not None
-        }
+        rows = [row for row in self.rows if not any(seed.shuffle for seed in row.seeds)]
+        published = {row.title: row.published.accuracy for row in rows if row.published}
         if published:
             sentences.append(_describe_rank("Among the published numbers", published))
-        ours = {row.title: row.accuracy for row in self.rows if row.accuracy is not None}
+        ours = {row.title: row.accuracy for row in rows if row.accuracy is not None}
         if ours:
             sentences.append(_describe_rank("Among ours", ours))
         return [sentence for sentence in sentences if sentence]
@@ -241,9 +231,10 @@ def _percent(name: str) -> tuple[Callable[[Row], float | None], Callable[[Row], 
         return None if mean is None else 100 * mean
 
     def text(row: Row) -> str:
-        mean, deviation = number(row), row.deviation(name)
-        if mean is None:
+        mean = number(row)
+        if mean is None or row.result is None:
             return ""
+        deviation = row.result.deviation(name)
         return format_spread(mean, None if deviation is None else 100 * deviation)
 
     return number, text
@@ -346,7 +337,7 @@ COLUMNS = (
     Column(
         "seconds",
         "s / round",
-        "seconds per round of all seeds that ran side by side, with the tests of both models, on "
+        "seconds per round of all seeds that ran side by side, with the tests of the models, on "
         "the device that ran the most seeds",
         lambda row: row.seconds,
         lambda row: _format(row.seconds, "{:.3g}"),

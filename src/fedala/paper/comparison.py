@@ -261,6 +261,7 @@ def list_comparisons(results: Results) -> list[dict[str, Any]]:
                     "difference": round(own.difference or 0, 2),
                     "agreement": own.agreement,
                     "final": round(result.final, 2),
+                    "trained": None if result.trained is None else round(result.trained, 2),
                     "rounds": result.rounds,
                     "best_round": result.best_round,
                     "seeds": len(result.seeds),

@@ -193,7 +193,6 @@ class PaperCollection(Collection):
     """The cells of all tables of the paper."""
 
     command = "paper"
-    title = "the paper"
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -206,16 +205,9 @@ class PaperCollection(Collection):
                 return cell.with_rounds(rounds)
         return None
 
-    def check_result(self, result: SeedResult) -> None:
-        """Refuse the result of a cell that no table has."""
-        if result.setting not in settings():
-            raise UserError(f"there is no setting {result.setting}.")
-        if result.cell not in _cells():
-            make(result.method)  # refuses an unknown method with a suggestion
-            options = f" with {result.set}" if result.set else ""
-            raise UserError(
-                f"the paper has no cell of {result.method}{options} in {result.setting}."
-            )
+    def has(self, result: SeedResult) -> bool:
+        """Tell whether a table has the cell of a result."""
+        return result.cell in _cells()
 
 
 PAPER = PaperCollection()
