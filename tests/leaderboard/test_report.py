@@ -98,10 +98,15 @@ def test_ala_stands_beside_its_method_with_what_it_adds():
     ]
 
 
-def test_runs_of_different_lengths_do_not_say_what_ala_adds():
+def test_runs_of_different_lengths_say_what_ala_adds_if_both_had_their_best_rounds_by_then():
+    """All have best rounds of at most 140, so that 150 rounds decide."""
     _, rows = make_rows()
-    assert rows["fedavg"].gain is rows["fedala"].gain is None
+    assert max(seed.best_round for seed in rows["fedala"].seeds) <= 150
+    assert rows["fedavg"].gain == rows["fedala"].gain == pytest.approx(25.5)
     assert "without ALA: 150 rounds" in rows["fedala"].facts
+    late = [replace(one, best_round=151) if one.method == "fedala" else one for one in RESULTS]
+    _, rows = make_rows(*late)
+    assert rows["fedavg"].gain is rows["fedala"].gain is None
     whole = [replace(result, rounds=200) for result in RESULTS]
     _, rows = make_rows(*whole)
     assert rows["fedavg"].gain == rows["fedala"].gain == pytest.approx(25.5)

@@ -53,8 +53,15 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """Return what ALA adds, in points; None if the two have not run for as many rounds."""
-        if self.result is None or self.partner is None or self._compare_rounds():
+        """Return what ALA adds, in points.
+
+        Runs of different lengths compare if all best rounds lie in what both have run. Otherwise,
+        or if one of the two is missing, it is None.
+        """
+        if self.result is None or self.partner is None:
+            return None
+        common = min(self.result.rounds, self.partner.rounds)
+        if any(seed.best_round > common for seed in (*self.seeds, *self.partner.seeds)):
             return None
         difference = self.result.accuracy - self.partner.accuracy
         return difference if self.has_ala else -difference
@@ -99,7 +106,7 @@ class Row:
         ]
 
     def _compare_rounds(self) -> list[str]:
-        """Say if what ALA adds compares runs of different lengths."""
+        """Say if the run with ALA and the one without it differ in length."""
         if not self.result or not self.partner or self.result.rounds == self.partner.rounds:
             return []
         other = "without" if self.has_ala else "with"
@@ -289,7 +296,8 @@ COLUMNS = (
     Column(
         "gain",
         "ALA adds",
-        "points that ALA adds to the method without it, if both have run for as many rounds",
+        "points that ALA adds to the method without it, if both had their best rounds in what both "
+        "have run",
         lambda row: row.gain,
         lambda row: format_points(row.gain),
         is_signed=True,
