@@ -13,12 +13,17 @@ import torch
 from torch import nn
 
 from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.trees import leaves
 from fedala.lanes.words import MeanEmbedding, skip_padding
 
 #: A batch with fewer operations than this in its forward pass takes longer in Python than in them.
 SMALL_BATCH = 12_000_000
-#: The parameters of all lanes take at most so many bytes, if the number of lanes is ours to choose.
+#: Python hardly counts in steps with so many. Further lanes gain more in another thread.
+LARGE_STEP = 4 * SMALL_BATCH
+#: Parameters and batches of all lanes take at most so many bytes, if we choose how many they are.
 LARGEST_STACK = 2**29
+#: A small model remembers about so many numbers for each one of its input.
+ACTIVATIONS = 8
 
 
 class Backend:
@@ -43,15 +48,18 @@ class Backend:
         faster alone, with one client per thread. So is one that draws random numbers itself: alone,
         it draws the same for any number of lanes.
         """
-        if task.count_batch_operations() > SMALL_BATCH or task.draws_random_numbers():
+        operations = task.count_batch_operations()
+        if operations > SMALL_BATCH or task.draws_random_numbers():
             return 1
         with warnings.catch_warnings():
             # Torch says so of an operation that it runs lane by lane. Lanes gain nothing from it.
             warnings.filterwarnings("error", "There is a performance drop")
             if not task.uses_vmap:
                 return 1
-        size: int = sum(p.numel() * task.dtype.itemsize for p in task.model.parameters())
-        return max(1, LARGEST_STACK // size)
+        inputs = task.batch_size * sum(leaf[:1].numel() for _, leaf in leaves(task.x))
+        numbers = ACTIVATIONS * inputs + sum(p.numel() for p in task.model.parameters())
+        most = LARGEST_STACK // (numbers * task.dtype.itemsize)
+        return int(max(1, min(most, LARGE_STEP // max(1, operations))))
 
     def feature_memory(self) -> int:
         """Return how many bytes of features under the upper layers are kept by default."""
