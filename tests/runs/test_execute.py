@@ -38,6 +38,28 @@ def test_own_data_and_model():
     assert result.config.model == "own"
 
 
+def test_lanes_on_a_cpu_have_one_thread_each():
+    """Threads within small operations wait for each other for longer than they work."""
+    found = set()
+
+    class Spy(nn.Linear):
+        def forward(self, x):
+            if torch._C._functorch.is_batchedtensor(self.weight):
+                lanes = len(torch._C._functorch.get_unwrapped(self.weight))
+                found.add((lanes, torch.get_num_threads()))
+            return super().forward(x.flatten(1))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        data = small_dataset()
+        run(method="fedavg", dataset=data, model=lambda: Spy(36, 3), device="cpu", **QUICK)
+        assert {threads for lanes, threads in found if lanes == QUICK["clients"]} == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_models_of_a_result_are_each_their_own():
     models = run(method="fedala", dataset=small_dataset(), model=Net, **QUICK).models
     before = models[0, 1]["conv.weight"].clone()

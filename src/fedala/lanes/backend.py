@@ -13,13 +13,17 @@ import torch
 from torch import nn
 
 from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.trees import leaves
 from fedala.lanes.words import MeanEmbedding, skip_padding
 
 #: Operations of a forward pass, of one batch in each lane, that are worth a thread: with fewer, a
-#: step takes longer in Python.
-THREAD_OPERATIONS = 60_000_000
-#: The parameters of all lanes take at most so many bytes, if the number of lanes is ours to choose.
+#: step takes longer in Python. If fewer than four lanes have so many, one is as good.
+THREAD_OPERATIONS = 48_000_000
+FEWEST_LANES = 4
+#: Parameters and batches of all lanes take at most so many bytes, if we choose how many they are.
 LARGEST_STACK = 2**29
+#: A small model remembers about so many numbers for each one of its input.
+ACTIVATIONS = 8
 
 
 class Backend:
@@ -44,16 +48,18 @@ class Backend:
         one are arithmetic, which one client per thread does best. A model that draws random numbers
         is alone: then it draws the same for any number of clients.
         """
-        operations = task.count_batch_operations()
-        if 2 * operations > THREAD_OPERATIONS or task.draws_random_numbers():
+        lanes = THREAD_OPERATIONS / max(1, task.count_batch_operations())
+        if lanes < FEWEST_LANES or task.draws_random_numbers():
             return 1
         with warnings.catch_warnings():
             # Torch says so of an operation that it runs lane by lane. Lanes gain nothing from it.
             warnings.filterwarnings("error", "There is a performance drop")
             if not task.uses_vmap:
                 return 1
-        size: int = sum(p.numel() * task.dtype.itemsize for p in task.model.parameters())
-        return max(1, min(LARGEST_STACK // size, int(THREAD_OPERATIONS / max(1, operations))))
+        inputs = task.batch_size * sum(leaf[:1].numel() for _, leaf in leaves(task.x))
+        numbers = ACTIVATIONS * inputs + sum(p.numel() for p in task.model.parameters())
+        most = LARGEST_STACK // (numbers * task.dtype.itemsize)
+        return max(1, min(most, int(lanes)))
 
     def feature_memory(self) -> int:
         """Return how many bytes of features under the upper layers are kept by default."""

@@ -4,6 +4,7 @@ A trial runs the model with made-up weights on a few samples, once plainly and o
 way, and compares outputs, losses and gradients.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -92,22 +93,32 @@ class Trial:
         Without an answer, they are many.
         """
         state = make_up_state(self.model, self.device, self.dtype)
-        counter = FlopCounterMode(display=False)
+        fused_lstm = torch.ops.aten.mkldnn_rnn_layer
+        counter = FlopCounterMode(display=False, custom_mapping={fused_lstm: _count_fused_lstm})
         try:
-            with self.use_mode(False), torch.no_grad(), counter:
+            with (
+                self.use_mode(False),
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+                warnings.catch_warnings(action="ignore"),  # a compiled model sees the counter
+                counter,
+            ):
                 call(self.model, state, x)
         except Exception:  # whatever the user's model may raise
             return float("inf")
         return counter.get_total_flops()
 
     def draws_random_numbers(self, x: Any) -> bool:
-        """Tell whether the model draws random numbers in training mode."""
+        """Tell whether the model draws random numbers, in training or in evaluation mode."""
+        return any(self._draws_in_mode(training, x) for training in (True, False))
+
+    def _draws_in_mode(self, training: bool, x: Any) -> bool:
         state = make_up_state(self.model, self.device, self.dtype)
-        with self.use_mode(True), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with self.use_mode(training), torch.no_grad(), torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             try:
                 call(self.model, state, x)
-            except (RuntimeError, ValueError):  # two samples are not enough for it
+            except Exception:  # two samples may not be enough for it
                 return True
             return not torch.equal(before, torch.get_rng_state())
 
@@ -181,6 +192,13 @@ def make_up_state(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
             made = make_up(b, device=device)
         state[name] = made.to(dtype) if b.is_floating_point() else made
     return state
+
+
+def _count_fused_lstm(
+    x: torch.Size, inputs: torch.Size, hidden: torch.Size, *_: Any, **__: Any
+) -> int:
+    """Return the operations of one layer over x [time, sample, …], which torch does not count."""
+    return 2 * x[0] * x[1] * (inputs.numel() + hidden.numel())
 
 
 def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:

@@ -98,10 +98,12 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
 def local_options(plan: Plan, task: Task) -> dict[str, Any]:
     """Return how the clients of this machine share it: the options of `LocalTransport`."""
     config = plan.config
-    uses_threads = config.lanes == "auto" and plan.device.type == "cpu"
+    # A cohort has a thread to itself: threads within an operation have little to share, and wait
+    # for each other far longer than they work if other programs use the machine.
+    one_thread_each = config.lanes == "auto" and plan.device.type == "cpu"
     return {
         "lanes": count_lanes(config.lanes, task),
-        "threads": torch.get_num_threads() if uses_threads else 1,
+        "threads": torch.get_num_threads() if one_thread_each else 1,
         "client_memory": _to_bytes(config.client_memory),
     }
 
