@@ -58,7 +58,7 @@ class Backend:
                 return 1
         inputs = task.batch_size * sum(leaf[:1].numel() for _, leaf in leaves(task.x))
         numbers = ACTIVATIONS * inputs + sum(p.numel() for p in task.model.parameters())
-        most = LARGEST_STACK // (numbers * task.dtype.itemsize)
+        most: int = LARGEST_STACK // (numbers * task.dtype.itemsize)
         return max(1, min(most, int(lanes)))
 
     def feature_memory(self) -> int:
