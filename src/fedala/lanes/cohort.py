@@ -22,7 +22,7 @@ from fedala.lanes.optimizers import Number, Numbers
 from fedala.lanes.randomness import draw
 from fedala.lanes.recipe import Recipe, is_constant
 from fedala.lanes.samples import Samples, order_samples, pad_rows, to_device
-from fedala.lanes.task import Task
+from fedala.lanes.task import Objective, Task
 from fedala.lanes.training import FitStep, GradientFunction, OnStep, Step, make_runner
 from fedala.lanes.trees import Params, State
 
@@ -146,6 +146,7 @@ class Cohort:
         self,
         params: Params,
         *,
+        objective: Objective | None = None,
         gradients: GradientFunction | None = None,
         fixed: Any = None,
         lr: Number | None = None,
@@ -156,11 +157,13 @@ class Cohort:
     ) -> Params:
         """Train a copy of `params` with the run's optimiser on each lane's samples.
 
-        `gradients(task, model, fixed, x, y)` replaces the gradients of the loss by a method's own;
-        it is hashable, as a step is. `lr` is a number or [lane]. `proximal = (μ, anchor)` adds
-        μ/2·‖w − anchor‖² to the loss. `names` (parameters and buffers) is the part that learns; the
-        rest is frozen and runs in evaluation mode. `training` names the optimiser's slots if the
-        run keeps them (`Method.trainings`). `options` are those of `train`.
+        `objective(task, model, fixed, x, y)`, a function of one lane, replaces the loss, or
+        `gradients(task, model, fixed, x, y)`, of all lanes, its gradients. Either is hashable, as a
+        step is, and `fixed` is what it needs, [lane, …]. `lr` is a number or [lane].
+        `proximal = (μ, anchor)` adds μ/2·‖w − anchor‖² to the loss. `names` (parameters and
+        buffers) is the part that learns; the rest is frozen and runs in evaluation mode. `training`
+        names the optimiser's slots if the run keeps them (`Method.trainings`). `options` are those
+        of `train`.
         """
         task = self.task
         learning = tuple(name for name in task.trainable if names is None or name in names)
@@ -173,7 +176,7 @@ class Cohort:
         if names is not None:
             frozen = {name for layer in task.layers for name in layer} - set(names)
         slots = self.load_slots(training, {name: params[name] for name in learning})
-        step = FitStep(task.rule, learning, gradients, is_proximal)
+        step = FitStep(task.rule, learning, gradients, objective, is_proximal)
         begin = {"model": params, "slots": slots}
         trained = self.train(step, begin, constants, frozen=frozen, **options)
         self.keep_slots(training, trained["slots"])

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Message, Number, Params, State, Task
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, upper_body
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import find_last_layer, layers_of
 from fedala.methods.partly_shared import PartlyShared, divide_layers
-from fedala.methods.teachers import TeacherGradients, mmd
+from fedala.methods.teachers import TeacherObjective, mmd
 from fedala.options import option
 
 
@@ -49,7 +49,7 @@ def find_context(weight: Tensor) -> Tensor:
     return F.normalize(weight.sum(-2), dim=-1)
 
 
-def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Number) -> Tensor:
+def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Tensor) -> Tensor:
     """Return loss + λ·MMD(features, features under the global body)."""
     return loss + lam * mmd(features, teacher)
 
@@ -92,14 +92,13 @@ class FedCP(PartlyShared):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         task, head = cohort.task, self._global_head(cohort.task)
-        [learning] = self.trainings(task).values()
         cut = find_last_cut(task, initialized, self.title)
         local = cohort.fit(
             initialized,
-            gradients=TeacherGradients(cut, stay_near, tuple(learning)),
+            objective=TeacherObjective(cut, stay_near),
             fixed={
                 "teachers": {"teacher": {**initialized, **received.model}},
-                "numbers": {"lam": self.lam},
+                "numbers": {"lam": cohort.constant(self.lam)},
             },
             names=initialized.keys() - head.keys(),
         )

@@ -18,7 +18,7 @@ from fedala.lanes import (
     Uploads,
     broadcast_lanes,
 )
-from fedala.lanes.features import find_last_cut
+from fedala.lanes.features import compute_loss, find_last_cut
 from fedala.lanes.heads import Head, list_added
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, layers_of
@@ -97,13 +97,13 @@ class FedDBE(PartlyShared):
             # The first moving mean is the first batch's.
             "moving": {"mean": torch.zeros_like(consensus), "share": cohort.constant(1.0)},
         }
-        fixed = {
-            "optimizer": cohort.optimizer_numbers(),
+        own = {
             "consensus": consensus,
             "is_known": is_known.to(task.dtype),
             "kappa": cohort.constant(self.kappa),
             "mu": cohort.constant(self.mu),
         }
+        fixed = {"optimizer": cohort.optimizer_numbers(), "own": own}
         cut, memory = find_last_cut(task, initialized, self.title), self.own_part(task.model, ())
         trained = cohort.train(DebiasStep(task.rule, cut, frozenset(memory)), begin, fixed)
         cohort.keep_slots("local", trained["slots"])
@@ -125,21 +125,21 @@ class DebiasStep:
     memory: frozenset[str]
 
     def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
-        def objective(w: Params, x: Any, y: Any, moving: State, fixed: State) -> Tensor:
-            is_known = fixed["is_known"]
-            w = {**w, **{name: w[name] * is_known for name in self.memory}}
-            features = self.cut.lower(w, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            newest = features.flatten(0, -2).mean(0).to(task.dtype)
-            mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
-            moving["mean"].copy_(mean.detach())
-            distance = (mean - fixed["consensus"]).square().mean() / 2
-            penalty: Tensor = fixed["kappa"] * is_known * distance
-            return loss + penalty
-
         model, moving = state["model"], state["moving"]
-        regularizer = {name: fixed[name] for name in ("consensus", "is_known", "kappa")}
-        losses, gradients = task.gradients(model, x, y, None, objective, moving, regularizer)
+        own = {**fixed["own"], "moving": moving}
+        losses, gradients = task.gradients(model, x, y, None, self.objective, own)
         self.rule.update(task, model, gradients, state["slots"], fixed["optimizer"])
-        moving["share"].copy_(fixed["mu"])
+        moving["share"].copy_(fixed["own"]["mu"])
         return losses
+
+    def objective(self, task: Task, w: Params, fixed: State, x: Any, y: Any) -> Tensor:
+        """Return the objective of one lane, and put the new moving mean into `fixed`."""
+        is_known, moving = fixed["is_known"], fixed["moving"]
+        w = {**w, **{name: w[name] * is_known for name in self.memory}}
+        features, loss = compute_loss(task, self.cut, w, x, y)
+        newest = features.flatten(0, -2).mean(0).to(task.dtype)
+        mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
+        moving["mean"].copy_(mean.detach())
+        distance = (mean - fixed["consensus"]).square().mean() / 2
+        penalty: Tensor = fixed["kappa"] * is_known * distance
+        return loss + penalty

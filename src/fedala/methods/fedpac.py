@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fedala.errors import UserError
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Uploads
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
 from fedala.lanes.class_features import measure_features, sum_class_features
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.layers import Cut, layers_of
+from fedala.lanes.layers import layers_of
 from fedala.lanes.trees import join, share
 from fedala.methods.base import Method, ServerRound
+from fedala.methods.fedproto import NearPrototypes
 from fedala.methods.simplex import minimize_on_simplex
 from fedala.options import option
 
@@ -135,7 +136,6 @@ class FedPAC(Method):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         task = cohort.task
-        body = tuple(self.trainings(task)["local"])
         cut = find_last_cut(task, initialized, self.title)
         sizes = measure_features(task, self.title)
         # All participants measure h and its variance under the same body, the received one.
@@ -153,8 +153,12 @@ class FedPAC(Method):
         )
         trained = cohort.fit(
             trained,
-            gradients=Aligned(cut, body),
-            fixed={"lam": cohort.constant(self.lam), "centroids": received.extra},
+            objective=NearPrototypes(cut),
+            fixed={
+                "prototypes": received.extra["means"],
+                "is_known": received.extra["known"],
+                "lam": cohort.constant(self.lam),
+            },
             names=initialized.keys() - set(task.layers[0]),
         )
         after = sum_class_features(cohort, cut, trained, *sizes)
@@ -168,28 +172,6 @@ class FedPAC(Method):
 
     def scale_epochs(self, factor: Fraction) -> Self:
         return replace(self, epochs=ceil(factor * self.epochs))
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """The body's gradients of loss + λ·mean over samples of ‖f(x) − c_y‖²/d."""
-
-    cut: Cut
-    body: tuple[str, ...]
-
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Tensor, y: Tensor, centroids: State, lam: Tensor) -> Tensor:
-            features = self.cut.lower(w, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            distances = (features.to(task.dtype) - centroids["means"][y]).square().mean(1)
-            # A class that has no centroid yet is not aligned.
-            distance: Tensor = (distances * centroids["known"][y]).mean()
-            return loss + lam * distance
-
-        constants = fixed["centroids"], fixed["lam"]
-        return task.gradients(model, x, y, self.body, objective, *constants)
 
 
 def weigh_heads(h: Tensor, variance: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedala.lanes import Cohort, Message, Number, Params, State, Task, align
+from fedala.lanes import Cohort, Message, Params, State, Task, align
 from fedala.lanes.features import find_last_cut
 from fedala.methods.base import Method
-from fedala.methods.teachers import TeacherGradients, mmd
+from fedala.methods.teachers import TeacherObjective, mmd
 from fedala.options import option
 
 
@@ -65,8 +65,8 @@ class FedPHP(Method):
         teacher = state.get("personal", received.model)
         local = cohort.fit(
             initialized,
-            gradients=TeacherGradients(cut, stay_near),
-            fixed={"teachers": {"teacher": teacher}, "numbers": {"lam": self.lam}},
+            objective=TeacherObjective(cut, stay_near),
+            fixed={"teachers": {"teacher": teacher}, "numbers": {"lam": cohort.constant(self.lam)}},
         )
         if self.variant == "historical":
             personal = self._mix(local, state["personal"], cohort.round / cohort.rounds)
@@ -86,6 +86,6 @@ class FedPHP(Method):
         }
 
 
-def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Number) -> Tensor:
+def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Tensor) -> Tensor:
     """Return (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
     return (1 - lam) * loss + lam * mmd(features, teacher)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Uploads
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
 from fedala.lanes.class_features import measure_features, sum_class_features
-from fedala.lanes.features import find_last_cut
+from fedala.lanes.features import compute_loss, find_last_cut
 from fedala.lanes.heads import Head, list_added
 from fedala.lanes.layers import Cut, layers_of
 from fedala.methods.base import Method, ServerRound
@@ -106,7 +106,7 @@ class FedProto(Method):
         task = cohort.task
         cut = find_last_cut(task, initialized, self.title)
         fixed = {**received.extra, "lam": cohort.constant(self.lam)}
-        local = cohort.fit(initialized, gradients=NearPrototypes(cut), fixed=fixed)
+        local = cohort.fit(initialized, objective=NearPrototypes(cut), fixed=fixed)
         found = sum_class_features(cohort, cut, local, *measure_features(task, self.title))
         own = {"prototypes": found.means.to(task.dtype), "counts": found.counts.long()}
         return Message({}, own), {"local": local}
@@ -114,19 +114,13 @@ class FedProto(Method):
 
 @dataclass(frozen=True)
 class NearPrototypes:
-    """The gradients of loss + λ·MSE(features, prototypes of their classes)."""
+    """The objective loss + λ·MSE(features, prototypes of their classes)."""
 
     cut: Cut
 
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Any, y: Tensor
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Any, y: Tensor, fixed: State) -> Tensor:
-            features = self.cut.lower(w, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            apart = features.to(task.dtype) - fixed["prototypes"][y.long()]
-            known = fixed["is_known"][y.long()].unsqueeze(-1)  # others pull nothing
-            penalty: Tensor = fixed["lam"] * (known * apart.square()).mean()
-            return loss + penalty
-
-        return task.gradients(model, x, y, None, objective, fixed)
+    def __call__(self, task: Task, model: Params, fixed: State, x: Any, y: Tensor) -> Tensor:
+        features, loss = compute_loss(task, self.cut, model, x, y)
+        apart = features.to(task.dtype) - fixed["prototypes"][y.long()]
+        known = fixed["is_known"][y.long()].unsqueeze(-1)  # a class without one pulls nothing
+        penalty: Tensor = fixed["lam"] * (known * apart.square()).mean()
+        return loss + penalty

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, align
+from fedala.lanes import Cohort, Message, Params, State, Task, align
 from fedala.lanes.class_features import count_classes, measure_features
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, list_added
@@ -68,28 +68,23 @@ class FedRoD(PartlyShared):
         prior = count_classes(cohort, classes).log().clamp(min=LOG_ZERO)
         prior = (prior * align(self.gamma, prior)).to(task.dtype)
         cut = find_last_cut(task, initialized, self.title)
-        gradients = TwoRisks(cut, list_added(task.model, PersonalOnGeneric))
-        trained = cohort.fit(initialized, gradients=gradients, fixed={"prior": prior})
+        objective = TwoRisks(cut, list_added(task.model, PersonalOnGeneric))
+        trained = cohort.fit(initialized, objective=objective, fixed={"prior": prior})
         return Message(self.shared_part(task, trained)), {"local": trained}
 
 
 @dataclass(frozen=True)
 class TwoRisks:
-    """The gradients of the balanced risk of G, and of P's empirical risk on frozen z and G."""
+    """The objective: the balanced risk of G, and P's empirical risk on frozen z and G."""
 
     cut: Cut
     personal: frozenset[str]
 
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Any, y: Any
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Any, y: Any, prior: Tensor) -> Tensor:
-            features = self.cut.lower(w, x)
-            without = {name: torch.zeros_like(w[name]) for name in self.personal}
-            frozen = {name: w[name] if name in self.personal else w[name].detach() for name in w}
-            generic = self.cut.upper({**w, **without}, features)
-            both = self.cut.upper(frozen, features.detach())
-            select = task.loss.select
-            return task.loss(select(generic) + prior, y) + task.loss(select(both), y)
-
-        return task.gradients(model, x, y, None, objective, fixed["prior"])
+    def __call__(self, task: Task, w: Params, fixed: State, x: Any, y: Any) -> Tensor:
+        features = self.cut.lower(w, x)
+        without = {name: torch.zeros_like(w[name]) for name in self.personal}
+        frozen = {name: w[name] if name in self.personal else w[name].detach() for name in w}
+        generic = self.cut.upper({**w, **without}, features)
+        both = self.cut.upper(frozen, features.detach())
+        select = task.loss.select
+        return task.loss(select(generic) + fixed["prior"], y) + task.loss(select(both), y)

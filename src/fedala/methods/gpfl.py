@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.class_features import count_classes, measure_features
-from fedala.lanes.features import find_last_cut
+from fedala.lanes.features import compute_loss, find_last_cut
 from fedala.lanes.heads import Head, upper_body
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, call_part, find_last_layer
@@ -102,8 +102,8 @@ class GPFL(PartlyShared):
             "lam": cohort.constant(self.lam),
             "mu": cohort.constant(self.mu),
         }
-        gradients = Guided(find_last_cut(task, initialized, self.title), last)
-        trained = cohort.fit(initialized, gradients=gradients, fixed=fixed)
+        objective = Guided(find_last_cut(task, initialized, self.title), last)
+        trained = cohort.fit(initialized, objective=objective, fixed=fixed)
         return Message(self.shared_part(task, trained)), {"local": trained}
 
     def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class GPFL(PartlyShared):
 
 @dataclass(frozen=True)
 class Guided:
-    """The gradients of L^P + L^alg + λ·L^mlg + μ/2·‖(V, C)‖² (equations 3 to 5).
+    """The objective L^P + L^alg + λ·L^mlg + μ/2·‖(V, C)‖² (equations 3 to 5).
 
     `fixed["frozen"]` is Ĉ, the embeddings as they were received.
     """
@@ -121,23 +121,15 @@ class Guided:
     cut: Cut
     last: str
 
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Any, y: Any
-    ) -> tuple[Tensor, Gradients]:
+    def __call__(self, task: Task, w: Params, fixed: State, x: Any, y: Tensor) -> Tensor:
+        frozen, lam, mu = (fixed[name] for name in ("frozen", "lam", "mu"))
         path, classes = f"{self.last}.valve", f"{self.last}.embeddings"
-        decayed = [name for name in model if name == classes or name.startswith(f"{path}.")]
-
-        def objective(w: Params, x: Any, y: Any, frozen: Tensor, lam: Tensor, mu: Tensor) -> Tensor:
-            features = self.cut.lower(w, x)
-            personal = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            guided: Tensor = call_part(task.model, path, w, features, frozen.mean(0))
-            guided = guided.to(task.dtype)
-            cosines = F.normalize(guided, dim=-1) @ F.normalize(w[classes], dim=-1).T
-            angle = F.cross_entropy(cosines, y.long())
-            magnitude = torch.linalg.vector_norm(guided - frozen[y.long()], dim=-1).mean()
-            squares = torch.stack([w[name].square().sum() for name in decayed]).sum()
-            total: Tensor = personal + angle + lam * magnitude + mu / 2 * squares
-            return total
-
-        numbers = (fixed[name] for name in ("frozen", "lam", "mu"))
-        return task.gradients(model, x, y, None, objective, *numbers)
+        features, personal = compute_loss(task, self.cut, w, x, y)
+        guided = call_part(task.model, path, w, features, frozen.mean(0)).to(task.dtype)
+        cosines = F.normalize(guided, dim=-1) @ F.normalize(w[classes], dim=-1).T
+        angle = F.cross_entropy(cosines, y.long())
+        magnitude = torch.linalg.vector_norm(guided - frozen[y.long()], dim=-1).mean()
+        decayed = [w[name] for name in w if name == classes or name.startswith(f"{path}.")]
+        squares = torch.stack([value.square().sum() for value in decayed]).sum()
+        total: Tensor = personal + angle + lam * magnitude + mu / 2 * squares
+        return total

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Message, Number, Params, State, Task
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.layers import layers_of
 from fedala.methods.base import Method
 from fedala.methods.partly_shared import divide_layers
-from fedala.methods.teachers import TeacherGradients
+from fedala.methods.teachers import TeacherObjective
 from fedala.options import option
 
 
@@ -41,21 +41,20 @@ class MOON(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
+        cut = find_last_cut(cohort.task, initialized, self.title)
         trained = cohort.fit(
             initialized,
-            gradients=TeacherGradients(
-                find_last_cut(cohort.task, initialized, self.title), add_contrast
-            ),
+            objective=TeacherObjective(cut, add_contrast),
             fixed={
                 "teachers": {"received": received.model, "previous": state["local"]},
-                "numbers": {"mu": self.mu, "tau": self.tau},
+                "numbers": {"mu": cohort.constant(self.mu), "tau": cohort.constant(self.tau)},
             },
         )
         return Message(trained), {"local": trained}
 
 
 def add_contrast(
-    loss: Tensor, features: Tensor, received: Tensor, previous: Tensor, mu: Number, tau: Number
+    loss: Tensor, features: Tensor, received: Tensor, previous: Tensor, mu: Tensor, tau: Tensor
 ) -> Tensor:
     """Return loss + μ·mean of −log(e^(s_g/τ) / (e^(s_g/τ) + e^(s_p/τ))), s the cosine to each."""
     to_received, to_previous = (
