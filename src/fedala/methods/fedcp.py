@@ -13,8 +13,8 @@ from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head, upper_body
 from fedala.lanes.layer_units import Layers
-from fedala.lanes.layers import find_last_layer, layers_of
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.lanes.layers import find_last_layer
+from fedala.methods.partly_shared import PartlyShared
 from fedala.methods.teachers import TeacherObjective, mmd
 from fedala.options import option
 
@@ -64,6 +64,8 @@ class FedCP(PartlyShared):
     title = "FedCP"
     summary = "a policy divides every feature between the global head and the client's own"
     kind = "features"
+    requires_body = True
+    requires_features = True
     lane_numbers = frozenset({"lam"})
     head: ClassVar[type[Head]] = PolicyHead
 
@@ -71,17 +73,10 @@ class FedCP(PartlyShared):
         5.0, "λ: weight of the distance (MMD) to the global body's features", least=0
     )
 
-    def check_model(self, model: nn.Module) -> None:
-        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
-
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
         last = find_last_layer(model)
         own = f"{last}.personal.", f"{last}.context"
         return [name for name in layers[0] if name.startswith(own)]
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial, self.title)  # refuses a model before any work
-        return super().init_client(task, initial)
 
     def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
         last = find_last_layer(cohort.task.model)

@@ -21,9 +21,9 @@ from fedala.lanes import (
 from fedala.lanes.features import compute_loss, find_last_cut
 from fedala.lanes.heads import Head, list_added
 from fedala.lanes.layer_units import Layers
-from fedala.lanes.layers import Cut, layers_of
+from fedala.lanes.layers import Cut
 from fedala.methods.base import ServerRound
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 
@@ -50,6 +50,8 @@ class FedDBE(PartlyShared):
     title = "FedDBE"
     summary = "each client's bias of the features is in a vector that it keeps to itself"
     kind = "features"
+    requires_body = True
+    requires_features = True
     lane_numbers = frozenset({"kappa", "mu"})
     head: ClassVar[type[Head]] = BiasMemory
 
@@ -58,15 +60,8 @@ class FedDBE(PartlyShared):
         1.0, "μ: share of the newest batch in the moving mean of the features", above=0, most=1
     )
 
-    def check_model(self, model: nn.Module) -> None:
-        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
-
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
         return list_added(model, BiasMemory)
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial, self.title)  # refuses a model before any work
-        return super().init_client(task, initial)
 
     def extra_template(self, task: Task, initial: Params) -> State:
         [name] = list_added(task.model, BiasMemory)

@@ -38,6 +38,8 @@ class FedPAC(Method):
     title = "FedPAC"
     summary = "a common body that aligns classes, and heads combined for each client"
     kind = "others' models"
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"lam"})
     refuses_server_optimizer = "the server has a head for each client, which fits the mean body"
 
@@ -128,8 +130,6 @@ class FedPAC(Method):
     # --- the client ----------------------------------------------------------------------------
 
     def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)
-        find_last_cut(task, initial, self.title)  # both refuse a model before any work
         return {"local": initial}
 
     def train(

@@ -28,6 +28,7 @@ class FedPHP(Method):
     summary = "the global model, with more and more of the client's own mixed in"
     kind = "blended"
     schedule_depends_on_rounds = True
+    requires_features = True
     lane_numbers = frozenset({"mu", "lam"})
 
     mu: float = option(
@@ -49,7 +50,6 @@ class FedPHP(Method):
     )
 
     def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial, self.title)  # refuses a model before any work
         return {"personal" if self.variant == "historical" else "local": initial}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:

@@ -12,9 +12,8 @@ from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
 from fedala.lanes.class_features import measure_features, sum_class_features
 from fedala.lanes.features import compute_loss, find_last_cut
 from fedala.lanes.heads import Head, list_added
-from fedala.lanes.layers import Cut, layers_of
+from fedala.lanes.layers import Cut
 from fedala.methods.base import Method, ServerRound
-from fedala.methods.partly_shared import divide_layers
 from fedala.options import option
 
 
@@ -54,6 +53,9 @@ class FedProto(Method):
     title = "FedProto"
     summary = "own models, whose features stay near the mean of each class over all clients"
     kind = "features"
+    requires_body = True
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"lam"})
     refuses_ala = "FedProto receives no model"
     refuses_server_optimizer = "no model is uploaded"
@@ -61,15 +63,10 @@ class FedProto(Method):
 
     lam: float = option(1.0, "λ: weight of the distance to the classes' prototypes", least=0)
 
-    def check_model(self, model: nn.Module) -> None:
-        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
-
     def shared_part(self, task: Task, model: Params) -> Params:
         return {}
 
     def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)  # refuses a task without classes, before any work,
-        find_last_cut(task, initial, self.title)  # and a model that cannot be cut
         return {"local": initial}
 
     def extra_template(self, task: Task, initial: Params) -> State:

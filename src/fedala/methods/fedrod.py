@@ -47,6 +47,8 @@ class FedRoD(PartlyShared):
     title = "FedRoD"
     summary = "a generic head for balanced classes, and a personal one on top of it"
     kind = "features"
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"gamma"})
     head: ClassVar[type[Head]] = PersonalOnGeneric
 
@@ -54,11 +56,6 @@ class FedRoD(PartlyShared):
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
         return list_added(model, PersonalOnGeneric)
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)  # refuses a task without classes, before any work,
-        find_last_cut(task, initial, self.title)  # and a model that cannot be cut
-        return super().init_client(task, initial)
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State

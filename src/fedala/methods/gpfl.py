@@ -15,7 +15,7 @@ from fedala.lanes.features import compute_loss, find_last_cut
 from fedala.lanes.heads import Head, upper_body
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, call_part, find_last_layer
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 
@@ -62,6 +62,9 @@ class GPFL(PartlyShared):
     title = "GPFL"
     summary = "class embeddings guide global features, next to those of the client's own head"
     kind = "features"
+    requires_body = True
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"lam", "mu"})
     head: ClassVar[type[Head]] = GuidedHead
 
@@ -69,15 +72,9 @@ class GPFL(PartlyShared):
     mu: float = option(0.1, "μ: weight decay of the valve and the embeddings", least=0)
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        head, _ = divide_layers(self.title, layers, 1)
         last = find_last_layer(model)
         shared = f"{last}.valve.", f"{last}.embeddings"
-        return [name for name in head if not name.startswith(shared)]
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)  # refuses a task without classes, before any work,
-        find_last_cut(task, initial, self.title)  # and a model that cannot be cut
-        return super().init_client(task, initial)
+        return [name for name in layers[0] if not name.startswith(shared)]
 
     def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
         """Return the received model with the own head, and p = Σ_c (n_c/n)·C_c of the received C.
