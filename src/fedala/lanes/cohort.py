@@ -5,7 +5,7 @@ batch at some step are neighbours, and a step is a slice. Nothing is padded in t
 depends on who else is in the cohort.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -18,13 +18,13 @@ from fedala.lanes.evaluation import PredictionLog, Score, score_lanes
 from fedala.lanes.features import Sharing, compute_features, select_rows
 from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
-from fedala.lanes.optimizers import Number, Numbers
+from fedala.lanes.optimizers import Numbers
 from fedala.lanes.randomness import draw
 from fedala.lanes.recipe import Recipe, is_constant
 from fedala.lanes.samples import Samples, order_samples, pad_rows, to_device
 from fedala.lanes.task import Objective, Task
 from fedala.lanes.training import FitStep, GradientFunction, OnStep, Step, make_runner
-from fedala.lanes.trees import Params, State
+from fedala.lanes.trees import Number, Params, State
 
 T = TypeVar("T")
 
@@ -182,6 +182,32 @@ class Cohort:
         self.keep_slots(training, trained["slots"])
         model: Params = trained["model"]
         return model
+
+    def optimize(
+        self,
+        step: Step | Sequence[Step],
+        state: State,
+        fixed: State | None = None,
+        *,
+        learned: Mapping[str, Params],
+        lr: Number | None = None,
+        **options: Any,
+    ) -> State:
+        """Do as `train`, with steps that use the run's optimiser.
+
+        `learned` has the models that the optimiser steps, by training (`Method.trainings`). A step
+        finds their slots in `state["slots"]`, by training, and the optimiser's numbers in
+        `fixed["optimizer"]`. `lr` is as in `fit`.
+        """
+        slots = {}
+        for training, model in learned.items():
+            params = {name: model[name] for name in self.task.trainable}
+            slots[training] = self.load_slots(training, params)
+        constants = {**(fixed or {}), "optimizer": self.optimizer_numbers(lr)}
+        trained: State = self.train(step, {**state, "slots": slots}, constants, **options)
+        for training, kept in trained.pop("slots").items():
+            self.keep_slots(training, kept)
+        return trained
 
     def train(
         self,

@@ -17,10 +17,16 @@ from torch import Tensor
 from fedala.lanes.backend import Backend
 from fedala.lanes.late_gradients import Gradients, LateGradient, PulledGradient, list_late
 from fedala.lanes.recipe import Optimizer, is_constant
-from fedala.lanes.trees import Params, State, broadcast_lanes, flatten_lanes, is_shared
+from fedala.lanes.trees import (
+    Number,
+    Params,
+    State,
+    align,
+    broadcast_lanes,
+    flatten_lanes,
+    is_shared,
+)
 
-Number = float | Tensor
-"""One number for all lanes, or one for each, [lane]."""
 Numbers = dict[str, Any]
 """The numbers of a step by name. `lr` is [lane], each other one a `Number`."""
 
@@ -141,13 +147,6 @@ class UpdateRule:
         rate = align(numbers["lr"] / (1 - beta1**steps), target)
         root = align((1 - beta2**steps).sqrt(), target)
         target.sub_(rate * mean / (square.sqrt() / root + align(numbers["epsilon"], target)))
-
-
-def align(number: Number, target: Tensor) -> Any:
-    """Return a number in the form in which it multiplies each lane of `target`, [lane, …]."""
-    if isinstance(number, Tensor):
-        return broadcast_lanes(number, target).to(target.dtype)
-    return number
 
 
 def find_clip_factors(gradients: Mapping[str, Tensor], largest: Number) -> Tensor:

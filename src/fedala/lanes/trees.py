@@ -9,6 +9,8 @@ from torch import Tensor
 
 Params = dict[str, Tensor]
 """A model's parameters and buffers by name, [lane, …]."""
+Number = float | Tensor
+"""One number for all lanes, or one for each, [lane]."""
 State = dict[str, Any]
 """What a client or a server keeps between rounds: nested dicts of tensors, [lane, …]."""
 
@@ -90,6 +92,22 @@ def matches(tree: Any, template: Any) -> bool:
 def broadcast_lanes(numbers: Tensor, like: Tensor) -> Tensor:
     """Shape one number per lane so that it broadcasts to `like`, [lane, …]."""
     return numbers.view(-1, *[1] * (like.ndim - 1))
+
+
+def align(number: Number, target: Tensor) -> Any:
+    """Return a number in the form in which it multiplies each lane of `target`, [lane, …]."""
+    if isinstance(number, Tensor):
+        return broadcast_lanes(number, target).to(target.dtype)
+    return number
+
+
+def interpolate(a: Params, b: Params, share: Number) -> Params:
+    """Return a + share·(b − a) of all floating-point tensors in b. Counters are left out."""
+    return {
+        name: torch.lerp(a[name], value, align(share, value))
+        for name, value in b.items()
+        if value.is_floating_point()
+    }
 
 
 def flatten_lanes(value: Tensor) -> Tensor:

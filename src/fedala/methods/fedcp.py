@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.heads import Head, upper_body
+from fedala.lanes.heads import Head, list_part, upper_body
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import find_last_layer
 from fedala.methods.partly_shared import PartlyShared
@@ -74,9 +74,7 @@ class FedCP(PartlyShared):
     )
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        last = find_last_layer(model)
-        own = f"{last}.personal.", f"{last}.context"
-        return [name for name in layers[0] if name.startswith(own)]
+        return list_part(model, "personal", "context")
 
     def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
         last = find_last_layer(cohort.task.model)
@@ -107,9 +105,8 @@ class FedCP(PartlyShared):
 
     def _global_head(self, task: Task) -> dict[str, str]:
         """Return the names of the global head's tensors, each with that of the personal one."""
-        last = find_last_layer(task.model)
-        owns = {f"{last}.{part}": f"{last}.personal.{part}" for part in ("weight", "bias")}
-        return {name: own for name, own in owns.items() if name in task.layers[0]}
+        names, owns = list_part(task.model, "weight", "bias"), list_part(task.model, "personal")
+        return dict(zip(names, owns, strict=True))
 
     def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
         """Return upper layers that a client trains and receives: of the body, and the policy."""

@@ -19,7 +19,7 @@ from fedala.lanes import (
     broadcast_lanes,
 )
 from fedala.lanes.features import compute_loss, find_last_cut
-from fedala.lanes.heads import Head, list_added
+from fedala.lanes.heads import Head, list_part
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut
 from fedala.methods.base import ServerRound
@@ -61,10 +61,10 @@ class FedDBE(PartlyShared):
     )
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        return list_added(model, BiasMemory)
+        return list_part(model, "memory")
 
     def extra_template(self, task: Task, initial: Params) -> State:
-        [name] = list_added(task.model, BiasMemory)
+        [name] = list_part(task.model, "memory")
         width = task.model.get_parameter(name).shape
         return {"mean": torch.zeros(1, *width, dtype=task.dtype, device=task.device)}
 
@@ -84,11 +84,9 @@ class FedDBE(PartlyShared):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        task, learned = cohort.task, {name: initialized[name] for name in cohort.task.trainable}
-        consensus, is_known = received.extra["mean"], received.extra["is_known"]
+        task, consensus, is_known = cohort.task, received.extra["mean"], received.extra["is_known"]
         begin = {
             "model": initialized,
-            "slots": cohort.load_slots("local", learned),
             # The first moving mean is the first batch's.
             "moving": {"mean": torch.zeros_like(consensus), "share": cohort.constant(1.0)},
         }
@@ -98,10 +96,9 @@ class FedDBE(PartlyShared):
             "kappa": cohort.constant(self.kappa),
             "mu": cohort.constant(self.mu),
         }
-        fixed = {"optimizer": cohort.optimizer_numbers(), "own": own}
-        cut, memory = find_last_cut(task, initialized, self.title), self.own_part(task.model, ())
-        trained = cohort.train(DebiasStep(task.rule, cut, frozenset(memory)), begin, fixed)
-        cohort.keep_slots("local", trained["slots"])
+        cut, [memory] = find_last_cut(task, initialized, self.title), self.own_part(task.model, ())
+        step = DebiasStep(task.rule, cut, memory)
+        trained = cohort.optimize(step, begin, {"own": own}, learned={"local": initialized})
         # The server needs the mean once. After that, nothing of it leaves the client.
         mean = trained["moving"]["mean"] * broadcast_lanes(~is_known, consensus)
         local = trained["model"]
@@ -117,20 +114,20 @@ class DebiasStep:
 
     rule: UpdateRule
     cut: Cut
-    memory: frozenset[str]
+    memory: str
 
     def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
         model, moving = state["model"], state["moving"]
         own = {**fixed["own"], "moving": moving}
         losses, gradients = task.gradients(model, x, y, None, self.objective, own)
-        self.rule.update(task, model, gradients, state["slots"], fixed["optimizer"])
+        self.rule.update(task, model, gradients, state["slots"]["local"], fixed["optimizer"])
         moving["share"].copy_(fixed["own"]["mu"])
         return losses
 
     def objective(self, task: Task, w: Params, fixed: State, x: Any, y: Any) -> Tensor:
         """Return the objective of one lane, and put the new moving mean into `fixed`."""
         is_known, moving = fixed["is_known"], fixed["moving"]
-        w = {**w, **{name: w[name] * is_known for name in self.memory}}
+        w = {**w, self.memory: w[self.memory] * is_known}
         features, loss = compute_loss(task, self.cut, w, x, y)
         newest = features.flatten(0, -2).mean(0).to(task.dtype)
         mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
-from fedala.lanes.class_features import measure_features, sum_class_features
+from fedala.lanes.class_features import average_class_means, measure_features, sum_class_features
 from fedala.lanes.features import find_last_cut
 from fedala.lanes.layers import layers_of
 from fedala.lanes.trees import join, share
@@ -101,19 +101,13 @@ class FedPAC(Method):
             own = torch.cat([upload.model[name] for _, upload in uploads])
             mixed = torch.tensordot(shares.to(own.dtype), own, 1)
             heads[name] = before.index_copy(0, index, mixed)
-        counts = found["counts"].sum(0, keepdim=True)
-        sums = (found["counts"].unsqueeze(-1) * found["means"]).sum(0, keepdim=True)
-        # A class that no participant has keeps its centroid.
-        means = torch.where(
-            counts.unsqueeze(-1) > 0,
-            sums / counts.clamp(min=1).unsqueeze(-1),
-            server["centroids"]["means"],
-        )
+        centroids = server["centroids"]
+        means, is_new = average_class_means(found["means"], found["counts"], centroids["means"])
         return {
             "global": uploads.average().model,
             "heads": heads,
             "has_head": server["has_head"].index_fill(0, index, True),
-            "centroids": {"means": means, "known": server["centroids"]["known"] | (counts > 0)},
+            "centroids": {"means": means, "known": centroids["known"] | is_new},
         }
 
     def head_shares(self, h: Tensor, variance: Tensor, weights: Tensor) -> Tensor:

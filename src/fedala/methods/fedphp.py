@@ -3,10 +3,9 @@ Models. ECML PKDD 2021."""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fedala.lanes import Cohort, Message, Params, State, Task, align
+from fedala.lanes import Cohort, Message, Params, State, Task, interpolate
 from fedala.lanes.features import find_last_cut
 from fedala.methods.base import Method
 from fedala.methods.teachers import TeacherObjective, mmd
@@ -78,12 +77,7 @@ class FedPHP(Method):
 
         `part` is the share of the rounds that have been trained.
         """
-        return {
-            name: torch.lerp(value, old[name], align(self.mu * part, value))
-            if value.is_floating_point()
-            else value
-            for name, value in new.items()
-        }
+        return {**new, **interpolate(new, old, self.mu * part)}
 
 
 def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Tensor) -> Tensor:

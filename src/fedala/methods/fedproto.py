@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
-from fedala.lanes.class_features import measure_features, sum_class_features
+from fedala.lanes.class_features import average_class_means, measure_features, sum_class_features
 from fedala.lanes.features import compute_loss, find_last_cut
-from fedala.lanes.heads import Head, list_added
-from fedala.lanes.layers import Cut
+from fedala.lanes.heads import Head
+from fedala.lanes.layers import Cut, find_last_layer
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -83,18 +83,14 @@ class FedProto(Method):
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         """Average each class over the clients that have it. Without any, its prototype stays."""
-        extra = uploads.stack().extra
-        counts = extra["counts"].unsqueeze(-1)  # [client, class, 1]
-        total = counts.sum(0, keepdim=True)
-        mean = (extra["prototypes"] * counts).sum(0, keepdim=True) / total.clamp(min=1)
-        return {
-            "prototypes": torch.where(total > 0, mean, server["prototypes"]),
-            "is_known": torch.maximum(server["is_known"], (total > 0).to(mean.dtype).squeeze(-1)),
-        }
+        own, before = uploads.stack().extra, server["prototypes"]
+        prototypes, is_new = average_class_means(own["prototypes"], own["counts"], before)
+        is_known = torch.maximum(server["is_known"], is_new.to(before.dtype))
+        return {"prototypes": prototypes, "is_known": is_known}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        names = list_added(cohort.task.model, NearestPrototype)
-        prototypes = {name: received.extra[name.rpartition(".")[2]] for name in names}
+        last = find_last_layer(cohort.task.model)
+        prototypes = {f"{last}.{part}": value for part, value in received.extra.items()}
         return {**state["local"], **prototypes}, state
 
     def train(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedala.lanes import Cohort, Message, Params, State, Task, align
 from fedala.lanes.class_features import count_classes, measure_features
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.heads import Head, list_added
+from fedala.lanes.heads import Head, list_part
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut
 from fedala.methods.partly_shared import PartlyShared
@@ -55,7 +55,7 @@ class FedRoD(PartlyShared):
     gamma: float = option(1.0, "γ: exponent of the class counts in the balanced softmax", least=0)
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        return list_added(model, PersonalOnGeneric)
+        return list_part(model, "personal")
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
@@ -65,7 +65,7 @@ class FedRoD(PartlyShared):
         prior = count_classes(cohort, classes).log().clamp(min=LOG_ZERO)
         prior = (prior * align(self.gamma, prior)).to(task.dtype)
         cut = find_last_cut(task, initialized, self.title)
-        objective = TwoRisks(cut, list_added(task.model, PersonalOnGeneric))
+        objective = TwoRisks(cut, frozenset(list_part(task.model, "personal")))
         trained = cohort.fit(initialized, objective=objective, fixed={"prior": prior})
         return Message(self.shared_part(task, trained)), {"local": trained}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.class_features import count_classes, measure_features
 from fedala.lanes.features import compute_loss, find_last_cut
-from fedala.lanes.heads import Head, upper_body
+from fedala.lanes.heads import Head, list_part, upper_body
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, call_part, find_last_layer
 from fedala.methods.partly_shared import PartlyShared
@@ -72,9 +72,8 @@ class GPFL(PartlyShared):
     mu: float = option(0.1, "μ: weight decay of the valve and the embeddings", least=0)
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        last = find_last_layer(model)
-        shared = f"{last}.valve.", f"{last}.embeddings"
-        return [name for name in layers[0] if not name.startswith(shared)]
+        shared = list_part(model, "valve", "embeddings")
+        return [name for name in layers[0] if name not in shared]
 
     def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
         """Return the received model with the own head, and p = Σ_c (n_c/n)·C_c of the received C.
