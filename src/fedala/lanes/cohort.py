@@ -150,6 +150,7 @@ class Cohort:
         gradients: GradientFunction | None = None,
         fixed: Any = None,
         lr: Number | None = None,
+        linear: Params | None = None,
         proximal: tuple[Number, Params] | None = None,
         names: Collection[str] | None = None,
         training: str = "local",
@@ -159,24 +160,26 @@ class Cohort:
 
         `objective(task, model, fixed, x, y)`, a function of one lane, replaces the loss, or
         `gradients(task, model, fixed, x, y)`, of all lanes, its gradients. Either is hashable, as a
-        step is, and `fixed` is what it needs, [lane, …]. `lr` is a number or [lane].
-        `proximal = (μ, anchor)` adds μ/2·‖w − anchor‖² to the loss. `names` (parameters and
-        buffers) is the part that learns; the rest is frozen and runs in evaluation mode. `training`
-        names the optimiser's slots if the run keeps them (`Method.trainings`). `options` are those
-        of `train`.
+        step is, and `fixed` is what it needs, [lane, …]. `lr` is a number or [lane]. `linear` adds
+        ⟨linear, w⟩ to the loss, and `proximal = (μ, anchor)` μ/2·‖w − anchor‖². `names` (parameters
+        and buffers) is the part that learns; the rest is frozen and runs in evaluation mode.
+        `training` names the optimiser's slots if the run keeps them (`Method.trainings`). `options`
+        are those of `train`.
         """
         task = self.task
         learning = tuple(name for name in task.trainable if names is None or name in names)
         mu, anchor = proximal or (0.0, {})
         is_proximal = isinstance(mu, Tensor) or mu != 0
         constants: dict[str, Any] = {"optimizer": self.optimizer_numbers(lr), "own": fixed or {}}
+        if linear:
+            constants["linear"] = {name: linear[name] for name in learning}
         if is_proximal:
             constants |= {"anchor": {name: anchor[name] for name in learning}, "mu": mu}
         frozen: set[str] = set()
         if names is not None:
             frozen = {name for layer in task.layers for name in layer} - set(names)
         slots = self.load_slots(training, {name: params[name] for name in learning})
-        step = FitStep(task.rule, learning, gradients, objective, is_proximal)
+        step = FitStep(task.rule, learning, gradients, objective, bool(linear), is_proximal)
         begin = {"model": params, "slots": slots}
         trained = self.train(step, begin, constants, frozen=frozen, **options)
         self.keep_slots(training, trained["slots"])
