@@ -73,6 +73,12 @@ def share(tree: Any, lanes: int) -> Any:
     return tree_map(lambda leaf: leaf.expand(lanes, *leaf.shape[1:]), tree)
 
 
+def replace_models(stack: Params, places: Sequence[int], models: Params) -> Params:
+    """Return a stack of models, [1, place, …], with other models, [i, …], at the places[i]."""
+    index = torch.tensor(places, device=next(iter(stack.values())).device)
+    return {name: v.index_copy(1, index, models[name].unsqueeze(0)) for name, v in stack.items()}
+
+
 def is_shared(leaf: Tensor) -> bool:
     """Tell whether all lanes of a tensor are the same memory, as `share` makes it."""
     return len(leaf) == 1 or leaf.stride(0) == 0

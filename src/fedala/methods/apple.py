@@ -20,7 +20,7 @@ from fedala.lanes import (
     broadcast_lanes,
     densify,
 )
-from fedala.lanes.trees import flatten_lanes
+from fedala.lanes.trees import flatten_lanes, replace_models
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -63,13 +63,8 @@ class APPLE(Method):
         return Message(server["cores"], {"p_0": server["p_0"]})
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
-        index = torch.tensor(uploads.clients, device=uploads.weights.device)
-        cores = uploads.stack().model
-        stored = {
-            name: value.index_copy(1, index, cores[name][None])
-            for name, value in server["cores"].items()
-        }
-        return {"cores": stored, "p_0": server["p_0"]}
+        cores = replace_models(server["cores"], uploads.clients, uploads.stack().model)
+        return {"cores": cores, "p_0": server["p_0"]}
 
     # --- the client ----------------------------------------------------------------------------
 
