@@ -9,6 +9,7 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, evaluation
+from fedala.lanes.layers import call
 from fedala.lanes.trees import share, take
 from fedala.methods import make
 from fedala.models import cnn
@@ -135,7 +136,7 @@ def test_losses_of_bf16_outputs_are_not_rounded_to_bf16(lanes):
     for lane, rows in enumerate(task.parts["test"]):
         rows = torch.as_tensor(rows)
         with task.use_mode(training=False), torch.no_grad(), task.autocast():
-            output = task.run_model(take(model, 0), task.inputs(rows))
+            output = call(task.model, take(model, 0), task.inputs(rows))
         assert output.dtype == torch.bfloat16
         expected = F.cross_entropy(output.float(), task.y[rows], reduction="sum")
         torch.testing.assert_close(found[lane], expected)

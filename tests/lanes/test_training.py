@@ -8,6 +8,7 @@ from small import assert_close, ragged_task, start_of
 from fedala.cuda import backend as cuda_backend
 from fedala.lanes import Cohort, Recipe, UpdateRule, optimizers
 from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.layers import call
 from fedala.lanes.row_gradients import RowGradient
 from fedala.lanes.training import EagerRunner, FitStep
 from fedala.lanes.trees import join, take
@@ -144,6 +145,24 @@ def test_another_kind_of_training_is_another_capture(captured):
         for lr in (0.1, 0.2):
             train(task, lr=lr, **options)
         assert len(made) == number
+
+
+def stay_near(task, model, fixed, x, y):
+    """Return loss + μ/2·‖w − anchor‖² of one lane."""
+    loss = task.loss(task.loss.select(call(task.model, model, x)), y)
+    apart = [(model[name] - fixed["anchor"][name]).square().sum() for name in task.trainable]
+    return loss + fixed["mu"] / 2 * sum(apart)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_an_objective_replaces_the_loss(lanes):
+    """The proximal term as an objective of one lane, with another μ in every lane."""
+    task = ragged_task([8, 7, 5])
+    cohort = Cohort(task, range(lanes), [0] * lanes)
+    params, anchor = (join([start_of(task)(first + n) for n in range(lanes)]) for first in (0, 5))
+    mu = torch.tensor([2.0, 0.5, 0.25], dtype=torch.float64)[:lanes]
+    found = cohort.fit(params, objective=stay_near, fixed={"anchor": anchor, "mu": mu})
+    assert_close(found, cohort.fit(params, proximal=(mu, anchor)), 1e-14)
 
 
 def test_equal_steps_are_one_key():

@@ -7,8 +7,8 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from fedala.lanes import row_gradients
-from fedala.lanes.late_gradients import PulledGradient
-from fedala.lanes.optimizers import descend, pull
+from fedala.lanes.late_gradients import PulledGradient, ShiftedGradient
+from fedala.lanes.optimizers import descend, pull, shift
 from fedala.lanes.trees import join, share
 from fedala.lanes.words import MeanEmbedding, WordGradient, mean_embedding, skip_padding
 from fedala.models import fasttext
@@ -117,3 +117,27 @@ def test_a_proximal_step_is_the_dense_one(task, mu):
     descend(params, gradients, lr)
     assert_close({"": elsewhere}, {"": -lr.view(2, 1, 1) * whole}, 1e-14)
     assert_close({"": params["embedding.weight"]}, {"": expected}, 1e-14)
+
+
+@pytest.mark.parametrize("mu", [0.0, 2.0])
+def test_a_step_with_a_linear_term_is_the_dense_one(task, mu):
+    """w − lr·(g + c), and with a proximal term w − lr·(g + c + μ·(w − anchor))."""
+    params, rows = start(task, 2), torch.tensor([[1, 3], [2, 4]])
+    anchor = {name: value + 1 for name, value in params.items()}
+    shifts = {name: value.cos() for name, value in params.items()}
+    _, gradients = task.gradients(params, task.inputs(rows), task.targets(rows))
+    expected = find_dense_gradient(task, params, rows) + shifts["embedding.weight"] - mu
+    shift(gradients, shifts)
+    assert isinstance(gradients["embedding.weight"], ShiftedGradient)
+    if mu:
+        pull(params, gradients, anchor, mu)
+    found = gradients["embedding.weight"]
+    assert isinstance(found, PulledGradient if mu else ShiftedGradient)
+    assert_close({"": found.densify()[0]}, {"": expected}, 1e-14)
+    lr = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    after = params["embedding.weight"] - lr.view(2, 1, 1) * expected
+    elsewhere = torch.zeros_like(expected)
+    found.add_to([elsewhere], -lr)
+    descend(params, gradients, lr)
+    assert_close({"": elsewhere}, {"": -lr.view(2, 1, 1) * expected}, 1e-14)
+    assert_close({"": params["embedding.weight"]}, {"": after}, 1e-14)

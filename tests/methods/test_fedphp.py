@@ -29,7 +29,7 @@ from fedala.lanes.messages import Message
 from fedala.lanes.parameters import model_state
 from fedala.methods import make
 from fedala.methods.fedphp import FedPHP, stay_near
-from fedala.methods.teachers import TeacherGradients, mmd
+from fedala.methods.teachers import TeacherObjective, mmd
 from fedala.models import cnn
 from fedala.simulation import Simulation
 
@@ -207,11 +207,11 @@ def test_its_schedule_depends_on_the_number_of_rounds():
 
 def test_steps_of_different_rounds_are_one_to_be_captured():
     task = ragged_task(SIZES)
-    one, other, deeper = (TeacherGradients(Cut(task.model, p), stay_near) for p in (1, 1, 0))
+    one, other, deeper = (TeacherObjective(Cut(task.model, p), stay_near) for p in (1, 1, 0))
     assert one == other
     assert hash(one) == hash(other)
     assert one != deeper
-    assert one != TeacherGradients(Cut(Net(), 1), stay_near)
+    assert one != TeacherObjective(Cut(Net(), 1), stay_near)
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_any_work():

@@ -3,10 +3,10 @@
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.late_gradients import Gradients
 from fedala.lanes.messages import Message
-from fedala.lanes.optimizers import Number, UpdateRule, align, densify, descend, pull
+from fedala.lanes.optimizers import UpdateRule, densify, descend, pull
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, State, broadcast_lanes, tree_map
+from fedala.lanes.trees import Number, Params, State, align, broadcast_lanes, interpolate, tree_map
 from fedala.lanes.uploads import Uploads
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "broadcast_lanes",
     "densify",
     "descend",
+    "interpolate",
     "pull",
     "tree_map",
 ]

@@ -78,6 +78,17 @@ def sum_class_features(
     return ClassFeatures(sums[..., :-2], sums[..., -2], sums[..., -1])
 
 
+def average_class_means(means: Tensor, counts: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each class's mean over the clients that have it, as one lane, and which have one.
+
+    `means` is [client, class, feature], `counts` [client, class]. A class that no client has keeps
+    its mean `before`, [1, class, feature].
+    """
+    total = counts.sum(0, keepdim=True).unsqueeze(-1)
+    mean = (counts.unsqueeze(-1) * means).sum(0, keepdim=True) / total.clamp(min=1)
+    return torch.where(total > 0, mean, before), total.squeeze(-1) > 0
+
+
 def count_classes(cohort: Cohort, classes: int) -> Tensor:
     """Return how many training samples of each class every lane has: [lane, class], float64."""
     task = cohort.task

@@ -5,7 +5,7 @@ batch at some step are neighbours, and a step is a slice. Nothing is padded in t
 depends on who else is in the cohort.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -18,13 +18,13 @@ from fedala.lanes.evaluation import PredictionLog, Score, score_lanes
 from fedala.lanes.features import Sharing, compute_features, select_rows
 from fedala.lanes.layers import Cut
 from fedala.lanes.messages import Message
-from fedala.lanes.optimizers import Number, Numbers
+from fedala.lanes.optimizers import Numbers
 from fedala.lanes.randomness import draw
 from fedala.lanes.recipe import Recipe, is_constant
 from fedala.lanes.samples import Samples, order_samples, pad_rows, to_device
-from fedala.lanes.task import Task
+from fedala.lanes.task import Objective, Task
 from fedala.lanes.training import FitStep, GradientFunction, OnStep, Step, make_runner
-from fedala.lanes.trees import Params, State
+from fedala.lanes.trees import Number, Params, State
 
 T = TypeVar("T")
 
@@ -146,9 +146,11 @@ class Cohort:
         self,
         params: Params,
         *,
+        objective: Objective | None = None,
         gradients: GradientFunction | None = None,
         fixed: Any = None,
         lr: Number | None = None,
+        linear: Params | None = None,
         proximal: tuple[Number, Params] | None = None,
         names: Collection[str] | None = None,
         training: str = "local",
@@ -156,29 +158,59 @@ class Cohort:
     ) -> Params:
         """Train a copy of `params` with the run's optimiser on each lane's samples.
 
-        `gradients(task, model, fixed, x, y)` replaces the gradients of the loss by a method's own;
-        it is hashable, as a step is. `lr` is a number or [lane]. `proximal = (μ, anchor)` adds
-        μ/2·‖w − anchor‖² to the loss. `names` (parameters and buffers) is the part that learns; the
-        rest is frozen and runs in evaluation mode. `training` names the optimiser's slots if the
-        run keeps them (`Method.trainings`). `options` are those of `train`.
+        `objective(task, model, fixed, x, y)`, a function of one lane, replaces the loss, or
+        `gradients(task, model, fixed, x, y)`, of all lanes, its gradients. Either is hashable, as a
+        step is, and `fixed` is what it needs, [lane, …]. `lr` is a number or [lane]. `linear` adds
+        ⟨linear, w⟩ to the loss, and `proximal = (μ, anchor)` μ/2·‖w − anchor‖². `names` (parameters
+        and buffers) is the part that learns; the rest is frozen and runs in evaluation mode.
+        `training` names the optimiser's slots if the run keeps them (`Method.trainings`). `options`
+        are those of `train`.
         """
         task = self.task
         learning = tuple(name for name in task.trainable if names is None or name in names)
         mu, anchor = proximal or (0.0, {})
         is_proximal = isinstance(mu, Tensor) or mu != 0
         constants: dict[str, Any] = {"optimizer": self.optimizer_numbers(lr), "own": fixed or {}}
+        if linear:
+            constants["linear"] = {name: linear[name] for name in learning}
         if is_proximal:
             constants |= {"anchor": {name: anchor[name] for name in learning}, "mu": mu}
         frozen: set[str] = set()
         if names is not None:
             frozen = {name for layer in task.layers for name in layer} - set(names)
         slots = self.load_slots(training, {name: params[name] for name in learning})
-        step = FitStep(task.rule, learning, gradients, is_proximal)
+        step = FitStep(task.rule, learning, gradients, objective, bool(linear), is_proximal)
         begin = {"model": params, "slots": slots}
         trained = self.train(step, begin, constants, frozen=frozen, **options)
         self.keep_slots(training, trained["slots"])
         model: Params = trained["model"]
         return model
+
+    def optimize(
+        self,
+        step: Step | Sequence[Step],
+        state: State,
+        fixed: State | None = None,
+        *,
+        learned: Mapping[str, Params],
+        lr: Number | None = None,
+        **options: Any,
+    ) -> State:
+        """Do as `train`, with steps that use the run's optimiser.
+
+        `learned` has the models that the optimiser steps, by training (`Method.trainings`). A step
+        finds their slots in `state["slots"]`, by training, and the optimiser's numbers in
+        `fixed["optimizer"]`. `lr` is as in `fit`.
+        """
+        slots = {}
+        for training, model in learned.items():
+            params = {name: model[name] for name in self.task.trainable}
+            slots[training] = self.load_slots(training, params)
+        constants = {**(fixed or {}), "optimizer": self.optimizer_numbers(lr)}
+        trained: State = self.train(step, {**state, "slots": slots}, constants, **options)
+        for training, kept in trained.pop("slots").items():
+            self.keep_slots(training, kept)
+        return trained
 
     def train(
         self,

@@ -86,6 +86,12 @@ def select_rows(task: Task, table: Any, rows: Tensor) -> Any:
     return task.inputs(rows) if table is None else tree_map(lambda t: t[rows], table)
 
 
+def compute_loss(task: Task, cut: Cut, model: Params, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """Return one lane's features, [sample, …], and its loss."""
+    features = cut.lower(model, x)
+    return features, task.loss(task.loss.select(cut.upper(model, features)), y)
+
+
 def find_last_cut(task: Task, params: Params, title: str) -> Cut:
     """Return the cut below the last layer, for the method with this title.
 

@@ -104,24 +104,26 @@ def upper_body(model: nn.Module, layers: int | str, part: str) -> tuple[str, ...
     `part` is the module of the head that is trained and received, as the body is. A number counts
     layers of the body, and 0 takes nothing; a pattern may take any of both.
     """
-    names = [name for name, _ in model.named_parameters()]
-    head = f"{find_last_layer(model)}."
-    along = [name for name in names if name.startswith(f"{head}{part}.")]
-    body = [name for name in names if not name.startswith(head)]
+    head, along = f"{find_last_layer(model)}.", list_part(model, part)
+    body = [name for name, _ in model.named_parameters() if not name.startswith(head)]
     if isinstance(layers, str):
         return upper(model, layers, [*body, *along])
     chosen = upper(model, layers, body)
     return (*chosen, *along) if chosen else ()
 
 
-def list_added(model: nn.Module, head: type[Head]) -> frozenset[str]:
-    """Return the names of what a `head` adds to a model; empty if the model is not extended."""
-    added: set[str] = set()
-    for path, module in model.named_modules():
-        if isinstance(module, head):
-            added.update(f"{path}.{name}" for name in _tensor_names(module))
-            added -= {f"{path}.weight", f"{path}.bias"}
-    return frozenset(added)
+def list_part(model: nn.Module, *parts: str) -> tuple[str, ...]:
+    """Return the names of the tensors in some parts of the head: modules, parameters or buffers.
+
+    If the model is not extended, there are none.
+    """
+    last = find_last_layer(model)
+    paths = [f"{last}.{part}" for part in parts]
+    return tuple(
+        name
+        for name in _tensor_names(model)
+        if any(name == path or name.startswith(f"{path}.") for path in paths)
+    )
 
 
 def find_extended_layer(model: nn.Module, names: Collection[str]) -> str | None:

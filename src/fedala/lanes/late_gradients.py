@@ -19,8 +19,8 @@ class LateGradient(ABC):
     """The gradient of one or several parameters, `names`, that is computed when it is used."""
 
     names: tuple[str, ...]
-    #: Whether it is zero in most of its one parameter.
-    is_sparse: ClassVar[bool] = False
+    #: Whether a sum with whole tensors stays late: most of it is zero, or was before such a sum.
+    stays_late: ClassVar[bool] = False
 
     @abstractmethod
     def densify(self) -> Sequence[Tensor]:
@@ -56,6 +56,25 @@ class PulledGradient(LateGradient):
             target.lerp_(self.anchor, -strength)
         else:
             target.add_(strength * (self.param - self.anchor))
+        self.sparse.add_to(targets, factors)
+
+
+@dataclass(eq=False)
+class ShiftedGradient(LateGradient):
+    """A sparse gradient with that of a linear term, ⟨shift, w⟩: a step is one pass over w."""
+
+    stays_late = True
+    names: tuple[str, ...]
+    sparse: LateGradient
+    shift: Tensor
+
+    def densify(self) -> Sequence[Tensor]:
+        [whole] = self.sparse.densify()
+        return [whole.add_(self.shift)]
+
+    def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
+        [target] = targets
+        target.addcmul_(self.shift, broadcast_lanes(factors, target).to(target.dtype))
         self.sparse.add_to(targets, factors)
 
 

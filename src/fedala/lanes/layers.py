@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedala.errors import UserError
-from fedala.lanes.layer_units import HasLayers, find_module, layers_of, trainable_names
+from fedala.lanes.layer_units import HasLayers, Layers, find_module, layers_of, trainable_names
 from fedala.lanes.parameters import list_few
 from fedala.lanes.trees import take
 from fedala.options import suggest
@@ -135,6 +135,20 @@ def _suggest_names(pattern: str, parameters: Sequence[str]) -> str:
     tops = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
     close = difflib.get_close_matches(pattern, prefixes, n=1)
     return suggest(pattern, prefixes) if close else f"; the model has {list_few(tops)}"
+
+
+def divide_layers(title: str, layers: Layers, count: int) -> tuple[list[str], list[str]]:
+    """Return the names of the upper `count` layers, and those of all below.
+
+    Refuse a model that has no layers below.
+    """
+    if len(layers) <= count:
+        raise UserError(
+            f"{title} needs a model of at least {count + 1} layers: it is divided below layer "
+            f"{count}, counted from the output, and this one has {len(layers)}."
+        )
+    above, below = layers[:count], layers[count:]
+    return [name for layer in above for name in layer], [name for layer in below for name in layer]
 
 
 def call(model: nn.Module, state: State, x: Any, **kwargs: Any) -> Any:

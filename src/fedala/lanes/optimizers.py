@@ -15,12 +15,24 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.backend import Backend
-from fedala.lanes.late_gradients import Gradients, LateGradient, PulledGradient, list_late
+from fedala.lanes.late_gradients import (
+    Gradients,
+    LateGradient,
+    PulledGradient,
+    ShiftedGradient,
+    list_late,
+)
 from fedala.lanes.recipe import Optimizer, is_constant
-from fedala.lanes.trees import Params, State, broadcast_lanes, flatten_lanes, is_shared
+from fedala.lanes.trees import (
+    Number,
+    Params,
+    State,
+    align,
+    broadcast_lanes,
+    flatten_lanes,
+    is_shared,
+)
 
-Number = float | Tensor
-"""One number for all lanes, or one for each, [lane]."""
 Numbers = dict[str, Any]
 """The numbers of a step by name. `lr` is [lane], each other one a `Number`."""
 
@@ -143,13 +155,6 @@ class UpdateRule:
         target.sub_(rate * mean / (square.sqrt() / root + align(numbers["epsilon"], target)))
 
 
-def align(number: Number, target: Tensor) -> Any:
-    """Return a number in the form in which it multiplies each lane of `target`, [lane, …]."""
-    if isinstance(number, Tensor):
-        return broadcast_lanes(number, target).to(target.dtype)
-    return number
-
-
 def find_clip_factors(gradients: Mapping[str, Tensor], largest: Number) -> Tensor:
     """Return the factor of each lane's gradients that bounds their norm, [lane], at most 1."""
     norms = [torch.linalg.vector_norm(flatten_lanes(value), dim=1) for value in gradients.values()]
@@ -232,20 +237,34 @@ def densify(gradients: Gradients) -> Params:
 
 def pull(params: Params, gradients: Gradients, anchor: Params, mu: Number) -> None:
     """Add the gradient of a proximal term, μ/2·‖w − anchor‖², in place."""
-    sparse = {
-        name: value
-        for name, value in gradients.items()
-        if isinstance(value, LateGradient) and value.is_sparse
-    }
-    for name, late in sparse.items():
+    late, whole = _divide(gradients)
+    for name, gradient in late.items():
         strength = align(mu, anchor[name])
         gradients[name] = PulledGradient(
-            late.names, late, params[name].detach(), anchor[name], strength
+            gradient.names, gradient, params[name].detach(), anchor[name], strength
         )
-    rest = {name: value for name, value in gradients.items() if name not in sparse}
-    for name, value in densify(rest).items():
+    for name, value in whole.items():
         difference = params[name] - anchor[name]
         if isinstance(mu, Tensor):
             gradients[name] = value.addcmul_(difference, align(mu, value))
         else:
             gradients[name] = value.add_(difference, alpha=mu)
+
+
+def shift(gradients: Gradients, shifts: Params) -> None:
+    """Add the gradient of a linear term, ⟨shift, w⟩, in place."""
+    late, whole = _divide(gradients)
+    for name, gradient in late.items():
+        gradients[name] = ShiftedGradient(gradient.names, gradient, shifts[name])
+    for name, value in whole.items():
+        gradients[name] = value + shifts[name]
+
+
+def _divide(gradients: Gradients) -> tuple[dict[str, LateGradient], Params]:
+    """Return the gradients that stay late in a sum with whole tensors, and all others as such."""
+    late = {
+        name: value
+        for name, value in gradients.items()
+        if isinstance(value, LateGradient) and value.stays_late
+    }
+    return late, densify({name: value for name, value in gradients.items() if name not in late})

@@ -29,7 +29,7 @@ LEAST_ROWS = 2048
 class RowGradient(LateGradient):
     """The gradient of tables [lane, row, …] as values [lane, n, …] at indices [lane, n]."""
 
-    is_sparse = True
+    stays_late = True
     names: tuple[str, ...]
     indices: Tensor
     values: Tensor

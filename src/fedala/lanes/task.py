@@ -8,7 +8,7 @@ alone runs without vmap: that is the plain reference, and what a real client run
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ from fedala.lanes.row_gradients import RowGradients, find_padding_rows, large_em
 from fedala.lanes.samples import Samples, TrainingLength
 from fedala.lanes.trees import Params, count_lanes, leaves, take, tree_map
 
-Objective = Callable[..., Tensor]
-"""Of one lane: (state, x, y, …) to a number."""
+Objective = Callable[["Task", Params, Any, Any, Any], Tensor]
+"""Of (task, model, fixed, x, y) of one lane to the number that its training lowers."""
 
 
 class Task:
@@ -325,15 +325,11 @@ class Task:
             parts = (f(*take(trees, lane)) for lane in range(lanes))
             return tree_map(lambda *values: torch.stack(values), *parts)
 
-    def run_model(self, state: Params, x: Any) -> Any:
-        """Return the model's output for one lane."""
-        return call(self.model, state, x)
-
     def losses(self, params: Params, x: Any, y: Any, cut: Cut | None = None) -> Tensor:
         """Return each lane's loss on its batch, [lane]; with a `cut`, x are the features below."""
 
         def loss(state: Params, x: Any, y: Any) -> Tensor:
-            output = cut.upper(state, x) if cut else self.run_model(state, x)
+            output = cut.upper(state, x) if cut else call(self.model, state, x)
             return self.loss(self.loss.select(output), y)
 
         result: Tensor = self.per_lane(loss, params, x, y)
@@ -343,7 +339,7 @@ class Task:
         """Return each lane's outputs that the loss takes; with a `cut`, x are the features."""
 
         def output(state: Params, x: Any) -> Any:
-            whole = cut.upper(state, x) if cut else self.run_model(state, x)
+            whole = cut.upper(state, x) if cut else call(self.model, state, x)
             return keep_tensors(self.loss.select(whole))
 
         return self.per_lane(output, params, x)
@@ -362,12 +358,12 @@ class Task:
         y: Any,
         names: Sequence[str] | None = None,
         objective: Objective | None = None,
-        *fixed: Any,
+        fixed: Any = None,
     ) -> tuple[Tensor, Gradients]:
         """Return each lane's loss, [lane], and the gradients of the named parameters.
 
-        Without `names`, these are all that learn. `objective(state, x, y, *fixed)`, for one lane,
-        replaces the loss. Buffers (running statistics) are updated in place.
+        Without `names`, these are all that learn. `objective(task, model, fixed, x, y)`, for one
+        lane, replaces the loss. Buffers (running statistics) are updated in place.
         """
         names = self.trainable if names is None else names
         by_rows = self.embeddings if count_lanes(params) == 1 or self.uses_vmap else {}
@@ -378,8 +374,10 @@ class Task:
             self.backend.keep_late(params, names) as late,
         ):
             state = {**params, **{name: params[name].detach().requires_grad_() for name in names}}
-            batch = (state, x, y)
-            losses = self.per_lane(objective, *batch, *fixed) if objective else self.losses(*batch)
+            if objective:
+                losses = self.per_lane(partial(objective, self), state, fixed or {}, x, y)
+            else:
+                losses = self.losses(state, x, y)
             if names and not losses.requires_grad:
                 raise UserError(
                     "The loss does not depend on the parameters that should learn: "

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.late_gradients import Gradients
-from fedala.lanes.optimizers import UpdateRule, pull
-from fedala.lanes.task import Task
+from fedala.lanes.optimizers import UpdateRule, pull, shift
+from fedala.lanes.task import Objective, Task
 from fedala.lanes.trees import Params, State, take, tree_map
 
 Step = Callable[[Task, Any, Any, Any, Any], Tensor]
@@ -29,21 +29,26 @@ OnStep = Callable[[Tensor, Any], None]
 class FitStep:
     """A step of `Cohort.fit`: gradients of the named parameters, and the optimiser's rule.
 
-    With `gradients`, these replace those of the loss. If `is_proximal`, a proximal term of strength
-    `fixed["mu"]` pulls towards `fixed["anchor"]`.
+    An `objective` replaces the loss, and `gradients` replace its gradients. If `is_shifted`, a
+    linear term shifts the gradients by `fixed["linear"]`. If `is_proximal`, a proximal term of
+    strength `fixed["mu"]` pulls towards `fixed["anchor"]`.
     """
 
     rule: UpdateRule
     names: tuple[str, ...]
     gradients: GradientFunction | None = None
+    objective: Objective | None = None
+    is_shifted: bool = False
     is_proximal: bool = False
 
     def __call__(self, task: Task, state: State, fixed: Any, x: Any, y: Any) -> Tensor:
-        model = state["model"]
+        model, own = state["model"], fixed["own"]
         if self.gradients:
-            losses, gradients = self.gradients(task, model, fixed["own"], x, y)
+            losses, gradients = self.gradients(task, model, own, x, y)
         else:
-            losses, gradients = task.gradients(model, x, y, self.names)
+            losses, gradients = task.gradients(model, x, y, self.names, self.objective, own)
+        if self.is_shifted:
+            shift(gradients, fixed["linear"])
         if self.is_proximal:
             pull(model, gradients, fixed["anchor"], fixed["mu"])
         self.rule.update(task, model, gradients, state["slots"], fixed["optimizer"])

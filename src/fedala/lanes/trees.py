@@ -9,6 +9,8 @@ from torch import Tensor
 
 Params = dict[str, Tensor]
 """A model's parameters and buffers by name, [lane, …]."""
+Number = float | Tensor
+"""One number for all lanes, or one for each, [lane]."""
 State = dict[str, Any]
 """What a client or a server keeps between rounds: nested dicts of tensors, [lane, …]."""
 
@@ -71,6 +73,12 @@ def share(tree: Any, lanes: int) -> Any:
     return tree_map(lambda leaf: leaf.expand(lanes, *leaf.shape[1:]), tree)
 
 
+def replace_models(stack: Params, places: Sequence[int], models: Params) -> Params:
+    """Return a stack of models, [1, place, …], with other models, [i, …], at the places[i]."""
+    index = torch.tensor(places, device=next(iter(stack.values())).device)
+    return {name: v.index_copy(1, index, models[name].unsqueeze(0)) for name, v in stack.items()}
+
+
 def is_shared(leaf: Tensor) -> bool:
     """Tell whether all lanes of a tensor are the same memory, as `share` makes it."""
     return len(leaf) == 1 or leaf.stride(0) == 0
@@ -90,6 +98,22 @@ def matches(tree: Any, template: Any) -> bool:
 def broadcast_lanes(numbers: Tensor, like: Tensor) -> Tensor:
     """Shape one number per lane so that it broadcasts to `like`, [lane, …]."""
     return numbers.view(-1, *[1] * (like.ndim - 1))
+
+
+def align(number: Number, target: Tensor) -> Any:
+    """Return a number in the form in which it multiplies each lane of `target`, [lane, …]."""
+    if isinstance(number, Tensor):
+        return broadcast_lanes(number, target).to(target.dtype)
+    return number
+
+
+def interpolate(a: Params, b: Params, share: Number) -> Params:
+    """Return a + share·(b − a) of all floating-point tensors in b. Counters are left out."""
+    return {
+        name: torch.lerp(a[name], value, align(share, value))
+        for name, value in b.items()
+        if value.is_floating_point()
+    }
 
 
 def flatten_lanes(value: Tensor) -> Tensor:

@@ -22,10 +22,9 @@ from torch import Tensor
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
-from fedala.lanes.optimizers import Number, align
 from fedala.lanes.parameters import list_few
 from fedala.lanes.samples import Samples, iterate_steps, to_device
-from fedala.lanes.trees import Params, take
+from fedala.lanes.trees import Number, Params, align, take
 from fedala.options import option
 
 #: The initial stage looks at the spread of this many of the last epoch losses.

@@ -59,7 +59,7 @@ class Words:
 class WordGradient(LateGradient):
     """The gradient of tables whose rows were added up: `values`, [text, …], for all its words."""
 
-    is_sparse = True
+    stays_late = True
     names: tuple[str, ...]
     words: Words
     values: Tensor

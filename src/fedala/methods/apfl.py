@@ -17,14 +17,15 @@ from fedala.lanes import (
     UpdateRule,
     broadcast_lanes,
     densify,
+    interpolate,
 )
 from fedala.lanes.trees import count_lanes, flatten_lanes
-from fedala.methods.base import Method
+from fedala.methods.own_model import OwnModel
 from fedala.options import option
 
 
 @dataclass(frozen=True)
-class APFL(Method):
+class APFL(OwnModel):
     """The personal model is a mix v̄ = α·v + (1 − α)·w of a local model v and FedAvg's w."""
 
     name = "apfl"
@@ -43,9 +44,6 @@ class APFL(Method):
         alpha = torch.full((count_lanes(initial),), self.alpha, dtype=task.dtype)
         return {"local": initial, "personal": initial, "alpha": alpha.to(task.device)}
 
-    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        return state["local"], state
-
     def model_to_evaluate(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> Params:
@@ -54,22 +52,15 @@ class APFL(Method):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        task, models = cohort.task, {"local": received.model, "personal": initialized}
-        slots = {
-            training: cohort.load_slots(training, {name: model[name] for name in task.trainable})
-            for training, model in models.items()
-        }
         begin = {
             "w": received.model,
             "v": initialized,
             "alpha": state["alpha"],
             "adapts": cohort.constant(float(self.adapt != "never")),
-            "slots": slots,
         }
-        step = MixedStep(task.rule, adapts_always=self.adapt == "step")
-        trained = cohort.train(step, begin, {"optimizer": cohort.optimizer_numbers()})
-        for training, kept in trained["slots"].items():
-            cohort.keep_slots(training, kept)
+        step = MixedStep(cohort.task.rule, adapts_always=self.adapt == "step")
+        learned = {"local": received.model, "personal": initialized}
+        trained = cohort.optimize(step, begin, learned=learned)
         w, v, alpha = (trained[name] for name in ("w", "v", "alpha"))
         return Message(w), {"local": v, "personal": mix(w, v, alpha), "alpha": alpha}
 
@@ -107,9 +98,4 @@ class MixedStep:
 
 def mix(w: Params, v: Params, alpha: Tensor) -> Params:
     """Return α·v + (1 − α)·w of all that is in v. Counters are those of v."""
-    return {
-        name: torch.lerp(w[name], value, broadcast_lanes(alpha, value))
-        if value.is_floating_point()
-        else value
-        for name, value in v.items()
-    }
+    return {**v, **interpolate(w, v, alpha)}

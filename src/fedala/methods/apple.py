@@ -20,7 +20,7 @@ from fedala.lanes import (
     broadcast_lanes,
     densify,
 )
-from fedala.lanes.trees import flatten_lanes
+from fedala.lanes.trees import flatten_lanes, replace_models
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -63,13 +63,8 @@ class APPLE(Method):
         return Message(server["cores"], {"p_0": server["p_0"]})
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
-        index = torch.tensor(uploads.clients, device=uploads.weights.device)
-        cores = uploads.stack().model
-        stored = {
-            name: value.index_copy(1, index, cores[name][None])
-            for name, value in server["cores"].items()
-        }
-        return {"cores": stored, "p_0": server["p_0"]}
+        cores = replace_models(server["cores"], uploads.clients, uploads.stack().model)
+        return {"cores": cores, "p_0": server["p_0"]}
 
     # --- the client ----------------------------------------------------------------------------
 
@@ -95,13 +90,14 @@ class APPLE(Method):
             "own": mark_own(cohort, p_0),
             "p_0": p_0,
             "pull": cohort.constant(self.mu * self.schedule(cohort.round, cohort.rounds)),
-            "optimizer": cohort.optimizer_numbers(cohort.lr * scale.to(p_0)),
         }
-        core = {name: state["core"][name] for name in task.trainable}
-        slots = cohort.load_slots("local", core)
-        begin = {"core": state["core"], "p": state["p"], "slots": slots}
-        trained = cohort.train(Step(task.rule, self.eta), begin, fixed)
-        cohort.keep_slots("local", trained.pop("slots"))
+        trained = cohort.optimize(
+            Step(task.rule, self.eta),
+            {"core": state["core"], "p": state["p"]},
+            fixed,
+            learned={"local": state["core"]},
+            lr=cohort.lr * scale.to(p_0),
+        )
         return Message(trained["core"]), trained
 
     def trained_model(
@@ -146,7 +142,7 @@ class Step:
             else:
                 slopes[name] = broadcast_lanes(self_weight, gradient) * gradient
         if slopes:
-            self.rule.update(task, core, slopes, state["slots"], numbers)
+            self.rule.update(task, core, slopes, state["slots"]["local"], numbers)
         slope = torch.where(own > 0, by_own[:, None], by_other)
         slope = slope + fixed["pull"][:, None] * (p - p_0)
         p.sub_(torch.where(p_0 > 0, slope, 0), alpha=self.eta)

@@ -12,8 +12,10 @@ from torch import nn
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State, Task, UpdateRule, Uploads
+from fedala.lanes.class_features import measure_features
+from fedala.lanes.features import find_last_cut
 from fedala.lanes.heads import Head
-from fedala.lanes.layers import upper
+from fedala.lanes.layers import divide_layers, layers_of, upper
 from fedala.lanes.randomness import draw, torch_generator
 
 #: The kinds of fedala's own methods, in the order of lists.
@@ -84,6 +86,13 @@ class Method:
     schedule_depends_on_rounds: ClassVar[bool] = False
     #: What replaces the model's last layer, if the method has more parameters than the model.
     head: ClassVar[type[Head] | None] = None
+    #: Whether the model must have a body: layers below the last one.
+    requires_body: ClassVar[bool] = False
+    #: Whether the method works with features, what enters the last layer. A model is refused if
+    #: that layer cannot be cut off.
+    requires_features: ClassVar[bool] = False
+    #: Whether the method works with the classes of the samples. A task without classes is refused.
+    requires_classes: ClassVar[bool] = False
     #: The names of what a client reports (`Cohort.metrics`). A server accepts no others.
     metrics: ClassVar[frozenset[str]] = frozenset({"train_loss"})
     #: Hyperparameters that may be [lane] instead of a number, in a cohort of runs that differ in
@@ -105,6 +114,15 @@ class Method:
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this method cannot work with, by a `UserError`."""
+        if self.requires_body:
+            divide_layers(self.title, layers_of(model), 1)
+
+    def check_task(self, task: Task, initial: Params) -> None:
+        """Refuse samples, or a model on samples, as `check_model` does; `initial` is Θ⁰."""
+        if self.requires_classes:
+            measure_features(task, self.title)
+        if self.requires_features:
+            find_last_cut(task, initial, self.title)
 
     def check_optimizer(self, rule: UpdateRule) -> None:
         """Refuse an optimiser that this method cannot train with, by a `UserError`."""

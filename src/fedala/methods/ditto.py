@@ -8,12 +8,12 @@ from math import ceil
 from typing import Self
 
 from fedala.lanes import Cohort, Message, Params, State, Task
-from fedala.methods.base import Method
+from fedala.methods.own_model import OwnModel
 from fedala.options import option
 
 
 @dataclass(frozen=True)
-class Ditto(Method):
+class Ditto(OwnModel):
     """Next to FedAvg's model w, a client trains a personal model v, pulled to the global model."""
 
     name = "ditto"
@@ -24,12 +24,6 @@ class Ditto(Method):
 
     lam: float = option(0.1, "λ: strength of the personal model's proximal term", least=0)
     epochs: int = option(2, "s: local epochs of the personal model", least=1)
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        return {"local": initial}
-
-    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        return state["local"], state
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State

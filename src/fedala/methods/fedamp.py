@@ -9,12 +9,13 @@ from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
 from fedala.lanes.trees import count_lanes, flatten_lanes, share, take
-from fedala.methods.base import Method, ServerRound
+from fedala.methods.base import ServerRound
+from fedala.methods.own_model import OwnModel
 from fedala.options import option
 
 
 @dataclass(frozen=True)
-class FedAMP(Method):
+class FedAMP(OwnModel):
     """The server sends client i its own mix u_i of all models, near ones most; w_i is pulled to it.
 
     The server's models, one for each client, are in two parts, what learns and the rest (running
@@ -82,12 +83,6 @@ class FedAMP(Method):
         xi.fill_diagonal_(0)
         xi /= xi.sum(1, keepdim=True).clamp(min=1)
         return xi + torch.diag((1 - xi.sum(1)).clamp(min=0))
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        return {"local": initial}
-
-    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        return state["local"], state
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.layer_units import Layers
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 
@@ -23,13 +23,13 @@ class FedBABU(PartlyShared):
     title = "FedBABU"
     summary = "only the body is trained together; a client fine-tunes it and the head to be tested"
     kind = "fine-tuned"
+    requires_body = True
 
     epochs: int = option(5, "τ_f: epochs of fine-tuning before a test", least=0)
     part: str = option("whole", "what is fine-tuned", choices=("whole", "head", "body"))
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        head, _ = divide_layers(self.title, layers, 1)
-        return head
+        return layers[0]
 
     def init_client(self, task: Task, initial: Params) -> State:
         return {"local": initial, "personal": initial}

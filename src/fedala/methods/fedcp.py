@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Message, Number, Params, State, Task
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.heads import Head, upper_body
+from fedala.lanes.heads import Head, list_part, upper_body
 from fedala.lanes.layer_units import Layers
-from fedala.lanes.layers import find_last_layer, layers_of
-from fedala.methods.partly_shared import PartlyShared, divide_layers
-from fedala.methods.teachers import TeacherGradients, mmd
+from fedala.lanes.layers import find_last_layer
+from fedala.methods.partly_shared import PartlyShared
+from fedala.methods.teachers import TeacherObjective, mmd
 from fedala.options import option
 
 
@@ -49,7 +49,7 @@ def find_context(weight: Tensor) -> Tensor:
     return F.normalize(weight.sum(-2), dim=-1)
 
 
-def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Number) -> Tensor:
+def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Tensor) -> Tensor:
     """Return loss + λ·MMD(features, features under the global body)."""
     return loss + lam * mmd(features, teacher)
 
@@ -64,6 +64,8 @@ class FedCP(PartlyShared):
     title = "FedCP"
     summary = "a policy divides every feature between the global head and the client's own"
     kind = "features"
+    requires_body = True
+    requires_features = True
     lane_numbers = frozenset({"lam"})
     head: ClassVar[type[Head]] = PolicyHead
 
@@ -71,17 +73,8 @@ class FedCP(PartlyShared):
         5.0, "λ: weight of the distance (MMD) to the global body's features", least=0
     )
 
-    def check_model(self, model: nn.Module) -> None:
-        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
-
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        last = find_last_layer(model)
-        own = f"{last}.personal.", f"{last}.context"
-        return [name for name in layers[0] if name.startswith(own)]
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial, self.title)  # refuses a model before any work
-        return super().init_client(task, initial)
+        return list_part(model, "personal", "context")
 
     def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
         last = find_last_layer(cohort.task.model)
@@ -92,14 +85,13 @@ class FedCP(PartlyShared):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         task, head = cohort.task, self._global_head(cohort.task)
-        [learning] = self.trainings(task).values()
         cut = find_last_cut(task, initialized, self.title)
         local = cohort.fit(
             initialized,
-            gradients=TeacherGradients(cut, stay_near, tuple(learning)),
+            objective=TeacherObjective(cut, stay_near),
             fixed={
                 "teachers": {"teacher": {**initialized, **received.model}},
-                "numbers": {"lam": self.lam},
+                "numbers": {"lam": cohort.constant(self.lam)},
             },
             names=initialized.keys() - head.keys(),
         )
@@ -113,9 +105,8 @@ class FedCP(PartlyShared):
 
     def _global_head(self, task: Task) -> dict[str, str]:
         """Return the names of the global head's tensors, each with that of the personal one."""
-        last = find_last_layer(task.model)
-        owns = {f"{last}.{part}": f"{last}.personal.{part}" for part in ("weight", "bias")}
-        return {name: own for name, own in owns.items() if name in task.layers[0]}
+        names, owns = list_part(task.model, "weight", "bias"), list_part(task.model, "personal")
+        return dict(zip(names, owns, strict=True))
 
     def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
         """Return upper layers that a client trains and receives: of the body, and the policy."""

@@ -18,12 +18,12 @@ from fedala.lanes import (
     Uploads,
     broadcast_lanes,
 )
-from fedala.lanes.features import find_last_cut
-from fedala.lanes.heads import Head, list_added
+from fedala.lanes.features import compute_loss, find_last_cut
+from fedala.lanes.heads import Head, list_part
 from fedala.lanes.layer_units import Layers
-from fedala.lanes.layers import Cut, layers_of
+from fedala.lanes.layers import Cut
 from fedala.methods.base import ServerRound
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 
@@ -50,6 +50,8 @@ class FedDBE(PartlyShared):
     title = "FedDBE"
     summary = "each client's bias of the features is in a vector that it keeps to itself"
     kind = "features"
+    requires_body = True
+    requires_features = True
     lane_numbers = frozenset({"kappa", "mu"})
     head: ClassVar[type[Head]] = BiasMemory
 
@@ -58,18 +60,11 @@ class FedDBE(PartlyShared):
         1.0, "μ: share of the newest batch in the moving mean of the features", above=0, most=1
     )
 
-    def check_model(self, model: nn.Module) -> None:
-        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
-
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        return list_added(model, BiasMemory)
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial, self.title)  # refuses a model before any work
-        return super().init_client(task, initial)
+        return list_part(model, "memory")
 
     def extra_template(self, task: Task, initial: Params) -> State:
-        [name] = list_added(task.model, BiasMemory)
+        [name] = list_part(task.model, "memory")
         width = task.model.get_parameter(name).shape
         return {"mean": torch.zeros(1, *width, dtype=task.dtype, device=task.device)}
 
@@ -89,24 +84,21 @@ class FedDBE(PartlyShared):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        task, learned = cohort.task, {name: initialized[name] for name in cohort.task.trainable}
-        consensus, is_known = received.extra["mean"], received.extra["is_known"]
+        task, consensus, is_known = cohort.task, received.extra["mean"], received.extra["is_known"]
         begin = {
             "model": initialized,
-            "slots": cohort.load_slots("local", learned),
             # The first moving mean is the first batch's.
             "moving": {"mean": torch.zeros_like(consensus), "share": cohort.constant(1.0)},
         }
-        fixed = {
-            "optimizer": cohort.optimizer_numbers(),
+        own = {
             "consensus": consensus,
             "is_known": is_known.to(task.dtype),
             "kappa": cohort.constant(self.kappa),
             "mu": cohort.constant(self.mu),
         }
-        cut, memory = find_last_cut(task, initialized, self.title), self.own_part(task.model, ())
-        trained = cohort.train(DebiasStep(task.rule, cut, frozenset(memory)), begin, fixed)
-        cohort.keep_slots("local", trained["slots"])
+        cut, [memory] = find_last_cut(task, initialized, self.title), self.own_part(task.model, ())
+        step = DebiasStep(task.rule, cut, memory)
+        trained = cohort.optimize(step, begin, {"own": own}, learned={"local": initialized})
         # The server needs the mean once. After that, nothing of it leaves the client.
         mean = trained["moving"]["mean"] * broadcast_lanes(~is_known, consensus)
         local = trained["model"]
@@ -122,24 +114,24 @@ class DebiasStep:
 
     rule: UpdateRule
     cut: Cut
-    memory: frozenset[str]
+    memory: str
 
     def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
-        def objective(w: Params, x: Any, y: Any, moving: State, fixed: State) -> Tensor:
-            is_known = fixed["is_known"]
-            w = {**w, **{name: w[name] * is_known for name in self.memory}}
-            features = self.cut.lower(w, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            newest = features.flatten(0, -2).mean(0).to(task.dtype)
-            mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
-            moving["mean"].copy_(mean.detach())
-            distance = (mean - fixed["consensus"]).square().mean() / 2
-            penalty: Tensor = fixed["kappa"] * is_known * distance
-            return loss + penalty
-
         model, moving = state["model"], state["moving"]
-        regularizer = {name: fixed[name] for name in ("consensus", "is_known", "kappa")}
-        losses, gradients = task.gradients(model, x, y, None, objective, moving, regularizer)
-        self.rule.update(task, model, gradients, state["slots"], fixed["optimizer"])
-        moving["share"].copy_(fixed["mu"])
+        own = {**fixed["own"], "moving": moving}
+        losses, gradients = task.gradients(model, x, y, None, self.objective, own)
+        self.rule.update(task, model, gradients, state["slots"]["local"], fixed["optimizer"])
+        moving["share"].copy_(fixed["own"]["mu"])
         return losses
+
+    def objective(self, task: Task, w: Params, fixed: State, x: Any, y: Any) -> Tensor:
+        """Return the objective of one lane, and put the new moving mean into `fixed`."""
+        is_known, moving = fixed["is_known"], fixed["moving"]
+        w = {**w, self.memory: w[self.memory] * is_known}
+        features, loss = compute_loss(task, self.cut, w, x, y)
+        newest = features.flatten(0, -2).mean(0).to(task.dtype)
+        mean = (1 - moving["share"]) * moving["mean"] + moving["share"] * newest
+        moving["mean"].copy_(mean.detach())
+        distance = (mean - fixed["consensus"]).square().mean() / 2
+        penalty: Tensor = fixed["kappa"] * is_known * distance
+        return loss + penalty

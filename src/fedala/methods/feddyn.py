@@ -7,7 +7,6 @@ import torch
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, align
 from fedala.methods.base import Method, ServerRound
-from fedala.methods.scaffold import correct_gradients
 from fedala.options import option
 
 
@@ -45,8 +44,7 @@ class FedDyn(Method):
     ) -> tuple[Message, State]:
         trained = cohort.fit(
             initialized,
-            gradients=correct_gradients,
-            fixed={"correction": {name: -value for name, value in state["g"].items()}},
+            linear={name: -value for name, value in state["g"].items()},
             proximal=(self.alpha, received.model),
         )
         has_samples = cohort.lr.new_tensor(cohort.sizes()) > 0  # without samples, g_i stays

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, broadcast_lanes
 from fedala.lanes.randomness import draw
-from fedala.lanes.trees import first_leaf, flatten_lanes
+from fedala.lanes.trees import first_leaf, flatten_lanes, replace_models
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -55,11 +55,7 @@ class FedFomo(Method):
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         index = torch.tensor(uploads.clients, device=uploads.weights.device)
-        stacked = uploads.stack().model
-        models = {
-            name: value.index_copy(1, index, stacked[name][None])
-            for name, value in server["models"].items()
-        }
+        models = replace_models(server["models"], uploads.clients, uploads.stack().model)
         known = server["known"].index_copy(0, index, uploads.weights > 0)
         return {"models": models, "known": known}
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fedala.errors import UserError
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Uploads
-from fedala.lanes.class_features import measure_features, sum_class_features
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
+from fedala.lanes.class_features import average_class_means, measure_features, sum_class_features
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.layers import Cut, layers_of
+from fedala.lanes.layers import layers_of
 from fedala.lanes.trees import join, share
 from fedala.methods.base import Method, ServerRound
+from fedala.methods.fedproto import NearPrototypes
 from fedala.methods.simplex import minimize_on_simplex
 from fedala.options import option
 
@@ -37,6 +38,8 @@ class FedPAC(Method):
     title = "FedPAC"
     summary = "a common body that aligns classes, and heads combined for each client"
     kind = "others' models"
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"lam"})
     refuses_server_optimizer = "the server has a head for each client, which fits the mean body"
 
@@ -98,19 +101,13 @@ class FedPAC(Method):
             own = torch.cat([upload.model[name] for _, upload in uploads])
             mixed = torch.tensordot(shares.to(own.dtype), own, 1)
             heads[name] = before.index_copy(0, index, mixed)
-        counts = found["counts"].sum(0, keepdim=True)
-        sums = (found["counts"].unsqueeze(-1) * found["means"]).sum(0, keepdim=True)
-        # A class that no participant has keeps its centroid.
-        means = torch.where(
-            counts.unsqueeze(-1) > 0,
-            sums / counts.clamp(min=1).unsqueeze(-1),
-            server["centroids"]["means"],
-        )
+        centroids = server["centroids"]
+        means, is_new = average_class_means(found["means"], found["counts"], centroids["means"])
         return {
             "global": uploads.average().model,
             "heads": heads,
             "has_head": server["has_head"].index_fill(0, index, True),
-            "centroids": {"means": means, "known": server["centroids"]["known"] | (counts > 0)},
+            "centroids": {"means": means, "known": centroids["known"] | is_new},
         }
 
     def head_shares(self, h: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
@@ -127,15 +124,12 @@ class FedPAC(Method):
     # --- the client ----------------------------------------------------------------------------
 
     def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)
-        find_last_cut(task, initial, self.title)  # both refuse a model before any work
         return {"local": initial}
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         task = cohort.task
-        body = tuple(self.trainings(task)["local"])
         cut = find_last_cut(task, initialized, self.title)
         sizes = measure_features(task, self.title)
         # All participants measure h and its variance under the same body, the received one.
@@ -153,8 +147,12 @@ class FedPAC(Method):
         )
         trained = cohort.fit(
             trained,
-            gradients=Aligned(cut, body),
-            fixed={"lam": cohort.constant(self.lam), "centroids": received.extra},
+            objective=NearPrototypes(cut),
+            fixed={
+                "prototypes": received.extra["means"],
+                "is_known": received.extra["known"],
+                "lam": cohort.constant(self.lam),
+            },
             names=initialized.keys() - set(task.layers[0]),
         )
         after = sum_class_features(cohort, cut, trained, *sizes)
@@ -168,28 +166,6 @@ class FedPAC(Method):
 
     def scale_epochs(self, factor: Fraction) -> Self:
         return replace(self, epochs=ceil(factor * self.epochs))
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """The body's gradients of loss + λ·mean over samples of ‖f(x) − c_y‖²/d."""
-
-    cut: Cut
-    body: tuple[str, ...]
-
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Tensor, y: Tensor, centroids: State, lam: Tensor) -> Tensor:
-            features = self.cut.lower(w, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            distances = (features.to(task.dtype) - centroids["means"][y]).square().mean(1)
-            # A class that has no centroid yet is not aligned.
-            distance: Tensor = (distances * centroids["known"][y]).mean()
-            return loss + lam * distance
-
-        constants = fixed["centroids"], fixed["lam"]
-        return task.gradients(model, x, y, self.body, objective, *constants)
 
 
 def weigh_heads(h: Tensor, variance: Tensor) -> Tensor:

@@ -3,13 +3,12 @@ Models. ECML PKDD 2021."""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fedala.lanes import Cohort, Message, Number, Params, State, Task, align
+from fedala.lanes import Cohort, Message, Params, State, Task, interpolate
 from fedala.lanes.features import find_last_cut
 from fedala.methods.base import Method
-from fedala.methods.teachers import TeacherGradients, mmd
+from fedala.methods.teachers import TeacherObjective, mmd
 from fedala.options import option
 
 
@@ -28,6 +27,7 @@ class FedPHP(Method):
     summary = "the global model, with more and more of the client's own mixed in"
     kind = "blended"
     schedule_depends_on_rounds = True
+    requires_features = True
     lane_numbers = frozenset({"mu", "lam"})
 
     mu: float = option(
@@ -49,7 +49,6 @@ class FedPHP(Method):
     )
 
     def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial, self.title)  # refuses a model before any work
         return {"personal" if self.variant == "historical" else "local": initial}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
@@ -65,8 +64,8 @@ class FedPHP(Method):
         teacher = state.get("personal", received.model)
         local = cohort.fit(
             initialized,
-            gradients=TeacherGradients(cut, stay_near),
-            fixed={"teachers": {"teacher": teacher}, "numbers": {"lam": self.lam}},
+            objective=TeacherObjective(cut, stay_near),
+            fixed={"teachers": {"teacher": teacher}, "numbers": {"lam": cohort.constant(self.lam)}},
         )
         if self.variant == "historical":
             personal = self._mix(local, state["personal"], cohort.round / cohort.rounds)
@@ -78,14 +77,9 @@ class FedPHP(Method):
 
         `part` is the share of the rounds that have been trained.
         """
-        return {
-            name: torch.lerp(value, old[name], align(self.mu * part, value))
-            if value.is_floating_point()
-            else value
-            for name, value in new.items()
-        }
+        return {**new, **interpolate(new, old, self.mu * part)}
 
 
-def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Number) -> Tensor:
+def stay_near(loss: Tensor, features: Tensor, teacher: Tensor, lam: Tensor) -> Tensor:
     """Return (1 − λ)·loss + λ·MMD(features under w, under the teacher)."""
     return (1 - lam) * loss + lam * mmd(features, teacher)

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, Uploads
-from fedala.lanes.class_features import measure_features, sum_class_features
-from fedala.lanes.features import find_last_cut
-from fedala.lanes.heads import Head, list_added
-from fedala.lanes.layers import Cut, layers_of
+from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
+from fedala.lanes.class_features import average_class_means, measure_features, sum_class_features
+from fedala.lanes.features import compute_loss, find_last_cut
+from fedala.lanes.heads import Head
+from fedala.lanes.layers import Cut, find_last_layer
 from fedala.methods.base import Method, ServerRound
-from fedala.methods.partly_shared import divide_layers
 from fedala.options import option
 
 
@@ -54,6 +53,9 @@ class FedProto(Method):
     title = "FedProto"
     summary = "own models, whose features stay near the mean of each class over all clients"
     kind = "features"
+    requires_body = True
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"lam"})
     refuses_ala = "FedProto receives no model"
     refuses_server_optimizer = "no model is uploaded"
@@ -61,15 +63,10 @@ class FedProto(Method):
 
     lam: float = option(1.0, "λ: weight of the distance to the classes' prototypes", least=0)
 
-    def check_model(self, model: nn.Module) -> None:
-        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
-
     def shared_part(self, task: Task, model: Params) -> Params:
         return {}
 
     def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)  # refuses a task without classes, before any work,
-        find_last_cut(task, initial, self.title)  # and a model that cannot be cut
         return {"local": initial}
 
     def extra_template(self, task: Task, initial: Params) -> State:
@@ -86,18 +83,14 @@ class FedProto(Method):
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         """Average each class over the clients that have it. Without any, its prototype stays."""
-        extra = uploads.stack().extra
-        counts = extra["counts"].unsqueeze(-1)  # [client, class, 1]
-        total = counts.sum(0, keepdim=True)
-        mean = (extra["prototypes"] * counts).sum(0, keepdim=True) / total.clamp(min=1)
-        return {
-            "prototypes": torch.where(total > 0, mean, server["prototypes"]),
-            "is_known": torch.maximum(server["is_known"], (total > 0).to(mean.dtype).squeeze(-1)),
-        }
+        own, before = uploads.stack().extra, server["prototypes"]
+        prototypes, is_new = average_class_means(own["prototypes"], own["counts"], before)
+        is_known = torch.maximum(server["is_known"], is_new.to(before.dtype))
+        return {"prototypes": prototypes, "is_known": is_known}
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        names = list_added(cohort.task.model, NearestPrototype)
-        prototypes = {name: received.extra[name.rpartition(".")[2]] for name in names}
+        last = find_last_layer(cohort.task.model)
+        prototypes = {f"{last}.{part}": value for part, value in received.extra.items()}
         return {**state["local"], **prototypes}, state
 
     def train(
@@ -106,7 +99,7 @@ class FedProto(Method):
         task = cohort.task
         cut = find_last_cut(task, initialized, self.title)
         fixed = {**received.extra, "lam": cohort.constant(self.lam)}
-        local = cohort.fit(initialized, gradients=NearPrototypes(cut), fixed=fixed)
+        local = cohort.fit(initialized, objective=NearPrototypes(cut), fixed=fixed)
         found = sum_class_features(cohort, cut, local, *measure_features(task, self.title))
         own = {"prototypes": found.means.to(task.dtype), "counts": found.counts.long()}
         return Message({}, own), {"local": local}
@@ -114,19 +107,13 @@ class FedProto(Method):
 
 @dataclass(frozen=True)
 class NearPrototypes:
-    """The gradients of loss + λ·MSE(features, prototypes of their classes)."""
+    """The objective loss + λ·MSE(features, prototypes of their classes)."""
 
     cut: Cut
 
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Any, y: Tensor
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Any, y: Tensor, fixed: State) -> Tensor:
-            features = self.cut.lower(w, x)
-            loss = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            apart = features.to(task.dtype) - fixed["prototypes"][y.long()]
-            known = fixed["is_known"][y.long()].unsqueeze(-1)  # others pull nothing
-            penalty: Tensor = fixed["lam"] * (known * apart.square()).mean()
-            return loss + penalty
-
-        return task.gradients(model, x, y, None, objective, fixed)
+    def __call__(self, task: Task, model: Params, fixed: State, x: Any, y: Tensor) -> Tensor:
+        features, loss = compute_loss(task, self.cut, model, x, y)
+        apart = features.to(task.dtype) - fixed["prototypes"][y.long()]
+        known = fixed["is_known"][y.long()].unsqueeze(-1)  # a class without one pulls nothing
+        penalty: Tensor = fixed["lam"] * (known * apart.square()).mean()
+        return loss + penalty

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.layer_units import Layers
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 
@@ -23,12 +23,12 @@ class FedRep(PartlyShared):
     title = "FedRep"
     summary = "a common body, and a head that every client keeps to itself"
     kind = "own layers"
+    requires_body = True
 
     epochs: int = option(5, "τ: local epochs of the head on the frozen body", least=1)
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        head, _ = divide_layers(self.title, layers, 1)
-        return head
+        return layers[0]
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State

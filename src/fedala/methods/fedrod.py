@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, align
+from fedala.lanes import Cohort, Message, Params, State, Task, align
 from fedala.lanes.class_features import count_classes, measure_features
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.heads import Head, list_added
+from fedala.lanes.heads import Head, list_part
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut
 from fedala.methods.partly_shared import PartlyShared
@@ -47,18 +47,15 @@ class FedRoD(PartlyShared):
     title = "FedRoD"
     summary = "a generic head for balanced classes, and a personal one on top of it"
     kind = "features"
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"gamma"})
     head: ClassVar[type[Head]] = PersonalOnGeneric
 
     gamma: float = option(1.0, "γ: exponent of the class counts in the balanced softmax", least=0)
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        return list_added(model, PersonalOnGeneric)
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)  # refuses a task without classes, before any work,
-        find_last_cut(task, initial, self.title)  # and a model that cannot be cut
-        return super().init_client(task, initial)
+        return list_part(model, "personal")
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
@@ -68,28 +65,23 @@ class FedRoD(PartlyShared):
         prior = count_classes(cohort, classes).log().clamp(min=LOG_ZERO)
         prior = (prior * align(self.gamma, prior)).to(task.dtype)
         cut = find_last_cut(task, initialized, self.title)
-        gradients = TwoRisks(cut, list_added(task.model, PersonalOnGeneric))
-        trained = cohort.fit(initialized, gradients=gradients, fixed={"prior": prior})
+        objective = TwoRisks(cut, frozenset(list_part(task.model, "personal")))
+        trained = cohort.fit(initialized, objective=objective, fixed={"prior": prior})
         return Message(self.shared_part(task, trained)), {"local": trained}
 
 
 @dataclass(frozen=True)
 class TwoRisks:
-    """The gradients of the balanced risk of G, and of P's empirical risk on frozen z and G."""
+    """The objective: the balanced risk of G, and P's empirical risk on frozen z and G."""
 
     cut: Cut
     personal: frozenset[str]
 
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Any, y: Any
-    ) -> tuple[Tensor, Gradients]:
-        def objective(w: Params, x: Any, y: Any, prior: Tensor) -> Tensor:
-            features = self.cut.lower(w, x)
-            without = {name: torch.zeros_like(w[name]) for name in self.personal}
-            frozen = {name: w[name] if name in self.personal else w[name].detach() for name in w}
-            generic = self.cut.upper({**w, **without}, features)
-            both = self.cut.upper(frozen, features.detach())
-            select = task.loss.select
-            return task.loss(select(generic) + prior, y) + task.loss(select(both), y)
-
-        return task.gradients(model, x, y, None, objective, fixed["prior"])
+    def __call__(self, task: Task, w: Params, fixed: State, x: Any, y: Any) -> Tensor:
+        features = self.cut.lower(w, x)
+        without = {name: torch.zeros_like(w[name]) for name in self.personal}
+        frozen = {name: w[name] if name in self.personal else w[name].detach() for name in w}
+        generic = self.cut.upper({**w, **without}, features)
+        both = self.cut.upper(frozen, features.detach())
+        select = task.loss.select
+        return task.loss(select(generic) + fixed["prior"], y) + task.loss(select(both), y)

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.class_features import count_classes, measure_features
-from fedala.lanes.features import find_last_cut
-from fedala.lanes.heads import Head, upper_body
+from fedala.lanes.features import compute_loss, find_last_cut
+from fedala.lanes.heads import Head, list_part, upper_body
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, call_part, find_last_layer
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 
@@ -62,6 +62,9 @@ class GPFL(PartlyShared):
     title = "GPFL"
     summary = "class embeddings guide global features, next to those of the client's own head"
     kind = "features"
+    requires_body = True
+    requires_features = True
+    requires_classes = True
     lane_numbers = frozenset({"lam", "mu"})
     head: ClassVar[type[Head]] = GuidedHead
 
@@ -69,15 +72,8 @@ class GPFL(PartlyShared):
     mu: float = option(0.1, "μ: weight decay of the valve and the embeddings", least=0)
 
     def own_part(self, model: nn.Module, layers: Layers) -> Collection[str]:
-        head, _ = divide_layers(self.title, layers, 1)
-        last = find_last_layer(model)
-        shared = f"{last}.valve.", f"{last}.embeddings"
-        return [name for name in head if not name.startswith(shared)]
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        measure_features(task, self.title)  # refuses a task without classes, before any work,
-        find_last_cut(task, initial, self.title)  # and a model that cannot be cut
-        return super().init_client(task, initial)
+        shared = list_part(model, "valve", "embeddings")
+        return [name for name in layers[0] if name not in shared]
 
     def complete_model(self, cohort: Cohort, received: Params, local: Params) -> Params:
         """Return the received model with the own head, and p = Σ_c (n_c/n)·C_c of the received C.
@@ -102,8 +98,8 @@ class GPFL(PartlyShared):
             "lam": cohort.constant(self.lam),
             "mu": cohort.constant(self.mu),
         }
-        gradients = Guided(find_last_cut(task, initialized, self.title), last)
-        trained = cohort.fit(initialized, gradients=gradients, fixed=fixed)
+        objective = Guided(find_last_cut(task, initialized, self.title), last)
+        trained = cohort.fit(initialized, objective=objective, fixed=fixed)
         return Message(self.shared_part(task, trained)), {"local": trained}
 
     def ala_parameters(self, model: nn.Module, layers: int | str) -> tuple[str, ...]:
@@ -113,7 +109,7 @@ class GPFL(PartlyShared):
 
 @dataclass(frozen=True)
 class Guided:
-    """The gradients of L^P + L^alg + λ·L^mlg + μ/2·‖(V, C)‖² (equations 3 to 5).
+    """The objective L^P + L^alg + λ·L^mlg + μ/2·‖(V, C)‖² (equations 3 to 5).
 
     `fixed["frozen"]` is Ĉ, the embeddings as they were received.
     """
@@ -121,23 +117,15 @@ class Guided:
     cut: Cut
     last: str
 
-    def __call__(
-        self, task: Task, model: Params, fixed: State, x: Any, y: Any
-    ) -> tuple[Tensor, Gradients]:
+    def __call__(self, task: Task, w: Params, fixed: State, x: Any, y: Tensor) -> Tensor:
+        frozen, lam, mu = (fixed[name] for name in ("frozen", "lam", "mu"))
         path, classes = f"{self.last}.valve", f"{self.last}.embeddings"
-        decayed = [name for name in model if name == classes or name.startswith(f"{path}.")]
-
-        def objective(w: Params, x: Any, y: Any, frozen: Tensor, lam: Tensor, mu: Tensor) -> Tensor:
-            features = self.cut.lower(w, x)
-            personal = task.loss(task.loss.select(self.cut.upper(w, features)), y)
-            guided: Tensor = call_part(task.model, path, w, features, frozen.mean(0))
-            guided = guided.to(task.dtype)
-            cosines = F.normalize(guided, dim=-1) @ F.normalize(w[classes], dim=-1).T
-            angle = F.cross_entropy(cosines, y.long())
-            magnitude = torch.linalg.vector_norm(guided - frozen[y.long()], dim=-1).mean()
-            squares = torch.stack([w[name].square().sum() for name in decayed]).sum()
-            total: Tensor = personal + angle + lam * magnitude + mu / 2 * squares
-            return total
-
-        numbers = (fixed[name] for name in ("frozen", "lam", "mu"))
-        return task.gradients(model, x, y, None, objective, *numbers)
+        features, personal = compute_loss(task, self.cut, w, x, y)
+        guided = call_part(task.model, path, w, features, frozen.mean(0)).to(task.dtype)
+        cosines = F.normalize(guided, dim=-1) @ F.normalize(w[classes], dim=-1).T
+        angle = F.cross_entropy(cosines, y.long())
+        magnitude = torch.linalg.vector_norm(guided - frozen[y.long()], dim=-1).mean()
+        decayed = [w[name] for name in w if name == classes or name.startswith(f"{path}.")]
+        squares = torch.stack([value.square().sum() for value in decayed]).sum()
+        total: Tensor = personal + angle + lam * magnitude + mu / 2 * squares
+        return total

@@ -4,10 +4,9 @@ NeurIPS 2020."""
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
-from fedala.lanes.trees import count_lanes
+from fedala.lanes.trees import count_lanes, replace_models
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -71,12 +70,11 @@ class IFCA(Method):
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         chosen = torch.cat([upload.extra["cluster"] for _, upload in uploads])
-        models = dict(server["models"])
+        models = server["models"]
         for number in range(self.clusters):
             weights = uploads.weights * (chosen == number)
             if weights.any():  # else the model stays as it is
-                for name, value in uploads.average(weights).model.items():
-                    models[name] = _replace(models[name], number, value)
+                models = replace_models(models, [number], uploads.average(weights).model)
         return {"models": models}
 
     def extra_template(self, task: Task, initial: Params) -> State:
@@ -114,8 +112,3 @@ class IFCA(Method):
 def _metric(number: int) -> str:
     """Name a client's metric: 1 if it is in this cluster, else 0. Their mean is a share."""
     return f"cluster_{number + 1}"
-
-
-def _replace(stack: Tensor, number: int, model: Tensor) -> Tensor:
-    """Return a stack, [1, k, …], with another model, [1, …]."""
-    return torch.cat([stack[:, :number], model.unsqueeze(1), stack[:, number + 1 :]], 1)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from fedala.lanes.layer_units import Layers
-from fedala.methods.partly_shared import PartlyShared, divide_layers
+from fedala.lanes.layers import divide_layers
+from fedala.methods.partly_shared import PartlyShared
 from fedala.options import option
 
 

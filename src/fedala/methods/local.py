@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from fedala.lanes import Cohort, Message, Params, State, Task
-from fedala.methods.base import Method
+from fedala.methods.own_model import OwnModel
 
 
 @dataclass(frozen=True)
-class Local(Method):
+class Local(OwnModel):
     """The client trains its own model, and nothing is sent."""
 
     name = "local"
@@ -19,12 +19,6 @@ class Local(Method):
 
     def shared_part(self, task: Task, model: Params) -> Params:
         return {}
-
-    def init_client(self, task: Task, initial: Params) -> State:
-        return {"local": initial}
-
-    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        return state["local"], state
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State

@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedala.lanes import Cohort, Message, Number, Params, State, Task
+from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.features import find_last_cut
-from fedala.lanes.layers import layers_of
 from fedala.methods.base import Method
-from fedala.methods.partly_shared import divide_layers
-from fedala.methods.teachers import TeacherGradients
+from fedala.methods.teachers import TeacherObjective
 from fedala.options import option
 
 
@@ -26,36 +24,33 @@ class MOON(Method):
     summary = "FedAvg with a contrastive loss: features like the global model's, unlike the old"
     kind = "one model for all"
     has_personal_models = False
+    requires_body = True
+    requires_features = True
     lane_numbers = frozenset({"mu", "tau"})
 
     mu: float = option(1.0, "μ: weight of the contrastive loss", least=0)
     tau: float = option(0.5, "τ: temperature of the contrastive loss", above=0)
 
-    def check_model(self, model: nn.Module) -> None:
-        divide_layers(self.title, layers_of(model), 1)  # without a body, there are no features
-
     def init_client(self, task: Task, initial: Params) -> State:
-        find_last_cut(task, initial, self.title)  # refuses a model before any work
         return {"local": initial}
 
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
+        cut = find_last_cut(cohort.task, initialized, self.title)
         trained = cohort.fit(
             initialized,
-            gradients=TeacherGradients(
-                find_last_cut(cohort.task, initialized, self.title), add_contrast
-            ),
+            objective=TeacherObjective(cut, add_contrast),
             fixed={
                 "teachers": {"received": received.model, "previous": state["local"]},
-                "numbers": {"mu": self.mu, "tau": self.tau},
+                "numbers": {"mu": cohort.constant(self.mu), "tau": cohort.constant(self.tau)},
             },
         )
         return Message(trained), {"local": trained}
 
 
 def add_contrast(
-    loss: Tensor, features: Tensor, received: Tensor, previous: Tensor, mu: Number, tau: Number
+    loss: Tensor, features: Tensor, received: Tensor, previous: Tensor, mu: Tensor, tau: Tensor
 ) -> Tensor:
     """Return loss + μ·mean of −log(e^(s_g/τ) / (e^(s_g/τ) + e^(s_p/τ))), s the cosine to each."""
     to_received, to_previous = (

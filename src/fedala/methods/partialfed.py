@@ -20,12 +20,12 @@ from fedala.lanes import (
     descend,
 )
 from fedala.lanes.trees import count_lanes, flatten_lanes
-from fedala.methods.base import Method
+from fedala.methods.own_model import OwnModel
 from fedala.options import option
 
 
 @dataclass(frozen=True)
-class PartialFed(Method):
+class PartialFed(OwnModel):
     """Every client learns for each layer whether to load the received one or to keep its own."""
 
     name = "partialfed"
@@ -50,10 +50,6 @@ class PartialFed(Method):
             "logits": torch.zeros(shape, dtype=task.dtype, device=task.device),
         }
 
-    def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
-        """Return what the copy to keep starts from; the other starts from the received model."""
-        return state["local"], state
-
     def model_to_evaluate(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> Params:
@@ -63,6 +59,7 @@ class PartialFed(Method):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         task = cohort.task
+        # The copy to load starts from the received model, the copy to keep from the client's own.
         begin = {"load": received.model, "keep": initialized, "logits": state["logits"]}
         begin["batch"] = torch.zeros(len(cohort), dtype=torch.int64, device=task.device)
         tau = cohort.constant(self.tau * self.decay ** (cohort.round - 1))

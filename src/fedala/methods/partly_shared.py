@@ -22,6 +22,7 @@ class PartlyShared(Method):
         raise NotImplementedError
 
     def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
         self.own_part(model, layers_of(model))
 
     def shared_part(self, task: Task, model: Params) -> Params:
@@ -50,17 +51,3 @@ class PartlyShared(Method):
         if not chosen:
             raise UserError(f"layers={layers} takes nothing that {self.title} shares.")
         return chosen
-
-
-def divide_layers(title: str, layers: Layers, count: int) -> tuple[list[str], list[str]]:
-    """Return the names of the upper `count` layers, and those of all below.
-
-    Refuse a model that has no layers below.
-    """
-    if len(layers) <= count:
-        raise UserError(
-            f"{title} needs a model of at least {count + 1} layers: it is divided below layer "
-            f"{count}, counted from the output, and this one has {len(layers)}."
-        )
-    above, below = layers[:count], layers[count:]
-    return [name for layer in above for name in layer], [name for layer in below for name in layer]

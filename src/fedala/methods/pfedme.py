@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, lerp
+from torch import Tensor
 
 from fedala.lanes import (
     Cohort,
@@ -18,6 +18,7 @@ from fedala.lanes import (
     align,
     broadcast_lanes,
     descend,
+    interpolate,
     pull,
 )
 from fedala.methods.base import Method, ServerRound
@@ -43,12 +44,8 @@ class PFedMe(Method):
     beta: float = option(1.0, "β: the server's step from the global model to the mean", least=0)
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
-        before = server["global"]
-        mixed = {
-            name: lerp(before[name], mean, self.beta) if mean.is_floating_point() else mean
-            for name, mean in uploads.average().model.items()
-        }
-        return {"global": mixed}
+        mean = uploads.average().model
+        return {"global": {**mean, **interpolate(server["global"], mean, self.beta)}}
 
     def init_client(self, task: Task, initial: Params) -> State:
         return {"personal": initial}
@@ -61,11 +58,9 @@ class PFedMe(Method):
             "theta_lr": cohort.constant(self.personal_lr),
             "lam": self.lam,
             "w_lr": cohort.scale_lr(self.lam),
-            "optimizer": cohort.optimizer_numbers(),
         }
-        begin = {"w": w, "theta": initialized, "slots": cohort.load_slots("local", w)}
-        trained = cohort.train(EnvelopeStep(cohort.task.rule, self.steps), begin, fixed)
-        cohort.keep_slots("local", trained["slots"])
+        step, begin = EnvelopeStep(cohort.task.rule, self.steps), {"w": w, "theta": initialized}
+        trained = cohort.optimize(step, begin, fixed, learned={"local": w})
         # Running statistics are those of θ: w itself never sees a sample.
         return Message({**trained["theta"], **trained["w"]}), {"personal": trained["theta"]}
 
@@ -94,5 +89,5 @@ class EnvelopeStep:
                 name: align(fixed["lam"], value) * (value - theta[name])
                 for name, value in w.items()
             }
-            self.rule.update(task, w, slopes, state["slots"], fixed["optimizer"])
+            self.rule.update(task, w, slopes, state["slots"]["local"], fixed["optimizer"])
         return losses

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedala.lanes import (
     Cohort,
-    Gradients,
     Message,
     Params,
     State,
@@ -17,6 +16,7 @@ from fedala.lanes import (
     Uploads,
     broadcast_lanes,
     densify,
+    tree_map,
 )
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
@@ -67,29 +67,16 @@ class Scaffold(Method):
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
         own, c = state["c"], received.extra["c"]
-        correction = {name: value - own[name] for name, value in c.items()}
-        trained = cohort.fit(
-            initialized, gradients=correct_gradients, fixed={"correction": correction}
-        )
+        correction = tree_map(torch.sub, c, own)
+        trained = cohort.fit(initialized, linear=correction)
         if self.variant == "I":
-            change = subtract(mean_gradients(cohort, received.model), own)
+            change = tree_map(torch.sub, mean_gradients(cohort, received.model), own)
         else:
             moved = {name: initialized[name] - trained[name] for name in c}
-            change = subtract(divide(moved, cohort.lr * count_steps(cohort)), c)
+            change = tree_map(torch.sub, divide(moved, cohort.lr * count_steps(cohort)), c)
         has_samples = cohort.lr.new_tensor(cohort.sizes()) > 0  # without samples, c_i stays
         change = {name: v * broadcast_lanes(has_samples, v) for name, v in change.items()}
-        new = {name: value + change[name] for name, value in own.items()}
-        return Message(trained, {"c": change}), {"c": new}
-
-
-def correct_gradients(
-    task: Task, model: Params, fixed: State, x: Any, y: Any
-) -> tuple[Tensor, Gradients]:
-    """Return ∇f(y) plus a correction that stays the same during the training."""
-    losses, gradients = task.gradients(model, x, y)
-    for name, value in densify(gradients).items():
-        gradients[name] = value + fixed["correction"][name]
-    return losses, gradients
+        return Message(trained, {"c": change}), {"c": tree_map(torch.add, own, change)}
 
 
 def mean_gradients(cohort: Cohort, model: Params) -> Params:
@@ -120,7 +107,3 @@ def count_steps(cohort: Cohort, epochs: int | None = None) -> Tensor:
 
 def divide(params: Params, numbers: Tensor) -> Params:
     return {name: value / broadcast_lanes(numbers, value) for name, value in params.items()}
-
-
-def subtract(a: Params, b: Params) -> Params:
-    return {name: value - b[name] for name, value in a.items()}

@@ -60,6 +60,9 @@ class Wrapper(Method):
     def check_model(self, model: nn.Module) -> None:
         self.base.check_model(model)
 
+    def check_task(self, task: Task, initial: Params) -> None:
+        self.base.check_task(task, initial)
+
     def check_optimizer(self, rule: UpdateRule) -> None:
         self.base.check_optimizer(rule)
 

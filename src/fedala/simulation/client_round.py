@@ -77,6 +77,7 @@ class CohortResult:
 
 def init_client_state(method: Method, task: Task, initial: Params) -> State:
     """Return a client's state before its first round, with the optimiser's slots if they stay."""
+    method.check_task(task, initial)
     state = method.init_client(task, initial)
     if not (task.keeps_optimizer and task.rule.keeps_slots):
         return state
