@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from small import assert_close, ragged_task, start_of
+from torch import nn
 
 from fedala.cuda import backend as cuda_backend
 from fedala.lanes import Cohort, Recipe, UpdateRule, optimizers
 from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.layers import call
+from fedala.lanes.optimizers import pull
 from fedala.lanes.row_gradients import RowGradient
 from fedala.lanes.training import EagerRunner, FitStep
 from fedala.lanes.trees import join, take
@@ -220,3 +222,31 @@ def test_a_late_gradient_adds_to_those_parameters_only_that_have_it(given):
     slope = 5 if given == "other one replaced" else 1
     assert params["weight"][:, 0].tolist() == [-0.5 * slope, -1.0 * slope]
     assert params["bias"][:, 0].tolist() == ([0, 0] if given == "one" else [-1, -2])
+
+
+class Shared(nn.Module):
+    """Two parameters that are added to each other, and one that is summed up."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.zeros(2, 3))
+        self.c = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x[:, 0, :2, 0] @ (self.a + self.b) + self.c.sum()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_gradients_that_torch_shares_are_changed_apart(lanes):
+    """A proximal term is added in place: twice to one and the same tensor would be wrong."""
+    task = ragged_task([8, 8], model=Shared())
+    start = start_of(task, Shared)(0)
+    params = join([start] * lanes)
+    anchor = {name: value - 1 for name, value in params.items()}
+    rows = torch.tensor([[0, 1], [2, 3]])[:lanes]
+    x, y = task.inputs(rows), task.targets(rows)
+    _, plain = task.gradients(params, x, y)
+    _, pulled = task.gradients(params, x, y)
+    pull(params, pulled, anchor, 2.0)
+    for name in ("a", "b", "c"):
+        assert torch.allclose(pulled[name], plain[name] + 2.0, rtol=0, atol=1e-12), name

@@ -5,7 +5,7 @@ knows how to add itself to the weights in one go. Whoever needs it as a tensor a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -101,3 +101,19 @@ def join_gradients(
     for gradient in late:
         total = total + gradient.densify()[gradient.names.index(name)]
     return total
+
+
+def give_own_memory(values: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
+    """Yield gradients that can be changed in place.
+
+    Torch returns one tensor for two parameters that are added to each other, and a number that is
+    repeated for one that is summed up.
+    """
+    places = set()
+    for value in values:
+        if value is not None:
+            is_repeated = 0 in value.stride() and value.numel() > 1
+            if is_repeated or value.data_ptr() in places:
+                value = value.clone(memory_format=torch.contiguous_format)
+            places.add(value.data_ptr())
+        yield value

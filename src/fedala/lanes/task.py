@@ -22,7 +22,7 @@ from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
 from fedala.lanes.foreign_model import INDEX_TYPES, Trial
-from fedala.lanes.late_gradients import Gradients, join_gradients
+from fedala.lanes.late_gradients import Gradients, give_own_memory, join_gradients
 from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, Layered, call, layers_of
@@ -386,7 +386,7 @@ class Task:
             wanted, slopes = [state[name] for name in names], torch.ones_like(losses)
             values = torch.autograd.grad(losses, wanted, slopes, allow_unused=True) if names else ()
         gradients: Gradients = {}
-        for name, value in zip(names, values, strict=True):
+        for name, value in zip(names, give_own_memory(values), strict=True):
             own = list(late.get(name, ()))
             if rows.found.get(name):
                 own += rows.gradients(name, params[name].shape, self.embeddings[name])
