@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedala.lanes.layers import call
 from fedala.lanes.losses import Loss
+from fedala.lanes.operations import OperationCounter
 from fedala.lanes.outputs import keep_tensors
 from fedala.lanes.recurrent import unroll_recurrence
 from fedala.lanes.trees import Params, count_lanes, leaves, take, tree_map
@@ -88,13 +88,9 @@ class Trial:
             return True
 
     def count_operations(self, x: Any) -> float:
-        """Return the floating-point operations of a forward pass, as torch counts them.
-
-        Without an answer, they are many.
-        """
+        """Return about how many operations a forward pass has; infinity if the model fails."""
         state = make_up_state(self.model, self.device, self.dtype)
-        fused_lstm = torch.ops.aten.mkldnn_rnn_layer
-        counter = FlopCounterMode(display=False, custom_mapping={fused_lstm: _count_fused_lstm})
+        counter = OperationCounter()
         try:
             with (
                 self.use_mode(False),
@@ -106,7 +102,7 @@ class Trial:
                 call(self.model, state, x)
         except Exception:  # whatever the user's model may raise
             return float("inf")
-        return counter.get_total_flops()
+        return counter.total
 
     def draws_random_numbers(self, x: Any) -> bool:
         """Tell whether the model draws random numbers, in training or in evaluation mode."""
@@ -192,13 +188,6 @@ def make_up_state(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
             made = make_up(b, device=device)
         state[name] = made.to(dtype) if b.is_floating_point() else made
     return state
-
-
-def _count_fused_lstm(
-    x: torch.Size, inputs: torch.Size, hidden: torch.Size, *_: Any, **__: Any
-) -> int:
-    """Return the operations of one layer over x [time, sample, …], which torch does not count."""
-    return 2 * x[0] * x[1] * (inputs.numel() + hidden.numel())
 
 
 def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:

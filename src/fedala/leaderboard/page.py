@@ -8,6 +8,7 @@ from fedala.cells.results import Results
 from fedala.leaderboard.table import (
     COLUMNS,
     Board,
+    Column,
     Row,
     describe_source,
     find_partner,
@@ -69,6 +70,7 @@ class BoardView:
     title: str
     caption: str
     sentences: list[str]
+    columns: list[Column]
     rows: list[RowView]
     sources: dict[str, str]
     chart: Chart | None
@@ -104,8 +106,8 @@ def make_page(boards: Sequence[Board], results: Results, overview: Sequence[str]
 def _view_board(board: Board, series: list[dict[str, Any]], *, is_first: bool) -> BoardView:
     """Return the section of a setting; its curves are added to `series`."""
     sources = list_sources([board])
-    best = {}
-    for column in COLUMNS:
+    best, columns = {}, board.columns
+    for column in columns:
         numbers = [number for row in board.rows if (number := column.number(row)) is not None]
         if column.name in ("accuracy", "published", "trained", "mean", "worst", "final"):
             best[column.name] = max(numbers, default=None)
@@ -119,7 +121,7 @@ def _view_board(board: Board, series: list[dict[str, Any]], *, is_first: bool) -
             is_shown = len(lines) < FIRST_SHOWN or row.method in ALWAYS_SHOWN
             series.append(_make_series(board, row, is_off=not is_shown))
             lines.append(row)
-        rows.append(_view_row(row, style, sources, best, span))
+        rows.append(_view_row(row, columns, style, sources, best, span))
     setting = board.setting
     caption = (
         f"{setting.dataset}, {setting.partition}, {setting.clients} clients, {setting.model}, "
@@ -131,6 +133,7 @@ def _view_board(board: Board, series: list[dict[str, Any]], *, is_first: bool) -
         setting.title,
         caption,
         board.describe(),
+        columns,
         rows,
         sources,
         _make_chart(board, lines) if lines else None,
@@ -140,13 +143,14 @@ def _view_board(board: Board, series: list[dict[str, Any]], *, is_first: bool) -
 
 def _view_row(
     row: Row,
+    columns: Sequence[Column],
     style: str,
     sources: dict[str, str],
     best: dict[str, float | None],
     span: tuple[float, float, int],
 ) -> RowView:
     cells = []
-    for column in COLUMNS:
+    for column in columns:
         number, text = column.number(row), column.text(row)
         colour = ""
         if column.is_signed and number is not None:

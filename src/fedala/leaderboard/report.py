@@ -88,8 +88,7 @@ def _list_sources(sources: dict[str, str]) -> list[str]:
 
 
 def _format_board(board: Board) -> list[str]:
-    chosen = [column for column in COLUMNS if column.name in _MARKDOWN]
-    columns = [column for column in chosen if any(map(column.text, board.rows))]
+    columns = [column for column in board.columns if column.name in _MARKDOWN]
     sources = list_sources([board])
     rows = []
     for row in board.rows:

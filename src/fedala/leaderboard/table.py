@@ -128,6 +128,11 @@ class Board:
     def has_results(self) -> bool:
         return any(row.result for row in self.rows)
 
+    @property
+    def columns(self) -> list["Column"]:
+        """Return the columns in which a row has something; that of the accuracy always."""
+        return [c for c in COLUMNS if c.name == "accuracy" or any(map(c.text, self.rows))]
+
     def describe(self) -> list[str]:
         """Say in sentences where FedALA stands, in published numbers and in ours.
 
