@@ -31,6 +31,19 @@ class LateGradient(ABC):
         """Add the gradients times `factors`, [lane], to tensors like the parameters, in place."""
 
 
+class SparseGradient(LateGradient):
+    """The gradient of one parameter of this shape, [lane, row, …], which is zero in most rows."""
+
+    stays_late = True
+    values: Tensor
+    shape: torch.Size
+
+    def densify(self) -> Sequence[Tensor]:
+        whole = self.values.new_zeros(self.shape)
+        self.add_to([whole], self.values.new_ones(len(whole)))
+        return [whole]
+
+
 @dataclass(eq=False)
 class PulledGradient(LateGradient):
     """A sparse gradient with that of a proximal term, μ·(w − anchor).

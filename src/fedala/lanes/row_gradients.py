@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.late_gradients import LateGradient, SparseGradient
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes
 from fedala.lanes.words import WordGradient, Words, keep_word_gradient, mean_embedding
@@ -26,19 +26,13 @@ LEAST_ROWS = 2048
 
 
 @dataclass(eq=False)
-class RowGradient(LateGradient):
+class RowGradient(SparseGradient):
     """The gradient of tables [lane, row, …] as values [lane, n, …] at indices [lane, n]."""
 
-    stays_late = True
     names: tuple[str, ...]
     indices: Tensor
     values: Tensor
     shape: torch.Size
-
-    def densify(self) -> Sequence[Tensor]:
-        whole = self.values.new_zeros(self.shape)
-        self.add_to([whole], self.values.new_ones(len(self.values)))
-        return [whole]
 
     def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
         """Add the gradient. The order of addition is fixed: the result is always the same."""

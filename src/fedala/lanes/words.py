@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fedala.lanes.late_gradients import LateGradient
+from fedala.lanes.late_gradients import SparseGradient
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes, is_shared
 
@@ -56,19 +56,13 @@ class Words:
 
 
 @dataclass(eq=False)
-class WordGradient(LateGradient):
+class WordGradient(SparseGradient):
     """The gradient of tables whose rows were added up: `values`, [text, …], for all its words."""
 
-    stays_late = True
     names: tuple[str, ...]
     words: Words
     values: Tensor
     shape: torch.Size
-
-    def densify(self) -> Sequence[Tensor]:
-        whole = self.values.new_zeros(self.shape)
-        self.add_to([whole], self.values.new_ones(len(whole)))
-        return [whole]
 
     def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
         """Add the gradient. The order of addition is fixed: the result is always the same."""
