@@ -97,15 +97,18 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
 
 def local_options(plan: Plan, task: Task) -> dict[str, Any]:
     """Return how the clients of this machine share it: the options of `LocalTransport`."""
-    config = plan.config
+    memory = _to_bytes(plan.config.client_memory)
+    return {**cohort_options(plan.config.lanes, task), "client_memory": memory}
+
+
+def cohort_options(lanes: str, task: Task) -> dict[str, Any]:
+    """Return how many clients form a cohort, and how many cohorts run at a time."""
+    if lanes != "auto":
+        return {"lanes": None if lanes == "all" else int(lanes), "threads": 1}
     # A cohort has a thread to itself: threads within an operation have little to share, and wait
     # for each other far longer than they work if other programs use the machine.
-    one_thread_each = config.lanes == "auto" and plan.device.type == "cpu"
-    return {
-        "lanes": count_lanes(config.lanes, task),
-        "threads": torch.get_num_threads() if one_thread_each else 1,
-        "client_memory": _to_bytes(config.client_memory),
-    }
+    threads = torch.get_num_threads() if task.device.type == "cpu" else 1
+    return {"lanes": task.backend.choose_lanes(task), "threads": threads}
 
 
 def _to_precision(y: Tensor, precision: str) -> Tensor:
@@ -115,10 +118,3 @@ def _to_precision(y: Tensor, precision: str) -> Tensor:
 
 def _to_bytes(gibibytes: float | None) -> int | None:
     return None if gibibytes is None else int(gibibytes * 2**30)
-
-
-def count_lanes(lanes: str, task: Task) -> int | None:
-    """Return how many clients are one tensor program; None: all of them."""
-    if lanes == "auto":
-        return task.backend.choose_lanes(task)
-    return None if lanes == "all" else int(lanes)

@@ -25,7 +25,7 @@ from fedala.lanes.normalization import NONE, is_standard
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, take
 from fedala.methods import setting_prefixes
-from fedala.runs.build import build_task, count_lanes
+from fedala.runs.build import build_task, cohort_options
 from fedala.runs.config import Config
 from fedala.runs.devices import use_device
 from fedala.runs.folder import RunFolder
@@ -97,7 +97,7 @@ def onboard(
         ["test"],
         held_out=federation.held_out,
     )
-    transport = LocalTransport(setup, lanes=count_lanes(finished.config.lanes, task))
+    transport = LocalTransport(setup, **cohort_options(finished.config.lanes, task))
     newcomers = Newcomers(setup, transport, EvaluationSchedule(setup.rounds, 1), counts)
     with use_device(task.device):
         arrivals = newcomers.arrive(
