@@ -49,7 +49,7 @@ class Backend:
         is alone: then it draws the same for any number of clients.
         """
         lanes = THREAD_OPERATIONS / max(1, task.count_batch_operations())
-        if lanes < FEWEST_LANES or task.draws_random_numbers():
+        if lanes < FEWEST_LANES or task.draws_random_numbers:
             return 1
         with warnings.catch_warnings():
             # Torch says so of an operation that it runs lane by lane. Lanes gain nothing from it.

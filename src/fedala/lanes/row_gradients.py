@@ -8,7 +8,7 @@ step adds it to those rows alone.
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,19 +42,14 @@ class RowGradient(SparseGradient):
         table.index_put_((lanes, self.indices), scaled, accumulate=True)
 
 
-class _Found(list[tuple[Tensor, Tensor]]):
-    """Indices and gradients of look-ups. It has its own class: vmap takes a plain list apart."""
+@dataclass(eq=False)
+class _Found:
+    """What a table's look-ups found. It has its own class: vmap takes a plain list apart."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[tuple[Words, Tensor]] = []
-
-    def keep_mean(self, words: Words, values: Tensor) -> None:
-        """Note the words of a look-up that returned means, and their gradients."""
-        self.means.append((words, values))
-
-    def __bool__(self) -> bool:
-        return len(self) + len(self.means) > 0
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Indices and gradients."""
+    means: list[tuple[Words, Tensor]] = field(default_factory=list)
+    """Words and the gradients of their means."""
 
 
 class _Lookup(torch.autograd.Function):
@@ -70,7 +65,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (indices,) = ctx.saved_tensors
-        ctx.found.append((indices.flatten(1), grad.flatten(1, indices.dim() - 1)))
+        ctx.found.rows.append((indices.flatten(1), grad.flatten(1, indices.dim() - 1)))
         return None, None, None
 
 
@@ -86,7 +81,7 @@ class RowGradients(TorchFunctionMode):
         if found is not None:
             indices, table = args[:2]
             if func is mean_embedding and table.device.type == "cpu":
-                return keep_word_gradient(indices, table, args[2], found.keep_mean)
+                return keep_word_gradient(indices, table, args[2], found)
             if func in (F.embedding, mean_embedding):
                 rows = call_stacked(_Lookup.apply, (table, indices.long()), (found,))
                 return rows if func is F.embedding else rows.mean(1)
@@ -98,10 +93,12 @@ class RowGradients(TorchFunctionMode):
         gradients: list[LateGradient] = [
             WordGradient((name,), words, values, shape) for words, values in found.means
         ]
-        return [*gradients, self._join(name, shape, padding)] if len(found) else gradients
+        return [*gradients, self._join(name, shape, padding)] if found.rows else gradients
 
     def _join(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:
-        indices, values = (torch.cat(parts, 1) for parts in zip(*self.found[name], strict=True))
+        indices, values = (
+            torch.cat(parts, 1) for parts in zip(*self.found[name].rows, strict=True)
+        )
         if padding is not None:
             nothing = indices == padding
             values = values.masked_fill(nothing.unsqueeze(-1), 0)

@@ -201,6 +201,7 @@ class Task:
             *self._trial_samples()
         )
 
+    @cached_property
     def draws_random_numbers(self) -> bool:
         """Tell whether the model draws random numbers itself (dropout)."""
         return self._trial.draws_random_numbers(take(self._trial_samples()[0], slice(0, 2)))
@@ -322,7 +323,7 @@ class Task:
                 with UnrolledRecurrence() if self._is_recurrent else nullcontext():
                     return vmap(f, randomness="different")(*trees)
             # Lanes are views: buffers that a module changes in place change in the trees.
-            parts = (f(*take(trees, lane)) for lane in range(lanes))
+            parts = [f(*take(trees, lane)) for lane in range(lanes)]
             return tree_map(lambda *values: torch.stack(values), *parts)
 
     def losses(self, params: Params, x: Any, y: Any, cut: Cut | None = None) -> Tensor:
@@ -383,12 +384,13 @@ class Task:
                     "The loss does not depend on the parameters that should learn: "
                     f"{list_few(names)}."
                 )
-            wanted, slopes = [state[name] for name in names], torch.ones_like(losses)
+            wanted = [state[name] for name in names]
+            slopes = torch.ones_like(losses)
             values = torch.autograd.grad(losses, wanted, slopes, allow_unused=True) if names else ()
         gradients: Gradients = {}
         for name, value in zip(names, give_own_memory(values), strict=True):
             own = list(late.get(name, ()))
-            if rows.found.get(name):
+            if name in rows.found:
                 own += rows.gradients(name, params[name].shape, self.embeddings[name])
             gradients[name] = join_gradients(name, params[name], value, own)
         for name, row in self.padding:

@@ -7,7 +7,7 @@ words depends on the batch, and a captured step needs shapes that do not.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,29 +30,31 @@ class Words:
     """[word]: rows of all tables, one after the other."""
     counts: Tensor
     """[text]: words of each text of all lanes."""
-    padded: Tensor
-    """[lane, text, 1]: places without a word."""
+    padded: Tensor | None
+    """[lane, text, 1]: places without a word; None if there is no padding."""
+    places: int
+    """Places of each text."""
 
     @classmethod
     def find(cls, tables: Tensor, texts: Tensor, padding: int | None) -> "Words":
         first = torch.arange(len(tables)) * (0 if is_shared(tables) else tables.shape[1])
-        places = texts + first.view(-1, 1, 1)
+        rows, places = texts + first.view(-1, 1, 1), texts.shape[2]
         if padding is None:
-            counts = torch.full((len(places) * places.shape[1],), texts.shape[2])
-            return cls(places.flatten(), counts, torch.zeros(*texts.shape[:2], 1))
+            counts = torch.full(texts.shape[:2], places)
+            return cls(rows.flatten(), counts.flatten(), None, places)
         real = texts != padding
         counts = real.sum(2)
-        return cls(places[real], counts.flatten(), (texts.shape[2] - counts).unsqueeze(2))
+        return cls(rows[real], counts.flatten(), (places - counts).unsqueeze(2), places)
 
-    def add_up(self, tables: Tensor, padding: int | None) -> Tensor:
-        """Return the sum of each text's rows, [lane, text, …]; padding is a row as any other."""
+    def average(self, tables: Tensor, padding: int | None) -> Tensor:
+        """Return the mean over each text's places, [lane, text, …]; padding is a row, too."""
         flat = tables[0] if is_shared(tables) else tables.flatten(0, 1)
         starts = self.counts.cumsum(0) - self.counts
         total = F.embedding_bag(self.rows, flat, starts, mode="sum")
         total = total.view(len(tables), -1, tables.shape[2])
-        if padding is None:
-            return total
-        return total.addcmul_(self.padded.to(total.dtype), tables[:, padding].unsqueeze(1))
+        if self.padded is not None:
+            total.addcmul_(self.padded.to(total.dtype), tables[:, padding].unsqueeze(1))
+        return total.div_(self.places)
 
 
 @dataclass(eq=False)
@@ -75,7 +77,7 @@ class WordGradient(SparseGradient):
 
 
 class _MeanOfWords(torch.autograd.Function):
-    """The mean over all places of a text. The gradient of the tables goes to `keep`."""
+    """The mean over all places of a text. The gradient of the tables goes to `found.means`."""
 
     @staticmethod
     def forward(
@@ -83,27 +85,25 @@ class _MeanOfWords(torch.autograd.Function):
         tables: Tensor,
         texts: Tensor,
         padding: int | None,
-        keep: Callable[[Words, Tensor], None],
+        found: Any,
     ) -> Tensor:
-        ctx.words, ctx.places, ctx.keep = Words.find(tables, texts, padding), texts.shape[2], keep
-        total: Tensor = ctx.words.add_up(tables, padding)
-        return total.div_(ctx.places)
+        words = Words.find(tables, texts, padding)
+        ctx.words, ctx.found = words, found
+        return words.average(tables, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        ctx.keep(ctx.words, grad.flatten(0, 1) / ctx.places)
+        ctx.found.means.append((ctx.words, grad.flatten(0, 1) / ctx.words.places))
         return None, None, None, None
 
 
-def keep_word_gradient(
-    x: Tensor, weight: Tensor, padding: int | None, keep: Callable[[Words, Tensor], None]
-) -> Tensor:
-    """Return `mean_embedding`, whose gradient goes to `keep`."""
-    return call_stacked(_MeanOfWords.apply, (weight, x.long()), (padding, keep))
+def keep_word_gradient(x: Tensor, weight: Tensor, padding: int | None, found: Any) -> Tensor:
+    """Return `mean_embedding`. Its words and their gradients go to the list `found.means`."""
+    return call_stacked(_MeanOfWords.apply, (weight, x.long()), (padding, found))
 
 
 def _average(tables: Tensor, texts: Tensor, padding: int | None) -> Tensor:
-    return Words.find(tables, texts, padding).add_up(tables, padding).div_(texts.shape[2])
+    return Words.find(tables, texts, padding).average(tables, padding)
 
 
 class _Reading(threading.local):

@@ -74,6 +74,8 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
     """Build one method's simulation, ready for its first round."""
     config = plan.config
     task, start = build_task(plan)
+    if options.get("transport") is None:  # the clients are on this machine
+        options |= local_options(plan, task)
     return Simulation(
         method,
         task,
@@ -90,7 +92,6 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         held_out=plan.federation.held_out,
         holdout_epochs=parse_epochs(config.holdout_epochs),
         holdout_every=config.holdout_every,
-        **local_options(plan, task),
         **options,
     )
 

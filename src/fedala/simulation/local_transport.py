@@ -52,7 +52,7 @@ class LocalTransport(Transport):
         goes to files, in the folder `client_files` if they are to outlive the process.
         """
         self.setup, self.lanes, self.threads = setup, lanes, threads
-        if threads > 1 and setup.task.draws_random_numbers():
+        if threads > 1 and setup.task.draws_random_numbers:
             # Such layers draw from torch's own generator: results would depend on which is first.
             self.threads = 1
             on_message(
