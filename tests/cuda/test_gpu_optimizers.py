@@ -74,7 +74,8 @@ def test_captured_steps_are_eager_steps(name):
         if watches:
             cohort.on_step = lambda losses, state: None  # steps are eager then
         results.append(cohort.fit(params))
-    assert_close(*results, 1e-5)
+    # Where a gradient is near 0, Adam's step makes a rounding error as large as any other step.
+    assert_close(*results, 1e-4 if name.startswith("adam") else 1e-5)
 
 
 def test_captured_steps_of_a_fixed_number_are_eager_steps():

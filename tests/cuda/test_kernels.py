@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
 
 from triton.runtime.errors import OutOfResources
 
+from fedala.cuda import convolution, tiles
 from fedala.cuda import late as late_module
 from fedala.cuda.ala_kernel import Head, learn_weights
 from fedala.cuda.ala_learner import learn_head
@@ -98,6 +99,16 @@ def test_convolution(sizes, special):
     if special:
         inputs.append(random(lanes, out, seed=2))
     agree(lambda x, w, b=None: F.conv2d(x, w, b, stride, pad), *inputs, special=special)
+
+
+@pytest.mark.parametrize("blocks", [sizes for _, sizes in tiles._BACKWARD_FOLDED])
+def test_the_gradient_of_the_input_in_rows(blocks, monkeypatch):
+    """With every table of blocks, whatever the number of lanes, and with wide offsets."""
+    monkeypatch.setattr(tiles, "_BACKWARD_FOLDED", ((float("inf"), blocks),))
+    inputs = random(2, 2, 32, 8, 8), random(2, 64, 32, 5, 5, seed=1)
+    agree(F.conv2d, *inputs)
+    monkeypatch.setattr(convolution, "FIRST_WIDE", 0)
+    agree(F.conv2d, *inputs)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from fedala.cuda.late import LateGradients, give_gradients
 from fedala.cuda.pooling import spread_to_winners
 from fedala.cuda.tiles import count_parts, find_backward_tile, find_forward_tile, find_weight_tile
 
+#: Offsets from here on do not fit into 32 bits.
+FIRST_WIDE = 2**31
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -76,14 +79,30 @@ class Shape:
         )  # fmt: skip
         return y
 
+    @property
+    def is_folded(self) -> bool:
+        """Tell whether the gradient of the input is computed in rows, which are then added up.
+
+        Without padding, the columns near the border have few gradients: with kernels of 5×5 on
+        12×12 inputs, a third of all products would be with zeros.
+        """
+        return self.is_few or (self.s > 1 and self.stride == 1 and self.pad == 0)
+
+    def row_arguments(self) -> tuple[int, ...]:
+        """Return the kernels' arguments for the gradient of the input."""
+        if self.is_few or not self.is_folded:
+            return self.arguments()
+        sizes = self.s * self.c, self.h, self.q, self.o, self.p, self.q, self.r, 1
+        return *sizes, self.stride, self.pad, 0
+
     def fold(self, dx: Tensor) -> Tensor:
-        """Return the gradient of x from that of what `unfold` returned."""
-        if not self.is_few:
+        """Return the gradient of x from that of its rows, or of what `unfold` returned."""
+        if not self.is_folded:
             return to_first(dx)
         x = dx.new_empty(*dx.shape[:2], self.h, self.w, self.c)
         kernels.fold_rows[(triton.cdiv(x.numel(), 1024),)](
             dx, x, x.numel(), self.c, self.h, self.w, self.q,
-            self.s, self.stride, self.pad, self.width, BLOCK=1024,
+            self.s, self.stride, self.pad, dx.shape[-1], BLOCK=1024,
         )  # fmt: skip
         return to_first(x)
 
@@ -143,13 +162,17 @@ class Convolution(torch.autograd.Function):
 def _backward_input(ctx: Any, dy: Tensor, w: Tensor) -> Tensor:
     shape: Shape = ctx.shape
     lanes = len(dy)
-    dx = dy.new_empty(lanes, shape.batch, shape.h, shape.columns, shape.width)
-    rows = shape.batch * shape.h * shape.columns
-    tile = find_backward_tile(rows, shape.o, shape.width, lanes, special=ctx.special)
-    grid = triton.cdiv(rows, tile["BM"]), triton.cdiv(shape.width, tile["BC"]), lanes
-    kernels.backward_input[ctx.special][grid](
-        dy, w, dx, shape.batch, *shape.arguments(), PRECISION=ctx.precision, **tile
+    width, h, columns, *others = shape.row_arguments()
+    dx = dy.new_empty(lanes, shape.batch, h, columns, width)
+    rows = shape.batch * h * columns
+    tile = find_backward_tile(
+        rows, shape.o, width, lanes, special=ctx.special, is_folded=shape.is_folded
     )
+    grid = triton.cdiv(rows, tile["BM"]), triton.cdiv(width, tile["BC"] * tile["BLOCKS"]), lanes
+    kernels.backward_input[ctx.special][grid](
+        dy, w, dx, shape.batch, width, h, columns, *others, dy[0].numel() >= FIRST_WIDE,
+        PRECISION=ctx.precision, **tile,
+    )  # fmt: skip
     return shape.fold(dx)
 
 
@@ -164,12 +187,14 @@ def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Te
     # If the weights are few and the sum is long, parts of the sum fill the device.
     share = triton.cdiv(rows, count_parts(rows, tiles * lanes) * 64) * 64
     count = triton.cdiv(rows, share)
+    is_wide = max(dy[0].numel(), x[0].numel()) >= FIRST_WIDE
 
     def multiply() -> Tensor:
         parts = x.new_empty(count, lanes, size)
         kernels.backward_weight[ctx.special][(tiles, count, lanes)](
-            dy, x, parts, shape.batch, share, *shape.arguments(), PRECISION=ctx.precision, **tile
-        )
+            dy, x, parts, shape.batch, share, *shape.arguments(), is_wide,
+            PRECISION=ctx.precision, **tile,
+        )  # fmt: skip
         return parts
 
     def write(parts: Tensor, dw: Tensor, db: Tensor | None, factors: Tensor | None) -> None:

@@ -8,6 +8,9 @@ An image with few channels has no such runs. So `unfold_rows` lays the S·C numb
 kernel covers side by side, padded to C' of them, for each output column. What is left is a
 convolution with kernels of R×1 over C' channels. FEW is then the number of real channels, else 0.
 
+The gradient of the input without padding takes the same way back: first that of such rows, which
+needs only the kernel's R rows and leaves out no column, and then `fold_rows` adds up its S columns.
+
 With POOL, a convolution ends with max-pooling by two and ReLU. The four outputs of a window are
 neighbours in a block, so they never reach memory. A byte remembers which of them won, or that none
 did (4), for `pool_backward`.
@@ -192,24 +195,29 @@ def backward_input(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, FEW: tl.constexpr,
+    WIDE: tl.constexpr, BLOCKS: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx[lane, m, c] = Σ dy[lane, m, k] · w[lane, k, c].
 
     Inputs are m = (h, v, b), the sum is over k = (r, s, o) with p·stride + r = h + pad. A block has
     few rows h and columns v, and near the border most of the shifts (r, s) lead outside of the
-    output. They are left out: with kernels of 5×5 on 12×12 inputs, nearly half of all.
+    output. They are left out. A program computes BLOCKS blocks of channels from what it has read.
+    With WIDE, the offsets in a lane's dy do not fit into 32 bits.
     """
     lane = tl.program_id(2).to(tl.int64)
     first = tl.program_id(0) * BM
     m = first + tl.arange(0, BM)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    c = tl.program_id(1) * (BLOCKS * BC) + tl.arange(0, BC)
     columns: tl.constexpr = 1 if FEW else S
-    b, h, v = (m % B).to(tl.int64), m // (B * W) + PAD, m // B % W + (0 if FEW else PAD)
+    rows = B * H * W
+    b, h, v = m % B, m // (B * W) + PAD, m // B % W + (0 if FEW else PAD)
+    if WIDE:
+        b = b.to(tl.int64)
     dy += lane * B * O * P * Q
     w += lane * O * R * S * (FEW if FEW else C)
     # The rows and columns of this block, and the shifts that lead from them into the output.
-    final = tl.minimum(first + BM, B * H * W) - 1
+    final = tl.minimum(first + BM, rows) - 1
     top, bottom = first // (B * W), final // (B * W)
     left, right = first // B % W, final // B % W
     if top < bottom:
@@ -221,30 +229,41 @@ def backward_input(
         low_s = tl.maximum(left + PAD - (Q - 1) * STRIDE, 0)
         high_s = tl.minimum(right + PAD, S - 1)
     span = (high_s - low_s + 1) * ((O + BK - 1) // BK)
-    acc = tl.zeros((BM, BC), tl.float32)
+    corner = ((b * P + h) * Q + v) * O
+    sums = (tl.zeros((BM, BC), tl.float32),) * BLOCKS
     for i in range(0, (high_r - low_r + 1) * span):
         r, j = low_r + i // span, i % span
         s, o = low_s + j // ((O + BK - 1) // BK), j % ((O + BK - 1) // BK) * BK + tl.arange(0, BK)
         p, q = h - r, v - s
-        inside = (m < B * H * W) & (p >= 0) & (q >= 0)
+        at = corner - (r * Q + s) * O
+        inside = (m < rows) & (p >= 0) & (q >= 0)
         if STRIDE > 1:
             inside = inside & (p % STRIDE == 0)
             p = p // STRIDE
             if FEW == 0:
                 inside = inside & (q % STRIDE == 0)
                 q = q // STRIDE
+            at = ((b * P + p) * Q + q) * O
         inside = inside & (p < P) & (q < Q)
         grad = tl.load(
-            dy + (((b * P + p) * Q + q) * O)[:, None] + o[None, :],
-            mask=inside[:, None] & (o[None, :] < O),
-            other=0.0,
+            dy + at[:, None] + o[None, :], mask=inside[:, None] & (o[None, :] < O), other=0.0
         )
-        k = (r * columns + s) * C + c
-        at, exists = _locate_weights(o[:, None], k[None, :], C, R, S, FEW)
-        weight = tl.load(w + at, mask=(o[:, None] < O) & (c[None, :] < C) & exists, other=0.0)
-        acc = dot(grad, weight, acc, PRECISION)
-    at = (((b * H + m // (B * W)) * W + m // B % W) * C)[:, None] + c[None, :]
-    tl.store(dx + lane * B * C * H * W + at, acc, mask=(m[:, None] < B * H * W) & (c[None, :] < C))
+        added = ()
+        for n in tl.static_range(BLOCKS):
+            own = c + n * BC
+            k = (r * columns + s) * C + own
+            place, exists = _locate_weights(o[:, None], k[None, :], C, R, S, FEW)
+            mask = (o[:, None] < O) & (own[None, :] < C) & exists
+            weight = tl.load(w + place, mask=mask, other=0.0)
+            added = added + (dot(grad, weight, sums[n], PRECISION),)  # noqa: RUF005 (for Triton)
+        sums = added
+    b = (m % B).to(tl.int64)
+    dx += lane * B * C * H * W
+    row = (((b * H + m // (B * W)) * W + m // B % W) * C)[:, None]
+    for n in tl.static_range(BLOCKS):
+        own = c + n * BC
+        mask = (m[:, None] < rows) & (own[None, :] < C)
+        tl.store(dx + row + own[None, :], sums[n], mask=mask)
 
 
 @_make_versions
@@ -253,13 +272,15 @@ def backward_weight(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, FEW: tl.constexpr,
+    WIDE: tl.constexpr,
     BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dw[lane, o, n] = Σ dy[lane, k, o] · x[lane, k, n], and the bias's gradient.
 
     Weights are n = (r, s, c), the sum is over k = (b, p, q). With padding, BN must divide C. Each
     program adds up SHARE terms.
-    `add_parts` adds the parts in a fixed order, so that the bits are always the same.
+    `add_parts` adds the parts in a fixed order, so that the bits are always the same. With WIDE,
+    the offsets in a lane's x or dy do not fit into 32 bits.
     """
     lane = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
@@ -279,16 +300,15 @@ def backward_weight(
     end = tl.minimum((part + 1) * SHARE, B * P * Q)
     for start in range(0, SHARE, BK):
         k = part * SHARE + start + tl.arange(0, BK)
-        b = (k // (P * Q)).to(tl.int64)  # offsets in a large batch exceed 32 bits
-        top, left = k // Q % P * STRIDE - PAD, k % Q
+        inside = k < end
+        b, top, left = k // (P * Q), k // Q % P * STRIDE - PAD, k % Q
+        if WIDE:
+            b, k = b.to(tl.int64), k.to(tl.int64)
         if FEW == 0:
             left = left * STRIDE - PAD
         grad = tl.load(
-            dy + k.to(tl.int64)[:, None] * O + o[None, :],
-            mask=(k[:, None] < end) & (o[None, :] < O),
-            other=0.0,
+            dy + k[:, None] * O + o[None, :], mask=inside[:, None] & (o[None, :] < O), other=0.0
         )
-        inside = k < end
         if PAD > 0:
             h, v = top + shift // columns, left + shift % columns
             inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)

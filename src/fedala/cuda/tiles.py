@@ -19,18 +19,21 @@ def find_block(size: int, most: int) -> int:
 
 #: (most blocks of 64 rows, (rows, columns, terms of the sum at a time, warps, stages)).
 _FORWARD = (
-    (66, (16, 64, 64, 4, 3)),
-    (132, (64, 32, 64, 4, 3)),
+    (66, (32, 64, 64, 4, 3)),
+    (132, (64, 64, 64, 4, 3)),
     (600, (64, 64, 32, 4, 4)),
     (math.inf, (128, 64, 32, 8, 3)),
 )
-_FORWARD_NARROW = ((math.inf, (128, 32, 16, 4, 2)),)
-_FORWARD_NARROWEST = ((math.inf, (64, 32, 64, 4, 2)),)
+_FORWARD_NARROW = ((math.inf, (64, 32, 16, 2, 2)),)
 _BACKWARD = (
     (100, (16, 32, 64, 2, 3)),
     (280, (32, 32, 64, 2, 3)),
     (2000, (64, 32, 32, 4, 4)),
     (math.inf, (128, 32, 32, 4, 3)),
+)
+_BACKWARD_FOLDED = (
+    (600, (32, 64, 64, 4, 3)),
+    (math.inf, (32, 32, 16, 2, 4)),
 )
 _GENERAL = ((math.inf, (64, 64, 32, 4, 4)),)
 _SHORT = ((math.inf, (16, 64, 64, 2, 3)),)
@@ -44,21 +47,25 @@ def find_forward_tile(
 
     There are so many `rows` of outputs, and sums over so many channels, `inner`.
     """
-    if inner % 32:
-        table = _FORWARD_NARROWEST if inner == 8 else _FORWARD_NARROW
-    else:
-        table = _choose(_FORWARD, rows, inner, special)
+    table = _FORWARD_NARROW if inner % 32 else _choose(_FORWARD, rows, inner, special)
     tile = _pick(table, rows, outer, lanes)
     if pad and inner % tile["BK"]:
         tile["BK"] = 32
     return tile | {"BO": find_block(outer, tile.pop("BN"))}
 
 
-def find_backward_tile(rows: int, inner: int, outer: int, lanes: int, *, special: bool) -> Tile:
-    """Return the block sizes of the gradient of the input."""
-    tile = _pick(_choose(_BACKWARD, rows, inner, special), rows, outer, lanes)
+def find_backward_tile(
+    rows: int, inner: int, outer: int, lanes: int, *, special: bool, is_folded: bool
+) -> Tile:
+    """Return the block sizes of the gradient of the input, or of its rows if these are folded."""
+    table = _BACKWARD_FOLDED if is_folded else _BACKWARD
+    tile = _pick(_choose(table, rows, inner, special), rows, outer, lanes)
     tile["BK"] = find_block(inner, tile["BK"])
-    return tile | {"BC": find_block(outer, tile.pop("BN"))}
+    tile["BC"] = find_block(outer, tile.pop("BN"))
+    # Two warps have registers for the sums of five small blocks.
+    blocks = triton.cdiv(outer, tile["BC"])
+    most = 5 if is_folded and tile["num_warps"] == 2 else 1
+    return tile | {"BLOCKS": max(n for n in range(1, most + 1) if blocks % n == 0)}
 
 
 def find_weight_tile(weights: int, inner: int, outer: int, lanes: int, *, pad: int) -> Tile:
