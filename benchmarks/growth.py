@@ -1,6 +1,7 @@
 """How the seconds of a round grow with lanes, clients, seeds and parameters.
 
     python benchmarks/growth.py --out growth                        # the fastest device there is
+    python benchmarks/growth.py --out growth --thin --minutes 2     # every second point
     python benchmarks/growth.py --out growth --device cpu --quick   # two minutes
 
 One axis grows at a time; the others stay at 20 clients, all of them joining, one seed and the
@@ -125,10 +126,10 @@ def make_point(axis: str, value: float, width: float) -> Point:
     return Point(axis, width=value)
 
 
-def list_points(is_quick: bool) -> Iterator[Point]:
+def list_points(is_quick: bool, every: int) -> Iterator[Point]:
     """Yield the points, the small ones of every axis first: time may run out."""
     axes, width = (QUICK_AXES, QUICK_WIDTH) if is_quick else (AXES, WIDTH)
-    for step in itertools.zip_longest(*([(axis, n) for n in axes[axis]] for axis in axes)):
+    for step in itertools.zip_longest(*([(axis, n) for n in axes[axis][::every]] for axis in axes)):
         for axis, value in filter(None, step):
             yield make_point(axis, value, width)
 
@@ -381,21 +382,22 @@ def measure_missing(arguments: argparse.Namespace, path: Path) -> list[Point]:
     check_same_run(rows, arguments)
     done = {(row.axis, row.n) for row in rows}
     end = time.perf_counter() + 60 * arguments.minutes
-    took: dict[str, tuple[int, float]] = {}
+    took: dict[str, tuple[int, float, float]] = {}
     data, missing = make_dataset(), []
-    wanted = list_points(arguments.quick)
+    wanted = list_points(arguments.quick, 2 if arguments.thin else 1)
     points = [point for point in wanted if (point.axis, point.n) not in done]
     for position, point in enumerate(points):
         now = time.perf_counter()
-        last_n, last_seconds = took.get(point.axis, (point.n, 0.0))
+        last_n, start, rounds = took.get(point.axis, (point.n, 0.0, 0.0))
         # A larger population does not make a round longer, as far as we know.
         times = 1.0 if point.axis == "clients" else point.n / last_n
-        if now + last_seconds * times > end:
+        if now + start + rounds * times > end:
             missing.append(point)
             continue
         share = (end - now) / (len(points) - position)
         row = measure(point, data, arguments, until=now + share)
-        took[point.axis] = point.n, time.perf_counter() - now
+        rounds = row.rounds * row.seconds
+        took[point.axis] = point.n, time.perf_counter() - now - rounds, rounds
         add_row(path, row)
         print(f"{row.axis} {row.n:,}: {row.seconds:.4g} s a round", flush=True)
         gc.collect()
@@ -413,6 +415,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="measured rounds of a point")
     parser.add_argument("--samples", type=int, help="of each client; default 400, quick 40")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller points")
+    parser.add_argument("--thin", action="store_true", help="every second point of an axis")
     arguments = parser.parse_args()
     arguments.samples = arguments.samples or (40 if arguments.quick else 400)
     return arguments

@@ -7,6 +7,7 @@ are functions that are timed, wrapped by a clock, and packages that are missing
 (`stand_ins.py`). Every round is a line of the job's output file as soon as it is over.
 """
 
+import itertools
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,12 +181,7 @@ def run_pfllib(job: Job) -> None:
     job.write(stand_ins=names, version="")
     source = copy_source(job, "system")
     dataset = "MNIST" if job.is_small else "Cifar10"
-    for part, is_test in (("train", False), ("test", True)):
-        folder = source / "dataset" / dataset / part
-        folder.mkdir(parents=True)
-        for client in range(job.clients):
-            x, y = job.samples(job.rows(client, is_test))
-            np.savez_compressed(folder / f"{client}.npz", data={"x": x.numpy(), "y": y.numpy()})
+    _write_pfllib_files(job, source / "dataset" / dataset)
     os.chdir(source / "system")
     sys.path.insert(0, os.getcwd())
     from flcore.servers.serverbase import Server
@@ -203,9 +200,11 @@ def run_pfllib(job: Job) -> None:
         clock.end()
 
     def evaluate_all(server: Any) -> None:
-        evaluate(server)
+        if job.evaluates:
+            evaluate(server)
         if clock.rounds == job.rounds:
-            job.write(accuracy=server.rs_test_acc[-1])
+            accuracies = server.rs_test_acc or [measure_accuracy(job, server.global_model)]
+            job.write(accuracy=accuracies[-1])
             raise Finished
 
     Server.select_clients = select_clients
@@ -219,9 +218,21 @@ def run_pfllib(job: Job) -> None:
     runpy.run_path("main.py", run_name="__main__")
 
 
+def _write_pfllib_files(job: Job, folder: Path) -> None:
+    def write(client: int, part: str) -> None:
+        x, y = job.samples(job.rows(client, part == "test"))
+        file = folder / part / f"{client}.npz"
+        np.savez_compressed(file, data={"x": x.numpy(), "y": y.numpy()})
+
+    with ThreadPoolExecutor() as pool:
+        for part in ("train", "test"):
+            (folder / part).mkdir(parents=True)
+            list(pool.map(write, range(job.clients), itertools.repeat(part)))
+
+
 def run_fl_bench(job: Job) -> None:
     """Run its FedAvgServer in serial mode; a round is `train_one_round` and the test after it."""
-    names = stand_in(("torchvision", "hydra", "omegaconf", "ray", "pynvml"))
+    names = stand_in(("torchvision", "hydra", "omegaconf", "ray", "pynvml", "rich"))
     job.write(stand_ins=names, version="")
     source = copy_source(job, "src", "data")
     sys.path.insert(0, str(source))
@@ -243,7 +254,8 @@ def run_fl_bench(job: Job) -> None:
     fedavg.DATA_MEAN[name] = fedavg.DATA_STD[name] = [0.5] * channels
     output = types.SimpleNamespace(output_dir=job.folder)
     fedavg.HydraConfig = types.SimpleNamespace(get=lambda: types.SimpleNamespace(runtime=output))
-    test = {"client": {"interval": job.eval_every, "train": False, "val": False, "test": True}}
+    every = 1 if job.evaluates else _NEVER
+    test = {"client": {"interval": every, "train": False, "val": False, "test": True}}
     config = {
         "method": "fedavg", "mode": "serial", "dataset": {"name": name},
         "model": {"name": "avgcnn"}, "optimizer": {"name": "sgd", "lr": job.lr},
@@ -268,8 +280,12 @@ def run_fl_bench(job: Job) -> None:
 
     server.train_one_round, server.display_metrics = train_one_round, display_metrics
     server.train()
-    found = server.test_results[job.rounds]["all_clients"]["before"]["test"]
-    job.write(accuracy=found.accuracy / 100)
+    if job.evaluates:
+        found = server.test_results[job.rounds]["all_clients"]["before"]["test"]
+        job.write(accuracy=found.accuracy / 100)
+    else:
+        server.model.load_state_dict(server.public_model_params)
+        job.write(accuracy=measure_accuracy(job, server.model))
 
 
 def _write_fl_bench_partition(job: Job, folder: Path) -> None:
@@ -291,7 +307,7 @@ def run_fluke(job: Job) -> None:
     """Run its FedAVG; a round is from its event `start_round` to `end_round`."""
     names = stand_in(
         ("torchvision", "torchmetrics", "omegaconf", "hydra", "cerberus", "diskcache", "datasets",
-         "psutil", "seaborn", "wandb", "clearml", "torch.utils.tensorboard")
+         "psutil", "rich", "seaborn", "wandb", "clearml", "torch.utils.tensorboard")
     )  # fmt: skip
     sys.path.insert(0, job.source)
     import fluke

@@ -5,6 +5,7 @@ framework imports them for other datasets, loggers or models. These have a funct
 
 - omegaconf: a dict with attributes, for the config
 - pynvml: the free memory of the GPU, when FL-bench picks one
+- rich.progress: `track`, which is a loop without its bar then
 - multiprocess: Python's own multiprocessing, which it is a copy of
 - torchvision.transforms: Compose and Normalize, the same arithmetic with fewer checks, which
   FL-bench applies to every sample
@@ -80,9 +81,17 @@ class _AnyAttribute(type):
 
 
 class Nothing(metaclass=_AnyAttribute):
-    """A class that can be inherited from, and made with any arguments."""
+    """A class that can be inherited from, made with any arguments, and entered by `with`."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "Nothing":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Nothing, name)
 
 
 class _EmptyModule(ModuleType):
@@ -106,6 +115,10 @@ def _fill_omegaconf(module: ModuleType) -> None:
     module.ListConfig = list
 
 
+def _fill_progress(module: ModuleType) -> None:
+    module.track = lambda sequence, *_, **__: sequence
+
+
 def _fill_transforms(module: ModuleType) -> None:
     module.Compose, module.Normalize = Compose, Normalize
 
@@ -115,6 +128,7 @@ _FILLERS = {
     "omegaconf.dictconfig": _fill_omegaconf,
     "omegaconf.listconfig": _fill_omegaconf,
     "pynvml": _fill_nvml,
+    "rich.progress": _fill_progress,
     "torchvision.transforms": _fill_transforms,
 }
 
