@@ -289,6 +289,28 @@ def test_data_is_loaded_once_for_all_cells_of_a_column(data, tmp_path, monkeypat
     assert (len(loaded), len(divided)) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("signals", "message", "outcome"),
+    [
+        ([15], "CUDA error: MPS client terminated", "stopped"),
+        ([], "CUDA error: MPS client terminated", "failed"),
+        ([15], "mat1 and mat2 shapes cannot be multiplied", "failed"),
+    ],
+)
+def test_a_gpu_that_fails_while_cells_stop(signals, message, outcome, data, tmp_path, monkeypatch):
+    stop_signals = []
+
+    def fail(*_):
+        stop_signals.extend(signals)
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(running, "_plan", fail)
+    seen = EndRecorder()
+    options = make_options(data, tmp_path, stop_signals=stop_signals)
+    running.run_cells([COLUMN.cell("fedavg")], options, seen)
+    assert seen.ends == [(f"{SETTING}/fedavg", outcome)]
+
+
 def test_several_processes_give_what_one_gives(finished, data, tmp_path):
     out, _ = finished
     result = run(data, tmp_path, "--jobs", 2, rounds=1, seeds=2)

@@ -13,9 +13,11 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs.test_resume import planned, same, stop_after
+from runs.test_stops import ERRORS, OTHERS
 
 from fedala.errors import UserError
 from fedala.io import files
@@ -226,6 +228,48 @@ def test_all_processes_stop_and_all_continue(whole, machine, tmp_path):
     execute(planned(**OPTIONS), out, resume=True, jobs=Jobs(4))
     assert [order["number"] for order in machine.orders] == [0, 1, 0, 2]
     same(whole, out)
+
+
+def test_a_process_that_is_killed_while_all_stop_is_not_a_fault(whole, machine, tmp_path):
+    out, stop = tmp_path / "run", []
+    machine.kill_at = ("fedala" + LAST, 1)
+    observer = RunObserver(should_stop=lambda: bool(stop), on_row=lambda *_: stop.append(1))
+    sentence = (
+        r"^Stopped after the last checkpoint of FedALA \(its process was killed by signal 9\)$"
+    )
+    with pytest.raises(Stopped, match=sentence):
+        execute(planned(**OPTIONS), out, jobs=Jobs(2), observer=observer)
+    machine.kill_at = None
+    execute(planned(**OPTIONS), out, resume=True, jobs=Jobs(2))
+    assert [order["number"] for order in machine.orders] == [0, 1, 0, 2]
+    same(whole, out)
+
+
+@pytest.mark.parametrize("name", [*ERRORS, *OTHERS])
+@pytest.mark.parametrize("is_stopping", [True, False])
+def test_a_gpu_that_fails_between_two_rounds(name, is_stopping, machine, tmp_path, monkeypatch):
+    """It may fail wherever a process is: while it stops, its last checkpoint counts."""
+    error, ends = {**ERRORS, **OTHERS}[name], []
+    parent = SimpleNamespace(stop_signals=[], send=lambda **message: ends.append(message))
+
+    def fail(plan, path, **_):
+        if is_stopping:
+            parent.stop_signals.append(15)
+        raise error
+
+    monkeypatch.setattr(job_process, "execute", fail)
+    config = planned(**OPTIONS).config.text()
+    order = {"config": config, "device": "cpu", "folder": "run", "job": "run/jobs/0", "number": 0}
+    if name in OTHERS or not is_stopping:
+        with pytest.raises(type(error)) as raised:
+            job_process.carry_out_job(order, parent)
+        assert raised.value is error
+        assert not ends
+    else:
+        assert job_process.carry_out_job(order, parent) == 0
+        [end] = ends
+        assert end["content"]["outcome"] == "interrupted"
+        assert end["content"]["reason"].startswith("the GPU failed: ")
 
 
 def test_a_stop_before_anything_began(machine, tmp_path):

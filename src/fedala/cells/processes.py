@@ -8,6 +8,8 @@ from typing import Any
 from fedala.cells.observer import CellObserver, Outcome
 from fedala.errors import RunError
 from fedala.records import HistoryRow
+from fedala.runs.mps import share_gpus
+from fedala.runs.observer import write_to_stderr
 from fedala.runs.processes import Parent, Worker, worker_environment
 
 
@@ -45,22 +47,23 @@ def run_processes(
                 outcome = Outcome(message["outcome"])
                 observer.end(message["cell"], outcome, message["reason"])
 
-    environment = worker_environment(jobs)
-    workers = []
-    for device in devices:
-        words = [*arguments, f"--device={device}", "--relay"]
-        workers.append(Worker("fedala.cli.app", words, environment, receive))
-    try:
-        while any(worker.is_running for worker in workers):
-            time.sleep(0.1)
-            for worker in workers if stop_signals else ():
-                worker.ask_to_stop()
-    except BaseException:
-        for worker in workers:
-            worker.process.kill()
-        raise
-    finally:
-        codes = [worker.wait() for worker in workers]
+    with share_gpus(devices, write_to_stderr) as shared:
+        environment = {**worker_environment(jobs), **shared}
+        workers = []
+        for device in devices:
+            words = [*arguments, f"--device={device}", "--relay"]
+            workers.append(Worker("fedala.cli.app", words, environment, receive))
+        try:
+            while any(worker.is_running for worker in workers):
+                time.sleep(0.1)
+                for worker in workers if stop_signals else ():
+                    worker.ask_to_stop()
+        except BaseException:
+            for worker in workers:
+                worker.process.kill()
+            raise
+        finally:
+            codes = [worker.wait() for worker in workers]
     for code in codes:
         if code and not stop_signals:
             raise RunError(f"One of the {jobs} processes ended with exit code {code}.")

@@ -27,7 +27,7 @@ from fedala.io import files
 from fedala.io.user_code import describe_error
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
-from fedala.runs.devices import choose_device
+from fedala.runs.devices import choose_device, is_device_error
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.observer import RunObserver, Stopped
@@ -146,6 +146,8 @@ def _attempt(cell: Cell, options: RunOptions, cache: DataCache, observer: CellOb
         ) from None
     except Exception as error:  # of the device, or of a user's method: other cells may still run
         reason = _describe_fault(error)
+        if options.stop_signals and is_device_error(error):  # after it was asked to stop
+            outcome = Outcome.STOPPED
     observer.end(str(cell), outcome, reason)
 
 

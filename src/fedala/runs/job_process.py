@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedala.errors import RunError, UserError
+from fedala.errors import RunError, UserError, first_line
 from fedala.records import Fault, HistoryRow
 from fedala.runs.config import Config
+from fedala.runs.devices import is_device_error
 from fedala.runs.execute import execute
 from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.own_code import configure
@@ -65,6 +66,13 @@ def carry_out_job(order: Mapping[str, Any], parent: Parent) -> int:
         end: dict[str, Any] = {"outcome": outcome, "reason": reason, "exit_code": code}
         parent.send(kind="end", content=end)
         return code
+    except RuntimeError as error:
+        # While it stops, a process may lose the GPU to another one that was killed (MPS).
+        if not (parent.stop_signals and is_device_error(error)):
+            raise
+        reason = f"the GPU failed: {first_line(error)}"
+        parent.send(kind="end", content={"outcome": "interrupted", "reason": reason})
+        return 0
     written = next(iter(found.methods.values())).checkpoints
     figures = {name: getattr(written, name) for name in ("written", "bytes", "seconds")}
     parent.send(kind="end", content={"outcome": "done", "checkpoints": figures})

@@ -20,6 +20,7 @@ from fedala.runs.devices import share_devices
 from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder
 from fedala.runs.job_folders import absorb_job_folder, gather_job_folders, make_job_folder
+from fedala.runs.mps import share_gpus
 from fedala.runs.observer import RunObserver, Stopped
 from fedala.runs.plan import Plan
 from fedala.runs.processes import Worker, worker_environment
@@ -45,7 +46,7 @@ class _Ending:
     """How the process of a group has ended."""
 
     outcome: str = "failed"
-    """done, stopped or failed."""
+    """done, stopped, interrupted (in a round, after it was asked to stop) or failed."""
     reason: str = ""
     checkpoints: Mapping[str, Any] | None = None
     exit_code: int = 1
@@ -80,13 +81,7 @@ class Jobs:
             if all(progress[key[0], batch.number].is_finished for batch in batches)
         }
         self.groups = [n for n in range(len(plan.groups)) if (n, 0) not in finished]
-        crew = _Crew(self, plan, folder, batches, observer)
-        try:
-            crew.run(deque(self.groups))
-        finally:
-            for worker in crew.workers.values():
-                worker.process.kill()
-                worker.wait()
+        _Crew(self, plan, folder, batches, observer).run(deque(self.groups))
         gather_job_folders(folder, plan.groups, batches)
         history = folder.history()
         for number, ending in self.endings.items():
@@ -112,10 +107,15 @@ class Jobs:
                 f"{resume_advice(plan.config, folder)}.",
                 next(iter(failed.values())).exit_code,
             )
-        stopped = [one.reason for one in self.endings.values() if one.outcome == "stopped"]
-        if stopped:
-            ends = ", ".join(reason.removeprefix(_STOPPED_AFTER) for reason in stopped)
-            raise Stopped(f"{_STOPPED_AFTER}{ends}")
+        ends = []
+        for number, ending in self.endings.items():
+            if ending.outcome == "stopped":
+                ends.append(ending.reason.removeprefix(_STOPPED_AFTER))
+            elif ending.outcome == "interrupted":
+                reason = ending.reason.removesuffix(".")
+                ends.append(f"the last checkpoint of {plan.groups[number].title} ({reason})")
+        if ends:
+            raise Stopped(f"{_STOPPED_AFTER}{', '.join(ends)}")
         if left := [plan.groups[n].title for n in self.groups if n not in self.endings]:
             raise Stopped(f"Stopped before {', '.join(left)}")
 
@@ -141,8 +141,16 @@ class _Crew:
     def run(self, waiting: deque[int]) -> None:
         """Carry out these groups in turn, until all have ended or the observer asks to stop."""
         count = max(1, min(self.jobs.count, len(waiting)))
-        free = deque(share_devices(self.plan.config.device, count))
-        environment = worker_environment(count)
+        devices = share_devices(self.plan.config.device, count)
+        with share_gpus(devices, self.observer.on_message) as shared:
+            try:
+                self._work(waiting, deque(devices), {**worker_environment(count), **shared})
+            finally:
+                for worker in self.workers.values():
+                    worker.process.kill()
+                    worker.wait()
+
+    def _work(self, waiting: deque[int], free: deque[str], environment: dict[str, str]) -> None:
         unabsorbed = deque(waiting)
         while waiting or self.workers:
             if self.observer.should_stop():
@@ -192,9 +200,12 @@ class _Crew:
             return None
         code = self.workers.pop(number).wait()
         reason = f"its process ended with exit code {code}."
+        outcome = "failed"
         if code > 128:
             reason = f"its process was killed by signal {code - 128}."
-        self.jobs.endings.setdefault(number, _Ending(reason=reason, exit_code=code or 1))
+            # Whoever asks all processes to stop may kill one before it can listen.
+            outcome = "interrupted" if self.observer.should_stop() else "failed"
+        self.jobs.endings.setdefault(number, _Ending(outcome, reason, exit_code=code or 1))
         return number
 
     def _follow(self, number: int, message: dict[str, Any]) -> None:
