@@ -44,7 +44,7 @@ class Tape(TorchDispatchMode):
 class TapedGpu(Backend):
     """A CPU that captures steps as a GPU does, and replays them from tapes.
 
-    `reads` counts what the host began to read.
+    `log` lists the replays, and when the host waited for something that it had begun to read.
     """
 
     captures_steps = True
@@ -53,16 +53,25 @@ class TapedGpu(Backend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._captured: dict[Any, graphs.CapturedSteps] = {}
-        self.reads = 0
+        self.log: list[str] = []
 
     def read_later(self, values: torch.Tensor) -> Any:
-        self.reads += 1
         numbers = values.numpy().tolist()
-        return lambda: numbers
+
+        def wait() -> Any:
+            self.log.append("wait")
+            return numbers
+
+        return wait
 
 
 def use_tapes(monkeypatch: Any) -> None:
     """Let captured steps make tapes instead of graphs."""
+    replay = graphs.CapturedSteps.replay
+
+    def replay_and_log(self: Any, step: Any, lanes: slice) -> None:
+        self.task.backend.log.append("replay")
+        replay(self, step, lanes)
 
     def capture(self: Any, step: Any, lanes: slice) -> Tape:
         changing = self.state, self.column, self.total
@@ -74,5 +83,6 @@ def use_tapes(monkeypatch: Any) -> None:
         return tape
 
     monkeypatch.setattr(graphs.CapturedSteps, "_capture", capture)
+    monkeypatch.setattr(graphs.CapturedSteps, "replay", replay_and_log)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "has_kernels", lambda device: False)
