@@ -112,8 +112,9 @@ def learn_in_batches(problem: Problem) -> Curves:
     cohort, samples, settings = problem.cohort, problem.samples, problem.settings
     backend = cohort.task.backend
     read_flags = backend.read_later(torch.stack([problem.learning, problem.trained]))
-    if backend.captures_steps and not settings.freeze:
+    if backend.captures_steps and cohort.round > 1 and not settings.freeze:
         # The device takes the first epoch of all lanes while the host finds out which ones learn.
+        # In round 1, none does: clients have what they receive.
         active = [lane for lane, length in enumerate(samples.lengths) if length]
     else:
         active = [lane for lane, learns in enumerate(read_flags()[0]) if learns]
