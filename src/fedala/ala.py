@@ -263,7 +263,8 @@ class ALA:
             scale=False,
         )
         task.dtype = dtype
-        task.uses_channels_last = False  # one pass over the samples would not repay the trial
+        # One pass over the samples would not repay the trial of a layout, nor captured steps.
+        task.uses_channels_last = task.backend.captures_steps = False
         return Cohort(
             task, [0], [settings.seed], round=round, received=Message(received), source=[0]
         )

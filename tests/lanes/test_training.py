@@ -83,8 +83,8 @@ class FakeCapturedSteps:
 class FakeCapturedRunner(EagerRunner):
     """Takes the steps of a captured training as plain PyTorch."""
 
-    def __init__(self, captured, state, fixed, lanes):
-        super().__init__(captured.task, state, fixed, lanes)
+    def __init__(self, captured, state, fixed, lanes, read_batch):
+        super().__init__(captured.task, state, fixed, lanes, read_batch=read_batch)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from small import EACH_KIND, ragged_task, simulate
 
 from fedala.lanes.training import EagerRunner, FitStep
 from fedala.lanes.trees import tree_map
+from fedala.lanes.weight_learning import WeightStep
 
 
 def drop_memory(value):
@@ -21,11 +22,12 @@ def drop_memory(value):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Take every step on tensors without memory, too; the fixture lists the losses' devices."""
-    seen, take_step = [], EagerRunner.step
+    """Take every step on tensors without memory, too; the fixture has the losses' devices."""
+    seen, take_step = {}, EagerRunner.step
 
     def take_twice(step, task, *arguments):
-        seen.append(step(task, *(tree_map(drop_memory, one) for one in arguments)).device.type)
+        losses = step(task, *(tree_map(drop_memory, one) for one in arguments))
+        seen.setdefault(type(step), set()).add(losses.device.type)
         return step(task, *arguments)
 
     def watch(self, step, lanes, columns):
@@ -38,7 +40,17 @@ def devices(monkeypatch):
 @pytest.mark.parametrize("name", EACH_KIND)
 def test_a_step_of_every_method(devices, name):
     simulate(name, ragged_task([5, 9, 4], dtype=torch.float32), rounds=1)
-    assert set(devices) == {"meta"}
+    assert devices
+    assert all(found == {"meta"} for found in devices.values())
+
+
+@pytest.mark.parametrize("name", ["fedala", "fedrep+ala"])
+@pytest.mark.parametrize("layers", [1, 2, "conv,hidden"])
+def test_a_step_of_weight_learning(devices, name, layers):
+    section = "fedala" if name == "fedala" else "ala"
+    settings = {f"{section}.layers": layers, f"{section}.max_epochs": 2}
+    simulate(name, ragged_task([5, 9, 4], dtype=torch.float32), rounds=2, settings=settings)
+    assert devices[WeightStep] == {"meta"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedala.cuda import has_kernels
 from fedala.cuda.ala_learner import is_plain_head, learn_head
@@ -16,6 +16,7 @@ from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.layers import Layered
 from fedala.lanes.optimizers import Numbers, UpdateRule
 from fedala.lanes.task import Task
+from fedala.lanes.training import ReadBatch
 from fedala.lanes.trees import Params, State, is_shared, leaves
 from fedala.lanes.weight_learning import Learner, Problem
 
@@ -31,6 +32,7 @@ class CudaBackend(Backend):
 
     predraws = True
     has_updates = True
+    captures_steps = True
     #: The kernels that are in use now.
     _kernels: Any = None
 
@@ -101,6 +103,7 @@ class CudaBackend(Backend):
         state: Any,
         fixed: Any,
         lanes: int,
+        read_batch: ReadBatch | None = None,
     ) -> CapturedRunner:
         kinds = tuple((name, *value.shape[1:]) for name, value in leaves(state))
         constants = tuple((name, *_describe_constant(value)) for name, value in leaves(fixed))
@@ -109,7 +112,19 @@ class CudaBackend(Backend):
         if known is None or known.lanes < lanes:
             known = CapturedSteps(task, batch_size, lanes, state, fixed)
             self._captured[key] = known
-        return CapturedRunner(known, state, fixed, lanes)
+        return CapturedRunner(known, state, fixed, lanes, read_batch)
+
+    def read_later(self, values: Tensor) -> Callable[[], Any]:
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        is_there = torch.cuda.Event()
+        is_there.record()
+
+        def wait() -> Any:
+            is_there.synchronize()
+            return copy.tolist()
+
+        return wait
 
     def update_lanes(
         self,

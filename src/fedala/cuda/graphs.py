@@ -4,6 +4,10 @@ A step of batch size ten is a hundred tiny kernels: launched one by one, the GPU
 So a step is captured once for each number of lanes, with everything that changes from step to step
 on the device (the samples' order and the position in it). It is replayed as long as that many lanes
 have a batch. State comes and goes through fixed buffers.
+
+A graph reads fixed addresses. The training samples have them, so a graph gathers its batches from
+these itself. Features under a cut are new in every round and may take gigabytes: they
+stay where they are, and each batch of them is copied into a buffer before the graph is replayed.
 """
 
 import gc
@@ -18,7 +22,7 @@ from fedala.cuda import has_kernels
 from fedala.cuda.buffers import make_buffer, make_plain_buffer
 from fedala.lanes.layers import Layered
 from fedala.lanes.task import Task
-from fedala.lanes.training import EagerRunner, Step
+from fedala.lanes.training import EagerRunner, ReadBatch, Step
 from fedala.lanes.trees import is_shared, leaves, share, take, tree_map
 
 
@@ -30,21 +34,24 @@ class CapturedSteps:
 
         # A model that is not ours may call `view` on its weights: they stay as they are.
         make = make_buffer if isinstance(task.model, Layered) else make_plain_buffer
+        self._make_buffer = partial(make, lanes=lanes)
 
         def make_constant(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):  # a number: it is part of the key
                 return value
             if not is_shared(value):
-                return make(value, lanes)
+                return self._make_buffer(value)
             one: torch.Tensor = share(value.new_empty(1, *value.shape[1:]), lanes)
             return one
 
-        self.state = tree_map(partial(make, lanes=lanes), state)
+        self.state = tree_map(self._make_buffer, state)
         self.fixed = tree_map(make_constant, fixed)
         longest = max((len(rows) for rows in task.parts["train"]), default=0)
         self.order = torch.zeros(lanes, longest, dtype=torch.int64, device=task.device)
         self.column = torch.arange(size, device=task.device)
         self.total = torch.zeros(lanes, device=task.device, dtype=task.dtype)
+        #: Inputs and targets, if they are not the training samples: [lane, sample, …].
+        self.batch: tuple[Any, Any] | None = None
         self._has_plain_samples = has_kernels(task.device) and _has_plain_samples(task)
         self.graphs: dict[tuple[int, int, Step], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
@@ -62,6 +69,12 @@ class CapturedSteps:
         """Set the samples of an epoch: [lane, sample], padded."""
         self.order[: order.shape[0], : order.shape[1]].copy_(order)
         torch.arange(self.size, out=self.column)
+
+    def load_batch(self, batch: tuple[Any, Any], lanes: slice) -> None:
+        """Copy the next batch of some lanes to where their graph reads it."""
+        if self.batch is None:
+            self.batch = tree_map(self._make_buffer, batch)
+        _copy(batch, take(self.batch, lanes))
 
     def replay(self, step: Step, lanes: slice) -> None:
         """Take the next step of some lanes."""
@@ -82,13 +95,15 @@ class CapturedSteps:
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
             self._take_step(step, lanes)
-        for (_, buffer), (_, value) in zip(leaves(changing), leaves(before), strict=True):
-            buffer.copy_(value)
+        _copy(before, changing)
         return graph
 
     def _take_step(self, step: Step, lanes: slice) -> None:
         state, fixed = take(self.state, lanes), take(self.fixed, lanes)
-        if self._has_plain_samples:
+        if self.batch:
+            x, y = take(self.batch, lanes)
+            self.total[lanes] += step(self.task, state, fixed, x, y)
+        elif self._has_plain_samples:
             from fedala.cuda.batches import end_step, gather_batch
 
             order = self.order[lanes]
@@ -104,8 +119,16 @@ class CapturedSteps:
 class CapturedRunner(EagerRunner):
     """Takes full batches by replaying captured steps, and shorter ones as plain PyTorch."""
 
-    def __init__(self, captured: CapturedSteps, state: Any, fixed: Any, lanes: int) -> None:
+    def __init__(
+        self,
+        captured: CapturedSteps,
+        state: Any,
+        fixed: Any,
+        lanes: int,
+        read_batch: ReadBatch | None = None,
+    ) -> None:
         self.captured, self.on_step, self.task = captured, None, captured.task
+        self.read_batch = read_batch
         captured.load(state, fixed)
         part = slice(0, lanes)
         self.state, self.fixed = take(captured.state, part), take(captured.fixed, part)
@@ -116,15 +139,23 @@ class CapturedRunner(EagerRunner):
         self.captured.begin_epoch(order)
 
     def step(self, step: Step, lanes: slice, columns: slice) -> None:
-        if columns.stop - columns.start == self.captured.size:
-            self.captured.replay(step, lanes)
-        else:
+        if columns.stop - columns.start < self.captured.size:
             super().step(step, lanes, columns)
+            return
+        if self.read_batch:
+            self.captured.load_batch(self.read_batch(lanes, columns), lanes)
+        self.captured.replay(step, lanes)
 
     def finish(self) -> tuple[Any, torch.Tensor]:
         clone = partial(torch.clone, memory_format=torch.contiguous_format)
         state, total = tree_map(clone, (self.state, self.total))
         return state, total
+
+
+def _copy(values: Any, buffers: Any) -> None:
+    """Copy a tree of tensors into another one."""
+    for (_, buffer), (_, value) in zip(leaves(buffers), leaves(values), strict=True):
+        buffer.copy_(value)
 
 
 def _has_plain_samples(task: Task) -> bool:

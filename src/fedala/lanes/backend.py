@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedala.lanes.late_gradients import LateGradient
 from fedala.lanes.trees import leaves
@@ -33,6 +33,8 @@ class Backend:
     predraws = False
     #: Whether there are kernels for the optimisers' steps.
     has_updates = False
+    #: Whether steps are captured once and replayed. Then the host runs ahead of the device.
+    captures_steps = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,9 +96,14 @@ class Backend:
         state: Any,
         fixed: Any,
         lanes: int,
+        read_batch: Any = None,
     ) -> Any:
         """Return a runner that replays captured steps; None if this device captures none."""
         return None
+
+    def read_later(self, values: Tensor) -> Callable[[], Any]:
+        """Begin to read a tensor. The function that is returned waits for its numbers."""
+        return values.tolist
 
     def update_lanes(
         self, rule: Any, params: Any, gradients: Any, slots: Any, numbers: Any

@@ -101,7 +101,7 @@ def initialize(
     sound = curves.is_finite & _are_finite(weights)
     failed, learned = learning & ~sound, learning & sound
     for name, before in state["weights"].items():
-        weights[name] = _choose_lanes(sound, weights[name], before)
+        weights[name] = _choose_lanes(learned, weights[name], before)
     can_blend = blending & finite & (trained | learned)
     initialized = dict(start)
     for name in governed:

@@ -23,6 +23,8 @@ GradientFunction = Callable[[Task, Params, Any, Any, Any], tuple[Tensor, Gradien
 """Of (task, model, fixed, x, y) to the lanes' losses and the gradients that a step takes."""
 OnStep = Callable[[Tensor, Any], None]
 """Called with the losses and the state after each step."""
+ReadBatch = Callable[[slice, slice], tuple[Any, Any]]
+"""Of some lanes and some of their samples to the inputs and targets of a step."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,16 @@ class EagerRunner:
     """Takes the steps of one training, one after the other, as plain PyTorch."""
 
     def __init__(
-        self, task: Task, state: Any, fixed: Any, lanes: int, on_step: OnStep | None = None
+        self,
+        task: Task,
+        state: Any,
+        fixed: Any,
+        lanes: int,
+        on_step: OnStep | None = None,
+        read_batch: ReadBatch | None = None,
     ) -> None:
         self.task, self.fixed, self.on_step = task, fixed, on_step
+        self.read_batch = read_batch
         self.state = tree_map(task.lay_out, state)
         self.total = torch.zeros(lanes, device=task.device, dtype=task.dtype)
         self.order = torch.empty(0)
@@ -72,8 +81,10 @@ class EagerRunner:
 
     def step(self, step: Step, lanes: slice, columns: slice) -> None:
         """Take one step with the samples in these columns of the epoch's order."""
-        rows = self.order[lanes, columns]
-        x, y = self.task.training_batch(rows)
+        if self.read_batch:
+            x, y = self.read_batch(lanes, columns)
+        else:
+            x, y = self.task.training_batch(self.order[lanes, columns])
         losses = step(self.task, take(self.state, lanes), take(self.fixed, lanes), x, y)
         self.total[lanes] += losses
         if self.on_step:
@@ -93,12 +104,17 @@ def make_runner(
     fixed: Any,
     lanes: int,
     on_step: OnStep | None = None,
+    read_batch: ReadBatch | None = None,
 ) -> EagerRunner:
-    """Return what takes the steps of a training: captured steps if the device has them."""
-    if on_step is None:
+    """Return what takes the steps of a training: captured steps if the device has them.
+
+    `read_batch` replaces the training samples in the order of an epoch. Equal steps always come
+    with it, or always without.
+    """
+    if on_step is None and task.backend.captures_steps:
         captured: EagerRunner | None = task.backend.capture_steps(
-            task, steps, batch_size, frozen, state, fixed, lanes
+            task, steps, batch_size, frozen, state, fixed, lanes, read_batch
         )
         if captured:
             return captured
-    return EagerRunner(task, state, fixed, lanes, on_step)
+    return EagerRunner(task, state, fixed, lanes, on_step, read_batch)

@@ -13,7 +13,7 @@ by element, on the upper p layers (equation 4). It learns the weights W on the c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
 from fedala.lanes.parameters import list_few
 from fedala.lanes.samples import Samples, iterate_steps, to_device
-from fedala.lanes.trees import Number, Params, align, take
+from fedala.lanes.task import Task
+from fedala.lanes.training import make_runner
+from fedala.lanes.trees import Params, align, take
 from fedala.options import option
 
 #: The initial stage looks at the spread of this many of the last epoch losses.
@@ -72,7 +74,7 @@ class Curves(NamedTuple):
 class Problem:
     """The weight learning of a cohort in one round.
 
-    A `Learner` changes `weights` in place in the lanes that are `learning`.
+    A `Learner` changes `weights` in place. Only the lanes that are `learning` count.
     """
 
     cohort: Cohort
@@ -101,123 +103,163 @@ class Problem:
 Learner = Callable[[Problem], Curves]
 
 
+@torch.no_grad()
 def learn_in_batches(problem: Problem) -> Curves:
-    """Learn W for any model and any loss. The host waits for the losses of every epoch."""
-    cohort, samples = problem.cohort, problem.samples
-    losses: list[list[float]] = [[] for _ in cohort.clients]
-    has_trained = problem.trained.tolist()
-    active = [lane for lane, learns in enumerate(problem.learning.tolist()) if learns]
-    if len(active) < len(cohort):
-        rows = [r if lane in active else r[:0] for lane, r in enumerate(samples.rows)]
-        samples = Samples(rows, cohort.task.device)
+    """Learn W for any model and any loss.
+
+    The host reads losses only if they decide whether another epoch follows.
+    """
+    cohort, samples, settings = problem.cohort, problem.samples, problem.settings
+    backend = cohort.task.backend
+    read_flags = backend.read_later(torch.stack([problem.learning, problem.trained]))
+    if backend.captures_steps and cohort.round > 1 and not settings.freeze:
+        # The device takes the first epoch of all lanes while the host finds out which ones learn.
+        # In round 1, none does: clients have what they receive.
+        active = [lane for lane, length in enumerate(samples.lengths) if length]
+    else:
+        active = [lane for lane, learns in enumerate(read_flags()[0]) if learns]
+        if len(active) < len(cohort):
+            rows = [r if lane in active else r[:0] for lane, r in enumerate(samples.rows)]
+            samples = Samples(rows, cohort.task.device)
     table, positions = cohort.features(problem.cut, problem.start, samples)
+    progress = _Progress(problem, read_flags)
     while active:
-        group = _LaneGroup.gather(problem, active, samples, table, positions)
+        group = _LaneGroup(problem, active, samples, table, positions)
         remaining = active
         while remaining == active:  # when a lane is done, the others form a new group
-            for lane, loss in zip(active, group.run_epoch(), strict=True):
-                losses[lane].append(loss)
-            remaining = [
-                lane
-                for lane in active
-                if _needs_another_epoch(losses[lane], has_trained[lane], problem.settings)
-            ]
-        for name in problem.update:
-            problem.weights[name][active] = group.weights[name]
+            remaining = progress.add_epoch(group, group.run_epoch())
+        group.save_weights()
         active = remaining
-    return _make_curves(losses, problem.trained.device)
-
-
-def _make_curves(losses: Sequence[Sequence[float]], device: torch.device) -> Curves:
-    epochs = [len(own) for own in losses]
-    padded = [[*own, *[float("nan")] * (max(epochs) - len(own))] for own in losses]
-    is_finite = [bool(np.isfinite(own).all()) for own in losses]
-    return Curves(
-        torch.tensor(padded, dtype=torch.float64),
-        torch.tensor(epochs, device=device),
-        to_device(device, is_finite),
-    )
+    return progress.make_curves()
 
 
 @dataclass(frozen=True)
+class WeightStep:
+    """A step of weight learning: it changes W by one batch (equation 5).
+
+    The inputs are the features under the cut. `_LaneGroup` says what is in `state` and `fixed`.
+    """
+
+    cut: Cut
+
+    def __call__(self, task: Task, state: Params, fixed: Any, x: Any, y: Any) -> Tensor:
+        local, update, eta = fixed["local"], fixed["update"], fixed["eta"]
+        with torch.enable_grad():
+            blended = {
+                name: (local[name] + update[name] * weights).requires_grad_()
+                for name, weights in state.items()
+            }
+            losses = task.losses({**fixed["ungoverned"], **blended}, x, y, self.cut)
+            if not losses.requires_grad:
+                raise UserError(
+                    "The loss does not depend on the parameters that ALA governs "
+                    f"({list_few(list(update))}): choose other layers, and do not detach the loss."
+                )
+            gradients = torch.autograd.grad(
+                losses.sum(), list(blended.values()), materialize_grads=True
+            )
+        for (name, weights), gradient in zip(state.items(), gradients, strict=True):
+            step = gradient * update[name]
+            if isinstance(eta, Tensor):
+                weights.sub_(step * align(eta, step)).clamp_(0, 1)
+            else:
+                weights.sub_(step, alpha=eta).clamp_(0, 1)
+        return losses.detach()
+
+
 class _LaneGroup:
     """Lanes that learn side by side, with their part of the problem's tensors."""
 
-    problem: Problem
-    lengths: list[int]
-    """Samples per lane."""
-    table: Any
-    """The features under the cut, as `Cohort.features` returns them."""
-    positions: Tensor
-    """[lane, sample]: rows of the table."""
-    rows: Tensor
-    """[lane, sample]: rows of the dataset."""
-    local: Params
-    update: Params
-    ungoverned: Params
-    weights: Params
-    eta: Number
+    def __init__(
+        self, problem: Problem, lanes: list[int], samples: Samples, table: Any, positions: Tensor
+    ) -> None:
+        """`table` and `positions` are what `Cohort.features` returns."""
+        self.problem, self.lanes = problem, lanes
+        cohort, task = problem.cohort, problem.cohort.task
+        self.part: slice | list[int] = lanes
+        if task.backend.captures_steps and lanes == [*range(len(lanes))]:
+            self.part = slice(len(lanes))  # a GPU would wait for a list
+        self.lengths = [samples.lengths[lane] for lane in lanes]
+        self._step = WeightStep(problem.cut)
+        positions, rows = positions[self.part], samples.matrix[self.part]
+        fixed = {
+            "local": problem.local,
+            "update": problem.update,
+            "ungoverned": problem.ungoverned,
+            "eta": problem.settings.eta,
+        }
 
-    @classmethod
-    def gather(
-        cls, problem: Problem, lanes: list[int], samples: Samples, table: Any, positions: Tensor
-    ) -> Self:
-        return cls(
-            problem,
-            [samples.lengths[lane] for lane in lanes],
-            table,
-            positions[lanes],
-            samples.matrix[lanes],
-            *(
-                take(tree, lanes)
-                for tree in (
-                    problem.local,
-                    problem.update,
-                    problem.ungoverned,
-                    problem.weights,
-                    problem.settings.eta,
-                )
-            ),
+        def read_batch(lanes: slice, columns: slice) -> tuple[Any, Any]:
+            x = cohort.select_rows(table, positions[lanes, columns])
+            return x, task.targets(rows[lanes, columns])
+
+        self._runner = make_runner(
+            task,
+            (self._step,),
+            task.batch_size,
+            (),
+            take({name: problem.weights[name] for name in problem.update}, self.part),
+            take(fixed, self.part),
+            len(lanes),
+            read_batch=read_batch,
         )
-
-    @cached_property
-    def _batch_counts(self) -> Tensor:
-        task = self.problem.cohort.task
         counts = [-(-length // task.batch_size) for length in self.lengths]
-        return torch.tensor(counts, device=task.device)
+        self._batch_counts = to_device(task.device, counts)
 
-    def run_epoch(self) -> list[float]:
+    def run_epoch(self) -> Tensor:
         """Take a step for every batch, and return each lane's mean loss."""
-        task = self.problem.cohort.task
-        total = torch.zeros(len(self.lengths), device=task.device, dtype=task.dtype)
-        for lanes, columns in iterate_steps(self.lengths, task.batch_size, drop_last=False):
-            total[lanes] += self._take_step(lanes, columns)
-        means: list[float] = (total / self._batch_counts).tolist()
+        size, runner = self.problem.cohort.task.batch_size, self._runner
+        for lanes, columns in iterate_steps(self.lengths, size, drop_last=False):
+            runner.step(self._step, lanes, columns)
+        means = runner.total / self._batch_counts
+        runner.total.zero_()
         return means
 
-    def _take_step(self, lanes: slice, columns: slice) -> Tensor:
-        """Change W by one batch (equation 5), and return the lanes' losses."""
-        cohort, task = self.problem.cohort, self.problem.cohort.task
-        local, update, weights = (take(t, lanes) for t in (self.local, self.update, self.weights))
-        blended = {
-            name: (local[name] + update[name] * weights[name]).requires_grad_() for name in update
-        }
-        x = cohort.select_rows(self.table, self.positions[lanes, columns])
-        y = task.targets(self.rows[lanes, columns])
-        loss = task.losses({**take(self.ungoverned, lanes), **blended}, x, y, self.problem.cut)
-        if not loss.requires_grad:
-            raise UserError(
-                "The loss does not depend on the parameters that ALA governs "
-                f"({list_few(list(update))}): choose other layers, and do not detach the loss."
-            )
-        gradients = torch.autograd.grad(loss.sum(), list(blended.values()), materialize_grads=True)
-        for name, gradient in zip(update, gradients, strict=True):
-            step = gradient * update[name]
-            if isinstance(self.eta, Tensor):
-                weights[name].sub_(step * align(self.eta[lanes], step)).clamp_(0, 1)
-            else:
-                weights[name].sub_(step, alpha=self.eta).clamp_(0, 1)
-        return loss.detach()
+    def save_weights(self) -> None:
+        """Write the learned W into the problem's."""
+        for name, value in self._runner.state.items():
+            self.problem.weights[name][self.part] = value
+
+
+class _Progress:
+    """How many epochs the lanes have learned for, and which ones learn for another."""
+
+    def __init__(self, problem: Problem, read_flags: Callable[[], Any]) -> None:
+        """`read_flags` waits for `learning` and `trained` of every lane."""
+        self.problem, self._read_flags = problem, read_flags
+        self._curves: list[Tensor] = []
+        self._epochs = [0] * len(problem.cohort)
+        self._losses: list[list[float]] = [[] for _ in problem.cohort.clients]
+
+    def add_epoch(self, group: _LaneGroup, means: Tensor) -> list[int]:
+        """Note an epoch's mean losses, and return the lanes that learn for another epoch."""
+        curve = means.new_full((len(self._epochs),), float("nan"))
+        curve[group.part] = means
+        self._curves.append(curve)
+        for lane in group.lanes:
+            self._epochs[lane] += 1
+        learning, has_trained = self._read_flags()
+        active = [lane for lane in group.lanes if learning[lane]]
+        settings = self.problem.settings
+        if settings.min_epochs == 1 and all(has_trained[lane] for lane in active):
+            return []
+        for lane, loss in zip(group.lanes, means.tolist(), strict=True):
+            self._losses[lane].append(loss)
+        return [
+            lane
+            for lane in active
+            if _needs_another_epoch(self._losses[lane], has_trained[lane], settings)
+        ]
+
+    def make_curves(self) -> Curves:
+        """Return how weight learning went. It stays on the device."""
+        learning = self.problem.learning
+        epochs = torch.where(learning, to_device(learning.device, self._epochs), 0)
+        losses = torch.empty(len(learning), 0, device=learning.device)
+        if self._curves:
+            curves = torch.stack(self._curves, 1)
+            losses = torch.where(learning.unsqueeze(1), curves, float("nan"))
+        return Curves(losses, epochs, are_losses_finite(losses, epochs))
 
 
 def _needs_another_epoch(losses: Sequence[float], has_trained: bool, settings: Settings) -> bool:

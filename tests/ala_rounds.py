@@ -1,0 +1,90 @@
+"""Rounds of ALA on lanes that differ in size, model and stage, for tests of weight learning."""
+
+import torch
+import torch.nn.functional as F
+from small import Net, assert_close, ragged_task, start_of
+
+from fedala.lanes.cohort import Cohort
+from fedala.lanes.local_aggregation import Outcome, init_state, initialize
+from fedala.lanes.messages import Message
+from fedala.lanes.trees import Params, join, share
+from fedala.lanes.weight_learning import Settings
+from fedala.models import cnn
+
+#: Full batches of four, shorter last ones, two clients of one size, one batch, none.
+SIZES = [22, 17, 13, 13, 8, 5, 3, 0]
+LANES = len(SIZES)
+
+
+def small_cnn():
+    return cnn((1, 16, 16), 3)
+
+
+#: What ALA governs: models, and the beginnings of names.
+KINDS = {
+    "two layers": (small_cnn, ("fc",)),
+    "a client's own head above": (small_cnn, ("fc1",)),
+    "convolutions": (small_cnn, ("conv2", "fc")),
+    "the whole model": (small_cnn, ("",)),
+    "a model that cannot be cut": (Net, ("hidden",)),
+}
+
+
+class Learning:
+    """Clients that initialise by ALA, round after round."""
+
+    def __init__(
+        self,
+        model: object,
+        governed: tuple[str, ...],
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float64,
+        is_shared: bool = False,
+        **settings: object,
+    ) -> None:
+        """All clients receive the same model if `is_shared`; what they have differs always."""
+        self.task = ragged_task(SIZES, model=model(), device=device, dtype=dtype)
+        if model is small_cnn:
+            self.task.x = F.interpolate(self.task.x, (16, 16))
+        self.start, self.is_shared = start_of(self.task, model), is_shared
+        self.settings = Settings(**settings)
+        self.local = join([self.start(lane) for lane in range(LANES)])
+        self.governed = tuple(name for name in self.local if name.startswith(governed))
+        self.state = init_state(self.local, self.governed)
+
+    def make_cohort(self, round: int) -> Cohort:
+        received = join([self.start(LANES * round + lane) for lane in range(LANES)])
+        source = range(LANES)
+        if self.is_shared:
+            received, source = share(self.start(LANES * round), LANES), [0] * LANES
+        clients, seeds, message = range(LANES), [0] * LANES, Message(received)
+        return Cohort(self.task, clients, seeds, round=round, received=message, source=source)
+
+    def do_round(self, round: int) -> tuple[Params, Outcome]:
+        """Return the initialised models and what ALA did, and keep its state."""
+        return self.initialize(self.make_cohort(round))
+
+    def initialize(self, cohort: Cohort) -> tuple[Params, Outcome]:
+        received, governed = cohort.received.model, self.governed
+        models, self.state, outcome = initialize(
+            cohort, self.settings, self.state, self.local, received, governed=governed
+        )
+        return models, outcome
+
+
+def compare(one: Learning, other: Learning, tolerance: float, rounds=(2, 3, 4)) -> list[Outcome]:
+    """Do some rounds of both, compare all results, and return what ALA did in the first."""
+    outcomes = []
+    for round in rounds:
+        (models, found), (expected, reference) = one.do_round(round), other.do_round(round)
+        assert_close(models, expected, tolerance)
+        assert_close(one.state["weights"], other.state["weights"], tolerance)
+        assert torch.equal(one.state["trained"], other.state["trained"])
+        for name in ("epochs", "initial", "faults"):
+            assert torch.equal(getattr(found, name), getattr(reference, name))
+        torch.testing.assert_close(
+            found.losses, reference.losses, rtol=0, atol=tolerance, equal_nan=True
+        )
+        outcomes.append(found)
+    return outcomes
