@@ -1,5 +1,7 @@
 """ALA's weight learning with captured steps against eager ones. Without a GPU, it is skipped."""
 
+import warnings
+
 import pytest
 import torch
 from ala_rounds import KINDS, LANES, SIZES, Learning, compare, small_cnn
@@ -97,8 +99,9 @@ def test_an_ordinary_round_does_not_wait_for_the_device(kind):
     for round in (2, 3):
         learning.do_round(round)
     cohort = learning.make_cohort(4)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         _, outcome = learning.initialize(cohort)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -196,10 +196,10 @@ class Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
-            tile = {"BI": 64, "BK": 64} if lanes > 4 else {"BI": 32, "BK": 128}
+            tile = {"BI": 64, "BK": 32} if lanes > 4 else {"BI": 32, "BK": 128}
             _linear_backward_input[(triton.cdiv(i, tile["BI"]), lanes)](
                 dy, y, w, dx, batch, i, o, relu,
-                BB=ctx.rows, **tile, PRECISION=ctx.precision, num_warps=4,
+                BB=ctx.rows, **tile, PRECISION=ctx.precision, num_warps=4, num_stages=4,
             )  # fmt: skip
 
         def write(_: Any, dw: Tensor, db: Tensor | None, factors: Tensor | None) -> None:
