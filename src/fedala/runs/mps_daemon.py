@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from fedala.io.untrusted import read_file
+
 #: NVIDIA's program: with -d, it starts a daemon; without, it sends commands to one.
 CONTROL = "nvidia-cuda-mps-control"
 #: Seconds that it may take.
@@ -91,7 +93,7 @@ def _end(folder: str, environment: Mapping[str, str]) -> None:
     """End the daemon and its servers; kill those that do not end."""
     numbers = ""
     with suppress(OSError):
-        numbers = Path(folder, f"{CONTROL}.pid").read_text()
+        numbers = read_file(Path(folder, f"{CONTROL}.pid"), 100).decode()
     with suppress(OSError, subprocess.TimeoutExpired):
         numbers += "\n" + (_send("get_server_list", environment, _ANSWER) or "")
     with suppress(OSError, subprocess.TimeoutExpired):
@@ -108,7 +110,8 @@ def _end(folder: str, environment: Mapping[str, str]) -> None:
 def _is_alive(process: int) -> bool:
     """Tell whether a process has not ended, whether or not its parent knows."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        status = read_file(Path(f"/proc/{process}/stat"), 10_000).decode(errors="replace")
+        return status.rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
