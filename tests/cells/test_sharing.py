@@ -12,6 +12,7 @@ from board_results import make_result, write_table
 from paper_results import read_csv
 
 from fedala.cells import running
+from fedala.cells.cell import Cell
 from fedala.cells.observer import Outcome
 from fedala.cells.results import OLD_COLUMNS, Results
 from fedala.cli.cells import read_folders
@@ -129,8 +130,21 @@ def test_of_two_equally_long_runs_the_one_with_trained_models_counts():
     [sentence] = Results([BASE, replace(old, best=0.58)]).contradictions
     assert sentence.endswith("and of 58.00 % in old; the former is shown.")
     assert Results([BASE, replace(BASE, trained=0.6)]).contradictions
-    longer = replace(old, rounds=201)
-    assert Results([BASE, longer]).seeds == [longer]
+
+
+def test_a_longer_run_has_trained_models_from_a_shorter_one():
+    longer = replace(BASE, trained=None, trained_final=None, trained_curve="", rounds=201)
+    shorter = replace(BASE, rounds=100, best_round=90, trained=0.5)
+    cell = Cell(BOARD.settings[BASE.setting], BASE.method)
+    for order in permutations([BASE, longer, shorter]):
+        results = Results(order)
+        assert results.seeds == [longer]
+        found = results.find(cell)
+        [seed] = found.seeds
+        assert (seed.rounds, seed.best, seed.trained) == (201, longer.best, BASE.trained)
+        assert (seed.trained_final, seed.trained_curve) == (BASE.trained_final, BASE.trained_curve)
+        assert f"trained models tested in {BASE.rounds} rounds" in found.changes
+    assert not any("trained" in change for change in Results([BASE]).find(cell).changes)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Results of cells: of one seed, of one cell over its seeds, and all together."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,9 @@ class SeedResult:
     trained_curve: str = ""
     where: str = field(default="", compare=False)
     """The file and line, or the folder, that it was read from; not a column."""
+    trained_rounds: int | None = field(default=None, compare=False)
+    """Rounds of the shorter run that has tested the trained models, if it is another one; not a
+    column."""
 
     @property
     def cell(self) -> tuple[str, str, str, bool]:
@@ -120,9 +123,20 @@ class SeedResult:
         return self.planned
 
     @property
+    def identity(self) -> tuple[Any, ...]:
+        """Return what results have in common that are of the same experiment and seed."""
+        return *self.cell, self.old_settings, self.schedule, self.seed
+
+    @property
     def completeness(self) -> tuple[int, bool]:
         """Return what makes it count more than another result of the same seed."""
         return self.rounds, self.trained is not None
+
+    def take_trained_from(self, other: "SeedResult") -> "SeedResult":
+        """Return this result with the accuracies of trained models that another run has found."""
+        names = [name for name in COLUMNS if name.startswith("trained")]
+        taken = {name: getattr(other, name) for name in names}
+        return replace(self, trained_rounds=other.rounds, **taken)
 
     def contradicts(self, other: "SeedResult") -> bool:
         """Tell whether two results of a seed have equal rounds and different accuracies."""
@@ -135,7 +149,7 @@ class SeedResult:
 
 
 #: The columns of a csv file of results.
-COLUMNS = [column.name for column in fields(SeedResult) if column.name != "where"]
+COLUMNS = [column.name for column in fields(SeedResult) if column.compare]
 #: Those of older files, and those that may be empty because they are not known.
 OLD_COLUMNS = COLUMNS[: COLUMNS.index("mean")]
 OPTIONAL = {column.name for column in fields(SeedResult) if column.default is None}
@@ -235,6 +249,9 @@ class CellResult:
         eval_every = max(seed.eval_every for seed in self.seeds)
         if eval_every > 1:
             departures.append(f"evaluated every {eval_every} rounds")
+        if any(seed.trained_rounds for seed in self.seeds):
+            fewest = min(seed.trained_rounds or seed.rounds for seed in self.seeds)
+            departures.append(f"trained models tested in {fewest} rounds")
         diverged = max(seed.diverged for seed in self.seeds)
         if diverged:
             departures.append(f"clients diverged in {diverged} round{'s' if diverged > 1 else ''}")
@@ -248,7 +265,8 @@ class Results:
     """All known results, by cell.
 
     If a seed was read twice, the longer run counts; of two equally long ones, the one with the
-    accuracy of trained models, otherwise the last.
+    accuracy of trained models, otherwise the last. If the longer one has not tested trained models,
+    a cell has their accuracy from the longest that has.
     """
 
     def __init__(self, seeds: Iterable[SeedResult], unverified: Iterable[str] = ()) -> None:
@@ -256,9 +274,13 @@ class Results:
         """Sentences about files that no digest covers."""
         self.contradictions: list[str] = []
         """Sentences about seeds that were read twice with different accuracies."""
+        self._with_trained: dict[tuple[Any, ...], SeedResult] = {}
         chosen: dict[tuple[Any, ...], SeedResult] = {}
         for seed in seeds:
-            key = (*seed.cell, seed.old_settings, seed.schedule, seed.seed)
+            key = seed.identity
+            if seed.trained is not None:
+                known = self._with_trained.get(key, seed)
+                self._with_trained[key] = max(known, seed, key=lambda one: one.rounds)
             earlier = chosen.get(key)
             is_chosen = earlier is None or seed.completeness >= earlier.completeness
             if earlier and seed.contradicts(earlier):
@@ -280,12 +302,17 @@ class Results:
         groups: dict[tuple[tuple[str, ...], int], list[SeedResult]] = {}
         for seed in self.seeds:
             if seed.cell == cell.key:
-                groups.setdefault((seed.old_settings, seed.schedule), []).append(seed)
+                complete = self._complete(seed)
+                groups.setdefault((seed.old_settings, seed.schedule), []).append(complete)
         results = [
             CellResult(tuple(sorted(own, key=lambda seed: seed.seed)), cell.setting)
             for own in groups.values()
         ]
         return max(results, key=lambda one: (not one.old_settings, one.rounds), default=None)
+
+    def _complete(self, seed: SeedResult) -> SeedResult:
+        other = self._with_trained.get(seed.identity)
+        return seed.take_trained_from(other) if seed.trained is None and other else seed
 
     def write(self, path: Path) -> None:
         """Write a line for each cell and seed, and the digest of the file."""
