@@ -72,7 +72,7 @@ def find_weight_tile(weights: int, inner: int, outer: int, lanes: int, *, pad: i
     """Return the block sizes of the gradient of so many weights per output."""
     bo, warps = find_block(outer, 64), 2
     if inner % 32 == 0:
-        bn = 64 if lanes >= 20 and not pad else 32
+        bn = 64 if lanes >= 10 and not pad else 32
     else:
         bn = 16 if pad or lanes >= 20 else find_block(weights, 32)
         warps = 1 if bo * bn <= 512 else 2
