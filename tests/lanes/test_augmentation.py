@@ -146,7 +146,7 @@ def test_draws_depend_on_seed_client_round_purpose_and_epoch():
 def test_the_order_of_samples_does_not_depend_on_augmentation():
     task, plain = (ragged_task([9], augmentation=a) for a in (BOTH, None))
     packed, order = (
-        Cohort(t, [0], [2])._order_samples(t.parts["train"], "batches", 0, is_own=True)
+        Cohort(t, [0], [2])._order_samples(t.parts["train"], "batches", 0, None)
         for t in (task, plain)
     )
     assert torch.equal(packed // BOTH.transforms, order)

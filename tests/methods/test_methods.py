@@ -265,8 +265,8 @@ def test_dittos_two_models_see_their_batches_in_different_orders(monkeypatch):
     for shuffle in (True, False):
         orders, order_samples = [], Cohort._order_samples
 
-        def see(self, rows, purpose, epoch, orders=orders, order_samples=order_samples, **options):
-            order = order_samples(self, rows, purpose, epoch, **options)
+        def see(self, *options, orders=orders, order_samples=order_samples):
+            order = order_samples(self, *options)
             orders.append(tuple(order[0].tolist()))
             return order
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.evaluation import PredictionLog, Score, score_lanes
-from fedala.lanes.features import Sharing, compute_features, select_rows
-from fedala.lanes.layers import Cut
+from fedala.lanes.features import FeatureBatches, Sharing, compute_features, select_rows
+from fedala.lanes.layers import Cut, Layered
 from fedala.lanes.messages import Message
 from fedala.lanes.optimizers import Numbers
 from fedala.lanes.randomness import draw
@@ -164,7 +164,8 @@ class Cohort:
         ⟨linear, w⟩ to the loss, and `proximal = (μ, anchor)` μ/2·‖w − anchor‖². `names` (parameters
         and buffers) is the part that learns; the rest is frozen and runs in evaluation mode.
         `training` names the optimiser's slots if the run keeps them (`Method.trainings`). `options`
-        are those of `train`.
+        are those of `train`. If only upper layers learn, they learn on features, which are computed
+        once.
         """
         task = self.task
         learning = tuple(name for name in task.trainable if names is None or name in names)
@@ -179,12 +180,27 @@ class Cohort:
         if names is not None:
             frozen = {name for layer in task.layers for name in layer} - set(names)
         slots = self.load_slots(training, {name: params[name] for name in learning})
-        step = FitStep(task.rule, learning, gradients, objective, bool(linear), is_proximal)
+        cut = None if gradients or objective else self._cut_below(names, params)
+        step = FitStep(task.rule, learning, gradients, objective, bool(linear), is_proximal, cut)
         begin = {"model": params, "slots": slots}
-        trained = self.train(step, begin, constants, frozen=frozen, **options)
+        below = (cut, params) if cut else None
+        trained = self.train(step, begin, constants, frozen=frozen, below=below, **options)
         self.keep_slots(training, trained["slots"])
         model: Params = trained["model"]
         return model
+
+    def _cut_below(self, names: Collection[str] | None, params: Params) -> Cut | None:
+        """Return the cut below all that learns; None if the features there cannot be computed once.
+
+        A module that is not ours may draw random numbers where it is frozen.
+        """
+        task = self.task
+        if names is None or task.augmentation or not isinstance(task.model, Layered):
+            return None
+        learning = [i for i, layer in enumerate(task.layers) if set(names).intersection(layer)]
+        with task.use_mode(training=False), torch.no_grad():
+            cut = task.cut(max(learning, default=-1) + 1, params, sum(self.sizes()))
+        return cut if learning and cut.cuts else None
 
     def optimize(
         self,
@@ -223,13 +239,15 @@ class Cohort:
         rows: Sequence[np.ndarray] | None = None,
         purpose: str = "batches",
         frozen: Collection[str] = (),
+        below: tuple[Cut, Params] | None = None,
         report_loss: bool = True,
     ) -> Any:
         """Take a step for every batch of every lane, and return the new state.
 
         `state` and `fixed` are trees of lanes; `lanes/training.py` says what a step is. Several
         steps alternate, in every epoch from the first. `rows` replaces the lanes' training samples.
-        `purpose` separates the shuffles of several trainings in a round. `report_loss` puts the
+        `purpose` separates the shuffles of several trainings in a round. With `below`, a cut and
+        models whose layers below it are frozen, steps get features for x. `report_loss` puts the
         mean loss into the metrics; a training that only prepares for the round's own does not.
         """
         task = self.task
@@ -240,11 +258,15 @@ class Cohort:
         lengths = [len(samples) for samples in own]
         length = task.training_length(epochs)
         with task.use_mode(training=True, frozen=frozen), torch.no_grad():
+            batches = self._batch_features(*below, own) if below else None
             runner = make_runner(
-                task, steps, size, frozen, state, fixed or {}, len(self), self.on_step
+                task, steps, size, frozen, state, fixed or {}, len(self), self.on_step, batches
             )
+            ordered = [np.arange(len(samples)) for samples in own] if batches else own
+            key = (bool(batches), purpose) if rows is None else None
             for epoch in range(length.count_epochs(lengths, size)):
-                runner.begin_epoch(self._order_samples(own, purpose, epoch, is_own=rows is None))
+                order = self._order_samples(ordered, purpose, epoch, key)
+                (batches or runner).begin_epoch(order)
                 for lanes, columns in length.iterate_steps(lengths, size, epoch):
                     turn = columns.start // size % len(steps)
                     runner.step(steps[turn], lanes, columns)
@@ -254,12 +276,19 @@ class Cohort:
             self.metrics["train_loss"] = total / to_device(task.device, taken)
         return state
 
+    def _batch_features(
+        self, cut: Cut, params: Params, rows: Sequence[np.ndarray]
+    ) -> FeatureBatches:
+        samples = self.load_samples(rows)
+        return FeatureBatches(self.task, *self.features(cut, params, samples), samples.matrix)
+
     def _order_samples(
-        self, rows: Sequence[np.ndarray], purpose: str, epoch: int, *, is_own: bool
+        self, rows: Sequence[np.ndarray], purpose: str, epoch: int, key: Any
     ) -> Tensor:
         """Return the lanes' samples in the order of one epoch, [lane, sample], padded.
 
         They stand as `Task.training_batch` reads them: with their transforms, if there are any.
+        With a `key`, the rows are the same in every round.
         """
 
         def order(cohort: "Cohort") -> Tensor:
@@ -270,7 +299,7 @@ class Cohort:
                     ordered[lane] = augmentation.pack(own, draw)
             return pad_rows(ordered, cohort.task.device)
 
-        return self.draw_early((purpose, epoch), order) if is_own else order(self)
+        return order(self) if key is None else self.draw_early((key, epoch), order)
 
     def shuffle(self, lane: int, rows: np.ndarray, purpose: str, epoch: int) -> np.ndarray:
         """Return a lane's samples in the order of one epoch."""

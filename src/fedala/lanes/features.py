@@ -86,6 +86,26 @@ def select_rows(task: Task, table: Any, rows: Tensor) -> Any:
     return task.inputs(rows) if table is None else tree_map(lambda t: t[rows], table)
 
 
+@dataclass
+class FeatureBatches:
+    """Batches of a training on features, in the order of an epoch."""
+
+    task: Task
+    table: Any
+    positions: Tensor
+    """[lane, sample]: rows of the table."""
+    rows: Tensor
+    """[lane, sample]: rows of the dataset."""
+
+    def begin_epoch(self, order: Tensor) -> None:
+        """Set the samples of an epoch, [lane, sample], counted among a lane's own, and padded."""
+        self._positions, self._rows = self.positions.gather(1, order), self.rows.gather(1, order)
+
+    def __call__(self, lanes: slice, columns: slice) -> tuple[Any, Any]:
+        x = select_rows(self.task, self.table, self._positions[lanes, columns])
+        return x, self.task.targets(self._rows[lanes, columns])
+
+
 def compute_loss(task: Task, cut: Cut, model: Params, x: Any, y: Any) -> tuple[Tensor, Tensor]:
     """Return one lane's features, [sample, …], and its loss."""
     features = cut.lower(model, x)

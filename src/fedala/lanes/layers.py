@@ -41,7 +41,8 @@ class Layered(HasLayers):
     """A model whose forward pass is a chain of stages, one per layer or block.
 
     It promises to take weights and activations in any memory layout, and to run under `vmap`: it
-    uses `flatten` or `reshape`, not `view`. It uses its parameters as they are, in layers.
+    uses `flatten` or `reshape`, not `view`. It uses its parameters as they are, in layers. It
+    draws no random numbers.
     """
 
     def stages(self) -> Sequence[Callable[[Tensor], Tensor]]:

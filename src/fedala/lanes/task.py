@@ -166,8 +166,7 @@ class Task:
 
     # --- trials of a model ---------------------------------------------------------------------
     # Layouts, vmap and large batches only save time, but a user's model may depend on them: it may
-    # call `view`, or mix its samples. So the task tries such a model once. A trial depends on
-    # nothing that changes during a run: a resumed run decides as the first one did.
+    # call `view`, or mix its samples. So it is tried once, and a resumed run decides alike.
 
     @property
     def _trial(self) -> Trial:
@@ -360,11 +359,12 @@ class Task:
         names: Sequence[str] | None = None,
         objective: Objective | None = None,
         fixed: Any = None,
+        cut: Cut | None = None,
     ) -> tuple[Tensor, Gradients]:
         """Return each lane's loss, [lane], and the gradients of the named parameters.
 
         Without `names`, these are all that learn. `objective(task, model, fixed, x, y)`, for one
-        lane, replaces the loss. Buffers (running statistics) are updated in place.
+        lane, replaces the loss. With a `cut`, x are the features below. Buffers are updated.
         """
         names = self.trainable if names is None else names
         by_rows = self.embeddings if count_lanes(params) == 1 or self.uses_vmap else {}
@@ -378,7 +378,7 @@ class Task:
             if objective:
                 losses = self.per_lane(partial(objective, self), state, fixed or {}, x, y)
             else:
-                losses = self.losses(state, x, y)
+                losses = self.losses(state, x, y, cut)
             if names and not losses.requires_grad:
                 raise UserError(
                     "The loss does not depend on the parameters that should learn: "

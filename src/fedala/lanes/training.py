@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.late_gradients import Gradients
+from fedala.lanes.layers import Cut
 from fedala.lanes.optimizers import UpdateRule, pull, shift
 from fedala.lanes.task import Objective, Task
 from fedala.lanes.trees import Params, State, take, tree_map
@@ -33,7 +34,8 @@ class FitStep:
 
     An `objective` replaces the loss, and `gradients` replace its gradients. If `is_shifted`, a
     linear term shifts the gradients by `fixed["linear"]`. If `is_proximal`, a proximal term of
-    strength `fixed["mu"]` pulls towards `fixed["anchor"]`.
+    strength `fixed["mu"]` pulls towards `fixed["anchor"]`. With a `cut`, all below is frozen, and
+    x are the features there.
     """
 
     rule: UpdateRule
@@ -42,13 +44,16 @@ class FitStep:
     objective: Objective | None = None
     is_shifted: bool = False
     is_proximal: bool = False
+    cut: Cut | None = None
 
     def __call__(self, task: Task, state: State, fixed: Any, x: Any, y: Any) -> Tensor:
         model, own = state["model"], fixed["own"]
         if self.gradients:
             losses, gradients = self.gradients(task, model, own, x, y)
         else:
-            losses, gradients = task.gradients(model, x, y, self.names, self.objective, own)
+            losses, gradients = task.gradients(
+                model, x, y, self.names, self.objective, own, self.cut
+            )
         if self.is_shifted:
             shift(gradients, fixed["linear"])
         if self.is_proximal:
