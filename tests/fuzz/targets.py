@@ -620,7 +620,8 @@ def _results() -> Files:
 
 def _board_results() -> Files:
     """A csv of the leaderboard."""
-    line = ",".join(str(value) for name, value in vars(make_result()).items() if name != "where")
+    result = make_result()
+    line = ",".join(str(getattr(result, name)) for name in COLUMNS)
     return {"results/gpu.csv": f"{','.join(COLUMNS)}\n{line}\n".encode()}
 
 
