@@ -119,3 +119,18 @@ def interpolate(a: Params, b: Params, share: Number) -> Params:
 def flatten_lanes(value: Tensor) -> Tensor:
     """Return [lane, number]: a parameter may be a single number, [lane]."""
     return value.reshape(len(value), -1)
+
+
+def squared_distances(a: Params, b: Params) -> Tensor:
+    """Return ‖a_i − b_j‖² of all pairs of models, [i, j].
+
+    It is the sum of squared differences: a Gram matrix in float32 would lose near pairs. Few
+    columns at a time fit into a cache, and do not add up many rounding errors.
+    """
+    parts = []
+    for name, value in a.items():
+        columns = (torch.split(flatten_lanes(v), 4096, 1) for v in (value, b[name]))
+        for x, y in zip(*columns, strict=True):
+            distances = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+            parts.append(distances.double().square())
+    return torch.stack(parts).sum(0)

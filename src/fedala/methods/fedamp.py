@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads
-from fedala.lanes.trees import count_lanes, flatten_lanes, share, take
+from fedala.lanes.trees import share, squared_distances, take
 from fedala.methods.base import ServerRound
 from fedala.methods.own_model import OwnModel
 from fedala.options import option
@@ -57,7 +57,8 @@ class FedAMP(OwnModel):
 
     def aggregate(self, server: State, uploads: Uploads, server_round: ServerRound) -> State:
         models = uploads.stack().model
-        distances = squared_distances({name: models[name] for name in server["learned"]})
+        learned = {name: models[name] for name in server["learned"]}
+        distances = squared_distances(learned, learned)
         shares = self.shares(distances, uploads.weights)
 
         def mix(value: Tensor) -> Tensor:  # counters are not mixed: a client's stay its own
@@ -93,18 +94,6 @@ class FedAMP(OwnModel):
         for name, value in local.items():
             value[empty] = received.model[name][empty]
         return Message(local), {"local": local}
-
-
-def squared_distances(models: Params) -> Tensor:
-    """Return ‖w_i − w_j‖² of all pairs, [i, j].
-
-    It is the sum of squared differences: a Gram matrix in float32 would lose near pairs.
-    """
-    rows = []
-    for i in range(count_lanes(models)):
-        squares = [flatten_lanes(v - v[i]).square().sum(1).double() for v in models.values()]
-        rows.append(sum(squares[1:], squares[0]))
-    return torch.stack(rows)
 
 
 def _split(models: Params, learned: Sequence[str] | Params) -> State:

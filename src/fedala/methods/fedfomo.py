@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedala.lanes import Cohort, Message, Params, State, Task, Uploads, broadcast_lanes
 from fedala.lanes.randomness import draw
-from fedala.lanes.trees import first_leaf, flatten_lanes, replace_models
+from fedala.lanes.trees import replace_models, squared_distances
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
 
@@ -72,13 +72,13 @@ class FedFomo(Method):
         helped = weights.any(1)
 
         def mix(name: str) -> Tensor:
-            """previous + Σ weight_n(θ_n − previous), or the own model if no model helps."""
-            mixed = previous[name].clone()
-            for n, weight in enumerate(weights.to(mixed.dtype).unbind(1)):
-                weight = broadcast_lanes(weight, mixed)
-                # A model that has diverged has weight 0, and 0·∞ is not a number.
-                step = weight * (received.model[name][:, n] - previous[name])
-                mixed += torch.where(weight > 0, step, 0)
+            """Σ weight_n·θ_n, or the own model if no model helps.
+
+            It is previous + Σ weight_n(θ_n − previous), as the weights add up to 1. A model that
+            has diverged has weight 0, and 0·∞ is not a number.
+            """
+            models = torch.nan_to_num(received.model[name][0], posinf=0, neginf=0)
+            mixed = torch.tensordot(weights.to(models.dtype), models, 1)
             return torch.where(broadcast_lanes(helped, mixed), mixed, own[name])
 
         initialized = {
@@ -94,16 +94,12 @@ class FedFomo(Method):
         rows = [held_out for held_out, _ in self._split(cohort)]
         # Losses are sums over the slice: the number of its samples cancels in the normalisation.
         before = cohort.evaluate(previous, rows).loss
-        first = first_leaf(models)
+        theta = {name: models[name][0] for name in cohort.task.trainable}
+        distances = squared_distances({name: previous[name] for name in theta}, theta).sqrt()
         columns = []
-        for n in range(0 if first is None else first.shape[1]):
+        for n, distance in enumerate(distances.unbind(1)):
             model = {name: value[:, n] for name, value in models.items()}
             gain = before - cohort.evaluate(model, rows, is_shared=True).loss
-            moves = [
-                flatten_lanes(model[name] - previous[name]).square().sum(1)
-                for name in cohort.task.trainable
-            ]
-            distance = torch.stack(moves).sum(0).sqrt()
             columns.append(torch.where((gain > 0) & (distance > 0), gain / distance, 0))
         weights = torch.stack(columns, 1)
         weights[[lane for lane, size in enumerate(cohort.sizes()) if size == 0]] = 1

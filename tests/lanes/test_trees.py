@@ -1,0 +1,32 @@
+"""Distances between models."""
+
+import pytest
+import torch
+
+from fedala.lanes.trees import squared_distances
+
+
+def test_distances_are_those_of_all_parameters_of_every_pair():
+    generator = torch.Generator().manual_seed(0)
+
+    def models(count):
+        shapes = {"large": (count, 100, 130), "number": (count,), "vector": (count, 7)}
+        return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    a, b = models(3), models(2)
+    expected = [
+        [sum((a[name][i] - b[name][j]).double().square().sum() for name in a) for j in range(2)]
+        for i in range(3)
+    ]
+    distances = squared_distances(a, b)
+    torch.testing.assert_close(distances, torch.tensor(expected).double(), rtol=1e-5, atol=0)
+
+
+def test_near_pairs_are_told_apart_in_float32():
+    """By a Gram matrix, ‖a‖² + ‖b‖² − 2ab at this size is off by more than the distance itself."""
+    base = torch.full((1000,), 10.0)
+    models = {"w": torch.stack([base, base + 1e-3, base])}
+    distances = squared_distances(models, models)
+    assert distances[0, 1].item() == pytest.approx(1e-3, rel=1e-2)
+    assert distances[0, 2].item() == 0
+    assert torch.equal(distances, distances.T)
