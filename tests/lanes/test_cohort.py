@@ -529,7 +529,7 @@ def test_a_lazy_model_is_refused():
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("what", ["data", "local", "received"])
 def test_a_lane_that_is_not_finite_keeps_its_weights_and_disturbs_no_other(what, trained):
-    """Lane 1 of three gets a NaN. The others are, to the bit, as with a finite lane 1."""
+    """Lane 1 of three gets a NaN. The others are, but for rounding, as with a finite lane 1."""
 
     def learn(poisoned):
         task = ragged_task([12, 8, 5])
@@ -555,9 +555,9 @@ def test_a_lane_that_is_not_finite_keeps_its_weights_and_disturbs_no_other(what,
     _, _, sound, sound_state, sound_outcome = learn(poisoned=False)
     local, received, found, state, outcome = learn(poisoned=True)
     for lane in (0, 2):
-        assert_close(take(found, slice(lane, lane + 1)), take(sound, slice(lane, lane + 1)), 0)
-        own = take(state["weights"], slice(lane, lane + 1))
-        assert_close(own, take(sound_state["weights"], slice(lane, lane + 1)), 0)
+        part = slice(lane, lane + 1)
+        assert_close(take(found, part), take(sound, part), 1e-14)
+        assert_close(take(state["weights"], part), take(sound_state["weights"], part), 1e-14)
     assert outcome.epochs.tolist() == [
         int(sound_outcome.epochs[0]),
         0,
