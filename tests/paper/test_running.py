@@ -475,6 +475,20 @@ def test_the_progress_of_several_processes_is_merged():
     ]
 
 
+def test_the_summary_names_cells_that_another_command_runs():
+    """One of its own processes that finds a cell taken says nothing: another one of them has it."""
+    progress = CellProgress(Console(file=io.StringIO()), {"a": 99.0, "b": 99.0}, rounds=5)
+    progress.row("a", HistoryRow(0, 2, score=0.2, loss=1.0, score_joined=0.2, seconds=1.0))
+    progress.end("a", "failed", "it broke")
+    for cell in ("a", "b"):
+        progress.end(cell, "skipped", running.BUSY)
+    assert progress.summary() == [
+        "Cells: none finished (of 2).",
+        "Not run here: b: another process is running it",
+        "Failed: a: it broke",
+    ]
+
+
 def test_the_progress_shows_the_accuracy_of_participants():
     progress = CellProgress(Console(file=io.StringIO()), {"a": 54.81}, rounds=5)
     progress.row("a", HistoryRow(0, 2, score=0.2, loss=1.0, score_joined=0.5, seconds=1.0))

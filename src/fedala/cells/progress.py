@@ -106,7 +106,10 @@ class CellProgress:
         # Every process reports every cell: what another process does or has done is not news.
         if outcome == Outcome.FINISHED_BEFORE and has_begun:
             return
-        if outcome in (Outcome.SKIPPED, Outcome.NOT_STARTED) and (has_begun or reason == BUSY):
+        if outcome in (Outcome.SKIPPED, Outcome.NOT_STARTED) and has_begun:
+            return
+        if reason == BUSY:
+            state.reason = reason
             return
         state.status, state.reason = outcome, reason
         if self.plain:
@@ -166,8 +169,12 @@ class CellProgress:
         for cell in self._list_cells(Outcome.STOPPED):
             rounds = f"{self.cells[cell].round} of {self.rounds[cell]} rounds"
             sentences.append(f"Out of time: {cell} has {rounds}; the same command continues it.")
-        if cells := self._list_cells(Outcome.NOT_STARTED, _WAITING):
+        waiting = self._list_cells(Outcome.NOT_STARTED, _WAITING)
+        busy = [cell for cell in waiting if self.cells[cell].reason == BUSY]
+        if cells := [cell for cell in waiting if cell not in busy]:
             sentences.append(f"Out of time, not started: {', '.join(cells)}.")
+        if busy:
+            sentences.append(f"Not run here: {', '.join(busy)}: {BUSY}")
         reasons: dict[tuple[str, str], list[str]] = {}
         for cell in self._list_cells(Outcome.SKIPPED, Outcome.FAILED):
             state = self.cells[cell]
