@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedala.cuda.compiling import Kernel
 
+
+@Kernel
 @triton.jit
 def _learn(
     features, positions, labels, lengths, least, limit,

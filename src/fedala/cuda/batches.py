@@ -4,7 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedala.cuda.compiling import Kernel
 
+
+@Kernel
 @triton.jit
 def _gather(
     x, y, order, column, x_batch, y_batch, order_stride, SIZE, WIDTH, Y_WIDTH, BLOCK: tl.constexpr
@@ -22,7 +25,8 @@ def _gather(
             tl.store(y_batch + i * Y_WIDTH + m, target, mask=m < Y_WIDTH)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["LANES"])
 def _end_step(total, losses, column, LANES, SIZE, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     for first in range(0, LANES, BLOCK):

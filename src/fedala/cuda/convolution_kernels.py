@@ -23,6 +23,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from fedala.cuda.compiling import Kernel
 from fedala.cuda.products import dot, passes_relu
 
 
@@ -41,7 +42,10 @@ def _make_versions(kernel: Callable[..., None]) -> dict[bool, Any]:
     }
     general.__module__, general.__qualname__ = kernel.__module__, f"{kernel.__qualname__}_general"
     free = [name for name in sizes if name not in ("C", "O")]
-    return {True: triton.jit(kernel), False: triton.jit(do_not_specialize=free)(general)}
+    return {
+        True: Kernel(triton.jit(kernel)),
+        False: Kernel(triton.jit(do_not_specialize=free)(general)),
+    }
 
 
 @triton.jit
@@ -92,6 +96,7 @@ def _store_outputs(
         tl.store(y + at, acc, mask=(m[:, None] < rows) & (o[None, :] < O))
 
 
+@Kernel
 @triton.jit
 def unfold_rows(
     x, y, COUNT, image_stride, c_stride, h_stride, w_stride,
@@ -108,6 +113,7 @@ def unfold_rows(
     tl.store(y + n, tl.load(x + at, mask=inside, other=0.0), mask=n < COUNT)
 
 
+@Kernel
 @triton.jit
 def fold_rows(
     y, x, COUNT, C: tl.constexpr, H, W, Q,
@@ -325,6 +331,7 @@ def backward_weight(
         tl.store(out + O * N + o, bias, mask=o < O)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["LANES", "COUNT", "WEIGHTS", "O", "SIZE"])
 def add_parts(
     parts, dw, db, factors, factor_stride, LANES, COUNT, WEIGHTS, O, SIZE,

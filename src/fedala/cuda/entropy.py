@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedala.cuda.compiling import Kernel
+
 #: The most logits of a lane. They must fit into the registers of one program.
 MOST_LOGITS = 16384
 
 
+@Kernel
 @triton.jit
 def _cross_entropy(
     logits, target, loss, slope, IGNORE: tl.constexpr,

@@ -13,6 +13,7 @@ stay where they are, and each batch of them is copied into a buffer before the g
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from fedala.lanes.layers import Layered
 from fedala.lanes.task import Task
 from fedala.lanes.training import EagerRunner, ReadBatch, Step
 from fedala.lanes.trees import is_shared, leaves, share, take, tree_map
+
+#: The attributes of captured steps that a step reads or changes.
+_TENSORS = ("state", "fixed", "order", "column", "total", "batch", "samples")
 
 
 class CapturedSteps:
@@ -52,8 +56,11 @@ class CapturedSteps:
         self.total = torch.zeros(lanes, device=task.device, dtype=task.dtype)
         #: Inputs and targets, if they are not the training samples: [lane, sample, …].
         self.batch: tuple[Any, Any] | None = None
-        self._has_plain_samples = has_kernels(task.device) and _has_plain_samples(task)
+        is_plain = has_kernels(task.device) and _has_plain_samples(task)
+        #: Inputs and targets of all training samples, if a batch is nothing but rows of them.
+        self.samples = (task.x, task.y) if is_plain else None
         self.graphs: dict[tuple[int, int, Step], torch.cuda.CUDAGraph] = {}
+        self._compiled: set[Step] = set()
         self.pool = torch.cuda.graph_pool_handle()
 
     def load(self, state: Any, fixed: Any) -> None:
@@ -84,11 +91,14 @@ class CapturedSteps:
         self.graphs[key].replay()
 
     def _capture(self, step: Step, lanes: slice) -> torch.cuda.CUDAGraph:
+        if step not in self._compiled and has_kernels(self.task.device):
+            self._compiled.add(step)
+            self.compile(step, lanes)
         changing = self.state, self.column, self.total
         before = tree_map(torch.clone, changing)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        # Once without capture: kernels are compiled, libraries find their workspace.
+        # Once without capture: other kernels are compiled, libraries find their workspace.
         with torch.cuda.stream(side):
             self._take_step(step, lanes)
         torch.cuda.current_stream().wait_stream(side)
@@ -98,16 +108,33 @@ class CapturedSteps:
         _copy(before, changing)
         return graph
 
+    def compile(self, step: Step, lanes: slice) -> None:
+        """Compile the kernels of a step side by side, with those of fewer lanes.
+
+        Blocks depend on the number of lanes. In every epoch, it falls as clients end.
+        """
+        from fedala.cuda.compiling import compile_kernels, drop_memory
+
+        rehearsal = copy(self)
+        tensors = {name: vars(self)[name] for name in _TENSORS}
+        if not self.samples and not self.batch:
+            tensors["batch"] = self.task.training_batch(self.order[lanes, self.column])
+        vars(rehearsal).update(drop_memory(tensors))
+        counts = [lanes.stop - lanes.start]
+        while counts[-1] > 1:
+            counts.append(counts[-1] * 3 // 4)
+        parts = (slice(lanes.start, lanes.start + count) for count in counts)
+        compile_kernels(partial(rehearsal._take_step, step, part) for part in parts)
+
     def _take_step(self, step: Step, lanes: slice) -> None:
         state, fixed = take(self.state, lanes), take(self.fixed, lanes)
         if self.batch:
             x, y = take(self.batch, lanes)
             self.total[lanes] += step(self.task, state, fixed, x, y)
-        elif self._has_plain_samples:
+        elif self.samples:
             from fedala.cuda.batches import end_step, gather_batch
 
-            order = self.order[lanes]
-            x, y = gather_batch(self.task.x, self.task.y, order, self.column, self.size)
+            x, y = gather_batch(*self.samples, self.order[lanes], self.column, self.size)
             losses = step(self.task, state, fixed, x, y)
             end_step(self.total[lanes], losses, self.column, self.size)
         else:

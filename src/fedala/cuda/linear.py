@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedala.cuda.compiling import Kernel
 from fedala.cuda.late import LateGradients, give_gradients
 from fedala.cuda.products import dot, passes_relu
 
@@ -19,6 +20,7 @@ MOST_ROWS = 64
 MOST_PROGRAMS = 640
 
 
+@Kernel
 @triton.jit
 def _linear_forward(
     x, w, bias, y, B, SHARE, I: tl.constexpr, O: tl.constexpr,
@@ -52,6 +54,7 @@ def _linear_forward(
     )
 
 
+@Kernel
 @triton.jit
 def _finish_forward(
     parts, bias, y, COUNT: tl.constexpr, SIZE, B, O,
@@ -79,6 +82,7 @@ def _load_gradient(dy, y, at, mask, RELU: tl.constexpr):
     return grad
 
 
+@Kernel
 @triton.jit
 def _linear_backward_input(
     dy, y, w, dx, B, I: tl.constexpr, O: tl.constexpr, RELU: tl.constexpr,
@@ -106,6 +110,7 @@ def _linear_backward_input(
     )
 
 
+@Kernel
 @triton.jit
 def _linear_backward_weight(
     dy, y, x, dw, db, factors, factor_stride, B, I: tl.constexpr, O: tl.constexpr,
@@ -196,7 +201,9 @@ class Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
-            tile = {"BI": 64, "BK": 32} if lanes > 4 else {"BI": 32, "BK": 128}
+            # With few lanes, larger blocks. Those of more rows exceed the memory of many GPUs.
+            is_small = lanes <= 4 and ctx.rows == 16
+            tile = {"BI": 32, "BK": 128} if is_small else {"BI": 64, "BK": 32}
             _linear_backward_input[(triton.cdiv(i, tile["BI"]), lanes)](
                 dy, y, w, dx, batch, i, o, relu,
                 BB=ctx.rows, **tile, PRECISION=ctx.precision, num_warps=4, num_stages=4,

@@ -12,12 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fedala.cuda.buffers import to_first, to_last
+from fedala.cuda.compiling import Kernel
 
 ROWS, CHANNELS = 64, 32
 #: The most parts of a sum, and the least rows in each.
 MOST_PARTS, LEAST_ROWS = 16, 128
 
 
+@Kernel
 @triton.jit
 def _moments(x, parts, N, SHARE, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """Find means and summed squares of deviations of SHARE rows: parts[2, part, lane, c]."""
@@ -63,6 +65,7 @@ def _join_moments(parts, lane, c, LANES, N, SHARE, COUNT, C, CHANNELS: tl.conste
     return mean, squares
 
 
+@Kernel
 @triton.jit
 def _normalize(
     x, parts, gamma, beta, running_mean, running_var, saved, y,
@@ -98,6 +101,7 @@ def _normalize(
     tl.store(y + place, value, mask=mask)
 
 
+@Kernel
 @triton.jit
 def _slopes(dy, x, saved, parts, N, SHARE, C, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """Add up Σ dy and Σ dy · x̂ over SHARE rows: parts[2, part, lane, c]."""
@@ -120,6 +124,7 @@ def _slopes(dy, x, saved, parts, N, SHARE, C, ROWS: tl.constexpr, CHANNELS: tl.c
     tl.store(out + tl.num_programs(1) * lanes * C, second, mask=c < C)
 
 
+@Kernel
 @triton.jit
 def _normalize_backward(
     dy, x, saved, parts, gamma, dx, dgamma, dbeta, N, COUNT, C,

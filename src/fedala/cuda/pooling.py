@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedala.cuda.buffers import to_first, to_last
+from fedala.cuda.compiling import Kernel
 
 
 @triton.jit
@@ -18,6 +19,7 @@ def _find_corner(n, H, W, C):
     return ((row // P * H + row % P * 2) * W + n // C % Q * 2) * C + n % C
 
 
+@Kernel
 @triton.jit
 def _pool_forward(
     x, y, winners, N, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
@@ -36,6 +38,7 @@ def _pool_forward(
     tl.store(winners + n, winner, mask=n < N)
 
 
+@Kernel
 @triton.jit
 def _pool_backward(
     dy, winners, dx, N, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr

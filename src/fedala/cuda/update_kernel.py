@@ -6,12 +6,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from fedala.cuda.compiling import Kernel
 from fedala.lanes.optimizers import Numbers, UpdateRule
 from fedala.lanes.trees import Params, State
 
 BLOCK = 1024
 
 
+@Kernel
 @triton.jit
 def _step_sgd(
     weights, gradients, velocities, lrs, momenta, decays, N,
@@ -33,6 +35,7 @@ def _step_sgd(
     tl.store(weights + at, param - tl.load(lrs + lane * lr_stride) * gradient, mask=mask)
 
 
+@Kernel
 @triton.jit
 def _step_adam(
     weights, gradients, means, squares, steps, lrs, betas1, betas2, epsilons, decays, N,

@@ -1,0 +1,90 @@
+"""Kernels are compiled on all cores, before they are launched.
+
+Triton compiles a kernel at its first launch, and a training begins with some thirty of them. One
+after the other, they take longer than many rounds. So a step is first rehearsed on tensors without
+memory (PyTorch's meta device), with which no kernel is launched. Those that would have been are
+compiled then, each in a thread.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fedala.io.child_processes import count_cores
+from fedala.lanes.trees import tree_map
+
+#: Where tensors may begin: a kernel is compiled for aligned addresses, as memory has them.
+ALIGNMENT = 256
+
+
+Compilation = Callable[[], object]
+#: What the work that is being rehearsed needs compiled.
+_rehearsed: ContextVar[dict["Kernel", list[Compilation]]] = ContextVar("rehearsed")
+
+
+class Kernel:
+    """A kernel that is launched as `kernel[grid](…)`. With meta tensors, it is only noted."""
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            if any(isinstance(value, Tensor) and value.is_meta for value in args):
+                compilation = partial(self.jitted.warmup, *args, grid=grid, **options)
+                return _rehearsed.get()[self].append(compilation)
+            return self.jitted[grid](*args, **options)
+
+        return launch
+
+
+def drop_memory(tree: Any) -> Any:
+    """Return tensors that lie as those of a tree do, on the meta device.
+
+    They have addresses of their own, which tell parameters from each other.
+    """
+    end = ALIGNMENT
+
+    def drop(value: Any) -> Any:
+        nonlocal end
+        if not isinstance(value, Tensor):
+            return value
+        sides = zip(value.shape, value.stride(), strict=True)
+        size = (1 + sum((side - 1) * step for side, step in sides)) * value.element_size()
+        start, end = end, end + -(-size // ALIGNMENT) * ALIGNMENT
+        space = torch.empty(end, dtype=value.dtype, device="meta")
+        return space.as_strided(value.shape, value.stride(), start // value.element_size())
+
+    return tree_map(drop, tree)
+
+
+def compile_kernels(rehearsals: Iterable[Callable[[], object]]) -> None:
+    """Compile the kernels that some pieces of work on meta tensors would launch.
+
+    This only saves time. Work that the meta device cannot do is left out, and so is a kernel that
+    does not compile: its launch will say why.
+    """
+    if not hasattr(triton, "AsyncCompileMode"):  # from 3.4 on, threads can compile side by side
+        return
+    kernels: dict[Kernel, list[Compilation]] = defaultdict(list)
+    token = _rehearsed.set(kernels)
+    for rehearse in rehearsals:
+        with suppress(Exception):
+            rehearse()
+    _rehearsed.reset(token)
+
+    def compile_versions(compilations: list[Compilation]) -> None:
+        for compile in compilations:  # of one version, all but the first find it there
+            with suppress(Exception):
+                compile()
+
+    with ThreadPoolExecutor(count_cores()) as pool:
+        pool.map(compile_versions, kernels.values())
