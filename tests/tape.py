@@ -76,10 +76,15 @@ def use_tapes(monkeypatch: Any) -> None:
     def capture(self: Any, step: Any, lanes: slice) -> Tape:
         changing = self.state, self.column, self.total
         before = tree_map(torch.clone, changing)
+
+        def restore() -> None:
+            tree_map(lambda buffer, value: buffer.copy_(value), changing, before)
+
         self._take_step(step, lanes)  # once without a tape, as a GPU does
+        restore()
         with Tape() as tape:
             self._take_step(step, lanes)
-        tree_map(lambda buffer, value: buffer.copy_(value), changing, before)
+        restore()
         return tape
 
     monkeypatch.setattr(graphs.CapturedSteps, "_capture", capture)

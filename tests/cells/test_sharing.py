@@ -147,6 +147,43 @@ def test_a_longer_run_has_trained_models_from_a_shorter_one():
     assert not any("trained" in change for change in Results([BASE]).find(cell).changes)
 
 
+LONGER = replace(BASE, trained=None, trained_final=None, trained_curve="", rounds=201, planned=201)
+
+
+@pytest.mark.parametrize("difference", [{"data": "partial: 9 of 10"}, {"eval_every": 10}])
+def test_trained_models_from_other_data_or_rarer_tests_do_not_count(difference):
+    """A table says how the longer run differs from its setting, not how the shorter one does."""
+    cell = Cell(BOARD.settings[BASE.setting], BASE.method)
+    other = replace(BASE, **difference)
+    for order in permutations([LONGER, other]):
+        [seed] = Results(order).find(cell).seeds
+        assert seed == LONGER
+    assert Results([replace(LONGER, **difference), other]).find(cell).trained == 100 * BASE.trained
+
+
+def test_a_table_says_of_how_many_seeds_the_trained_models_were_tested():
+    cell = Cell(BOARD.settings[BASE.setting], BASE.method)
+    others = [replace(LONGER, seed=seed, rounds=100) for seed in (1, 2)]
+    for first in (LONGER, BASE):
+        found = Results([BASE, first, *others]).find(cell)
+        assert found.trained == 100 * BASE.trained
+        assert f"trained models tested in {BASE.rounds} rounds of 1 seed" in found.changes
+    found = Results([BASE, replace(BASE, seed=1, rounds=100)]).find(cell)
+    assert not any("trained" in change for change in found.changes)
+    assert not any("trained" in change for change in Results(others).find(cell).changes)
+
+
+def test_the_accuracy_from_a_shorter_run_is_kept_in_the_csv(tmp_path):
+    """Its folder may be gone when a command writes the csv again."""
+    cell = Cell(BOARD.settings[BASE.setting], BASE.method)
+    shortest = replace(BASE, rounds=100, best_round=90, trained=0.5)
+    path = tmp_path / "results.csv"
+    Results([BASE, LONGER, shortest]).write(path)
+    assert [seed.rounds for seed in read_csv(path)] == [BASE.rounds, 201]
+    [seed] = Results(read_csv(path)).find(cell).seeds
+    assert (seed.rounds, seed.trained, seed.trained_rounds) == (201, BASE.trained, BASE.rounds)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Make a folder with a very small CIFAR-10."""

@@ -24,7 +24,7 @@ def gpus(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", get_capability)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cuda, "_has_triton", lambda: True)
     cuda._has_kernels.cache_clear()
     yield asked
     cuda._has_kernels.cache_clear()
@@ -46,9 +46,22 @@ def test_a_device_without_an_index_is_the_current_one(gpus, monkeypatch):
 
 
 def test_without_triton_no_gpu_has_kernels(gpus, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cuda, "_has_triton", lambda: False)
     assert not cuda.has_kernels()
     assert gpus == []
+
+
+def test_triton_is_not_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not cuda._has_triton()
+
+
+def test_a_triton_without_tuples_cannot_compile_the_kernels(monkeypatch):
+    """So it is in Triton 3.2, which comes with torch 2.6."""
+    language = pytest.importorskip("triton.language", reason="needs triton")
+    assert cuda._has_triton()
+    monkeypatch.delattr(language, "tuple")
+    assert not cuda._has_triton()
 
 
 class TaskOnGpu:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small import assert_close, ragged_task, same_rows, simulate, start_of
+from tape import TapedGpu, use_tapes
 from torch import nn
 
 from fedala.lanes.augmentation import Augmentation
@@ -129,4 +130,21 @@ def test_methods_get_what_whole_models_give(method, monkeypatch):
             task = ragged_task(SIZES[:4], model=Staged())
             options = {"settings": {"fedbabu.part": "head"}} if method == "fedbabu" else {}
             runs.append(simulate(method, task, rounds=3, **options))
+    same_rows(runs[0][1], runs[1][1], 1e-10)
+
+
+@pytest.mark.parametrize("method", ["fedrep", "fedrep+ala", "fedpac", "fedbabu"])
+def test_captured_steps_take_the_features_of_their_round(method, monkeypatch):
+    """Lanes with and without a full batch, of two seeds, in rounds that replay the same steps."""
+    use_tapes(monkeypatch)
+    runs = []
+    for captures in (True, False):
+        task = ragged_task(
+            SIZES[:6], model=Staged(), optimizer=Optimizer(momentum=0.9), keeps_optimizer=True
+        )
+        if captures:
+            task.backend = gpu = TapedGpu(task.device)
+        options = {"settings": {"fedbabu.part": "head"}} if method == "fedbabu" else {}
+        runs.append(simulate(method, task, rounds=3, seeds=[0, 1], **options))
+    assert "replay" in gpu.log
     same_rows(runs[0][1], runs[1][1], 1e-10)

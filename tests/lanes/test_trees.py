@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedala.lanes.trees import squared_distances
 
@@ -30,3 +31,25 @@ def test_near_pairs_are_told_apart_in_float32():
     assert distances[0, 1].item() == pytest.approx(1e-3, rel=1e-2)
     assert distances[0, 2].item() == 0
     assert torch.equal(distances, distances.T)
+
+
+class RecordSizes(TorchDispatchMode):
+    """Records how many numbers every new tensor has. A view is not one."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.sizes.append(result.numel())
+        return result
+
+
+def test_distances_of_large_models_take_one_number_for_each_pair():
+    """A thousand clients have a million pairs, and their models hundreds of blocks."""
+    models = {"w": torch.randn(64, 8 * 4096)}
+    with RecordSizes() as made:
+        squared_distances(models, models)
+    assert max(made.sizes) == 64 * 64

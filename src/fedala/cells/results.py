@@ -12,6 +12,7 @@ from fedala.cells.curves import Curve, read_curve
 from fedala.errors import spreadsheet_safe
 from fedala.io import files
 from fedala.methods import list_changed_defaults, make
+from fedala.report.headline import count_things
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.digests import Digests
 from fedala.runs.tables import csv_text
@@ -126,6 +127,11 @@ class SeedResult:
     def identity(self) -> tuple[Any, ...]:
         """Return what results have in common that are of the same experiment and seed."""
         return *self.cell, self.old_settings, self.schedule, self.seed
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """Return what results have in common whose trained models were tested alike."""
+        return *self.identity, self.data, self.eval_every
 
     @property
     def completeness(self) -> tuple[int, bool]:
@@ -249,9 +255,12 @@ class CellResult:
         eval_every = max(seed.eval_every for seed in self.seeds)
         if eval_every > 1:
             departures.append(f"evaluated every {eval_every} rounds")
-        if any(seed.trained_rounds for seed in self.seeds):
-            fewest = min(seed.trained_rounds or seed.rounds for seed in self.seeds)
-            departures.append(f"trained models tested in {fewest} rounds")
+        tested = [seed for seed in self.seeds if seed.trained is not None]
+        is_partial = 0 < len(tested) < len(self.seeds)
+        if is_partial or any(seed.trained_rounds for seed in tested):
+            fewest = min(seed.trained_rounds or seed.rounds for seed in tested)
+            seeds = f" of {count_things(len(tested), 'seed')}" if is_partial else ""
+            departures.append(f"trained models tested in {fewest} rounds{seeds}")
         diverged = max(seed.diverged for seed in self.seeds)
         if diverged:
             departures.append(f"clients diverged in {diverged} round{'s' if diverged > 1 else ''}")
@@ -266,7 +275,7 @@ class Results:
 
     If a seed was read twice, the longer run counts; of two equally long ones, the one with the
     accuracy of trained models, otherwise the last. If the longer one has not tested trained models,
-    a cell has their accuracy from the longest that has.
+    a cell has their accuracy from the longest that has, on the same data and as often.
     """
 
     def __init__(self, seeds: Iterable[SeedResult], unverified: Iterable[str] = ()) -> None:
@@ -279,8 +288,8 @@ class Results:
         for seed in seeds:
             key = seed.identity
             if seed.trained is not None:
-                known = self._with_trained.get(key, seed)
-                self._with_trained[key] = max(known, seed, key=lambda one: one.rounds)
+                known = self._with_trained.get(seed.conditions, seed)
+                self._with_trained[seed.conditions] = max(known, seed, key=lambda one: one.rounds)
             earlier = chosen.get(key)
             is_chosen = earlier is None or seed.completeness >= earlier.completeness
             if earlier and seed.contradicts(earlier):
@@ -311,13 +320,22 @@ class Results:
         return max(results, key=lambda one: (not one.old_settings, one.rounds), default=None)
 
     def _complete(self, seed: SeedResult) -> SeedResult:
-        other = self._with_trained.get(seed.identity)
-        return seed.take_trained_from(other) if seed.trained is None and other else seed
+        other = self._find_trained(seed)
+        return seed.take_trained_from(other) if other else seed
+
+    def _find_trained(self, seed: SeedResult) -> SeedResult | None:
+        """Return the shorter run that has tested the trained models, if the seed's own has not."""
+        return self._with_trained.get(seed.conditions) if seed.trained is None else None
 
     def write(self, path: Path) -> None:
-        """Write a line for each cell and seed, and the digest of the file."""
+        """Write a line for each cell and seed, and the digest of the file.
+
+        A seed that has its trained models from a shorter run has a line for that one, too.
+        """
+        shorter = [found for seed in self.seeds if (found := self._find_trained(seed))]
+        seeds = [*self.seeds, *shorter]
         lines = []
-        for seed in sorted(self.seeds, key=lambda seed: (seed.cell, seed.planned, seed.seed)):
+        for seed in sorted(seeds, key=lambda seed: (seed.cell, seed.planned, seed.seed)):
             texts = {name: format_value(getattr(seed, name)) for name in COLUMNS}
             lines.append({name: spreadsheet_safe(text) for name, text in texts.items()})
         data = csv_text(COLUMNS, lines, header=True).encode()

@@ -127,10 +127,11 @@ def squared_distances(a: Params, b: Params) -> Tensor:
     It is the sum of squared differences: a Gram matrix in float32 would lose near pairs. Few
     columns at a time fit into a cache, and do not add up many rounding errors.
     """
-    parts = []
+    some = next(iter(a.values()))
+    total = some.new_zeros(count_lanes(a), count_lanes(b), dtype=torch.float64)
     for name, value in a.items():
         columns = (torch.split(flatten_lanes(v), 4096, 1) for v in (value, b[name]))
         for x, y in zip(*columns, strict=True):
             distances = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
-            parts.append(distances.double().square())
-    return torch.stack(parts).sum(0)
+            total += distances.double().square()
+    return total
