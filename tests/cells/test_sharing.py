@@ -94,6 +94,28 @@ def test_cells_that_only_one_has_are_left_out_of_the_other(tmp_path):
     assert "no result to report" in BOTH["leaderboard"]("report", tmp_path).stderr
 
 
+def test_a_line_of_an_unknown_method_is_left_out_of_the_papers_tables_and_named(tmp_path):
+    misspelt = replace(BASE, method="fedavgg")
+    write_table(tmp_path / "x.csv", BASE, misspelt, replace(BASE, method="fedcp"))
+    write_table(tmp_path / "y.csv", replace(misspelt, seed=1))
+    sentence = (
+        f"Note: {tmp_path / 'x.csv'}, line 3 and 1 more: left out, because there is no method "
+        "fedavgg here. If its name is misspelt, correct it: fedala methods lists all names.\n"
+    )
+    answer = BOTH["paper"]("report", tmp_path)
+    # FedCP is left out without a word: only the leaderboard has it.
+    assert [line for line in answer.stderr.splitlines(keepends=True) if "left out" in line] == [
+        sentence
+    ]
+    board = BOTH["leaderboard"]("report", tmp_path)
+    assert "left out" not in board.stderr
+    assert "fedavgg" in board.stdout
+    write_table(tmp_path / "x.csv", misspelt)
+    (tmp_path / "y.csv").unlink()
+    refused = BOTH["paper"]("report", tmp_path)
+    assert (refused.exit_code, "line 2: left out" in refused.stderr) == (2, True)
+
+
 def call_report(folder, command):
     """Return the text of the Markdown file of a report."""
     answer = BOTH[command]("report", folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.cells import folders
+from fedala.cells.cell import is_known
 from fedala.cells.collection import Collection
 from fedala.cells.curves import read_curve
 from fedala.cells.results import COLUMNS, CSV, OLD_COLUMNS, OPTIONAL, Results, SeedResult
@@ -30,7 +31,8 @@ def read_results(
 ) -> Results:
     """Read the csv files of results folders, and then the run folders in them.
 
-    Refuse a cell that none of `collections` has. With `shown`, leave out those of the others.
+    Refuse a cell that none of `collections` has. With `shown`, leave out those of the others, and
+    say so of a method that is not installed: its name may be misspelt.
     """
     seeds: list[SeedResult] = []
     notes: list[str] = []
@@ -43,7 +45,26 @@ def read_results(
             seeds += read_csv(path, collections)
         notes += _verify_csv(folder)
         seeds += _read_run_folders(folder, collections, notes)
-    return Results((seed for seed in seeds if shown is None or shown.has(seed)), notes)
+    if shown is None:
+        return Results(seeds, notes)
+    others = [seed for seed in seeds if not shown.has(seed)]
+    return Results(filter(shown.has, seeds), notes, _name_unknown_methods(others))
+
+
+def _name_unknown_methods(left_out: Iterable[SeedResult]) -> list[str]:
+    """Return a sentence on each method that is not installed here."""
+    places: dict[str, list[str]] = {}
+    for seed in left_out:
+        if not is_known(seed.method):
+            places.setdefault(seed.method, []).append(seed.where)
+    sentences = []
+    for method, where in places.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        sentences.append(
+            f"{where[0]}{more}: left out, because there is no method {method} here. "
+            "If its name is misspelt, correct it: fedala methods lists all names."
+        )
+    return sentences
 
 
 def _name_commands(collections: Sequence[Collection]) -> str:

@@ -278,9 +278,16 @@ class Results:
     a cell has their accuracy from the longest that has, on the same data and as often.
     """
 
-    def __init__(self, seeds: Iterable[SeedResult], unverified: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        seeds: Iterable[SeedResult],
+        unverified: Iterable[str] = (),
+        left_out: Iterable[str] = (),
+    ) -> None:
         self.unverified = list(unverified)
         """Sentences about files that no digest covers."""
+        self.left_out = list(left_out)
+        """Sentences about results that do not count, and whose names may be misspelt."""
         self.contradictions: list[str] = []
         """Sentences about seeds that were read twice with different accuracies."""
         self._with_trained: dict[tuple[Any, ...], SeedResult] = {}

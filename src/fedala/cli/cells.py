@@ -176,6 +176,7 @@ def write_report(
 ) -> tuple[Results, list[Path]]:
     """Write the report of a collection, also into a page; return the results and the paths."""
     results = read_folders(*folders, shown=collection)
+    note(results.left_out)
     if out and out.resolve() in [folder.resolve() for folder in folders]:
         raise UserError(
             f"The report cannot be written into {out} itself: "
