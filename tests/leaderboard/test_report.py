@@ -209,6 +209,24 @@ def test_the_page_has_every_setting_and_loads_nothing(written):
     assert '"accuracy_trained@cifar100-dir"' in written["index.html"]
 
 
+def test_latex_has_the_numbers_of_the_markdown_tables(written, tmp_path):
+    """`--latex` prints, and nothing else on stdout, the file that every report writes."""
+    latex = written["leaderboard.tex"]
+    answer = call("report", tmp_path / "a", tmp_path / "b", "--latex")
+    assert (answer.stdout, answer.exit_code) == (latex, 0)
+    assert "leaderboard.tex" in answer.stderr
+    rows = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    table = re.findall(r"^\|.*\|$", written["leaderboard.md"], re.M)
+    assert {row.count(" & ") for row in rows} == {table[0].count("|") - 2}
+    assert len(rows) == len(table) - 1  # Markdown has a line below the head
+    [own] = [row for row in rows if row.startswith("FedALA &")]
+    assert r"& 56.50 $\pm$ 0.50 & --- & +25.50 & 55.92$^{a}$ &" in own
+    [ditto] = [row for row in rows if row.startswith("Ditto &")]
+    assert "& $-$0.50 &" in ditto
+    assert r"\begin{tabular}{l" + "r" * (rows[0].count(" & ") - 1) + "l}" in latex
+    assert latex.count("{") == latex.count("}")
+
+
 HOSTILE = "</script><script>x</script> a|b `c` [d](javascript:e) *l*"
 
 
@@ -222,6 +240,7 @@ def test_text_of_a_csv_stays_text(tmp_path):
     assert "<script" not in texts["leaderboard.md"]
     assert r"a\|b \`c\` \[d\](javascript:e) \*l\*" in texts["leaderboard.md"]
     assert not re.search(r"(^|,)=", texts["leaderboard.csv"], re.M)
+    assert r"\textless{}script\textgreater{}x" in texts["leaderboard.tex"]
 
 
 @pytest.mark.parametrize(

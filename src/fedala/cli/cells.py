@@ -17,7 +17,7 @@ from fedala.cells.reading import read_results
 from fedala.cells.report_files import insert as put_between_marks
 from fedala.cells.report_files import split_at_marks
 from fedala.cells.results import CSV, Results
-from fedala.cli.output import say
+from fedala.cli.output import print_line, say
 from fedala.errors import UserError
 from fedala.leaderboard.board import BOARD
 from fedala.paper.experiments import PAPER
@@ -192,8 +192,10 @@ def write_report(
     return results, written
 
 
-def end_report(results: Results, written: Iterable[Path]) -> None:
+def end_report(
+    results: Results, written: Iterable[Path], print_path: Callable[[str], None] = print_line
+) -> None:
     """Print what a user should know about the results, and which files were written."""
     note([*results.contradictions, *results.unverified])
     for path in written:
-        print(f"Written: {path}")
+        print_path(f"Written: {path}")

@@ -30,7 +30,7 @@ from fedala.cli.cells import (
     run_chosen,
     write_report,
 )
-from fedala.cli.output import keep_lines
+from fedala.cli.output import keep_lines, say
 from fedala.leaderboard import report as reporting
 from fedala.leaderboard.board import (
     BOARD,
@@ -156,14 +156,27 @@ def run(
 @app.command(
     epilog=keep_lines("""Examples:
   fedala leaderboard report runs/leaderboard
+  fedala leaderboard report runs/leaderboard --latex > board.tex
   fedala leaderboard report results --insert docs/leaderboard.md""")
 )
-def report(folders: Folders = None, *, out: ReportOut = None, insert: Insert = None) -> None:
-    """Compare the methods: one HTML page whose tables sort, Markdown, and csv."""
+def report(
+    folders: Folders = None,
+    *,
+    out: ReportOut = None,
+    insert: Insert = None,
+    latex: Annotated[
+        bool, typer.Option("--latex", metavar="", help="print the tables as LaTeX")
+    ] = False,
+) -> None:
+    """Compare the methods: one HTML page whose tables sort, Markdown, LaTeX, and csv."""
     results, written = write_report(
         BOARD, folders or [_OUT], out, insert, reporting.write, reporting.make_markdown
     )
     boards = make_boards(results)
+    if latex:
+        print(reporting.make_latex(boards), end="")
+        end_report(results, written, print_path=say)
+        return
     for board in boards:
         if board.has_results:
             show(_make_table(board))

@@ -1,6 +1,6 @@
-"""Write the leaderboard: Markdown, csv and one HTML page."""
+"""Write the leaderboard: Markdown, LaTeX, csv and one HTML page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedala.cells.report_files import write_texts
@@ -10,17 +10,24 @@ from fedala.leaderboard.page import QUESTION, make_page
 from fedala.leaderboard.table import (
     COLUMNS,
     Board,
+    Column,
     Row,
     describe_source,
     list_sources,
     make_boards,
 )
-from fedala.report.formats import escape_markdown, markdown_table
+from fedala.report.formats import (
+    LATEX_PACKAGES,
+    escape_latex,
+    escape_markdown,
+    latex_table,
+    markdown_table,
+)
 from fedala.report.headline import count_things
 from fedala.runs.tables import csv_text
 
-#: The columns of the Markdown tables; the csv file and the page have all.
-_MARKDOWN = (
+#: The columns of the Markdown and LaTeX tables; the csv file and the page have all.
+_PRINTED = (
     *("accuracy", "with_ala", "gain", "published", "trained", "worst", "final", "seconds"),
     *("down", "up"),
 )
@@ -33,6 +40,7 @@ def write(results: Results, folder: Path) -> list[Path]:
     boards = make_boards(results)
     texts = {
         "leaderboard.md": make_markdown(results),
+        "leaderboard.tex": make_latex(boards),
         "leaderboard.csv": make_csv(boards),
         "index.html": make_page(boards, results, describe(boards)),
     }
@@ -88,21 +96,33 @@ def _list_sources(sources: dict[str, str]) -> list[str]:
 
 
 def _format_board(board: Board) -> list[str]:
-    columns = [column for column in board.columns if column.name in _MARKDOWN]
+    sources = list_sources([board])
+    rows = _format_rows(board, escape_markdown, "–", "<sup>{}</sup>")
+    heads = [*(column.heading for column in _list_columns(board)), "How"]
+    lines = [f"### {board.setting.title}", "", " ".join(board.describe()), ""]
+    lines += [*markdown_table(heads, rows), ""]
+    return [*lines, escape_markdown(_describe_machines(board)), "", *_list_sources(sources)]
+
+
+def _list_columns(board: Board) -> list[Column]:
+    return [column for column in board.columns if column.name in _PRINTED]
+
+
+def _format_rows(
+    board: Board, escape: Callable[[str], str], nothing: str, mark: str
+) -> list[list[str]]:
+    """Return the cells of each row. `mark` is the template for the letter of a source."""
     sources = list_sources([board])
     rows = []
     for row in board.rows:
         texts = []
-        for column in columns:
-            text = escape_markdown(column.text(row)) or "–"
+        for column in _list_columns(board):
+            text = escape(column.text(row)) or nothing
             if column.name == "published" and row.published:
-                text += f"<sup>{sources.get(describe_source(row.published), '')}</sup>"
+                text += mark.format(sources.get(describe_source(row.published), ""))
             texts.append(text)
-        rows.append([escape_markdown(row.title), *texts, escape_markdown(_shorten(row))])
-    heads = [*(column.heading for column in columns), "How"]
-    lines = [f"### {board.setting.title}", "", " ".join(board.describe()), ""]
-    lines += [*markdown_table(heads, rows), ""]
-    return [*lines, _describe_machines(board), "", *_list_sources(sources)]
+        rows.append([escape(row.title), *texts, escape(_shorten(row))])
+    return rows
 
 
 def _shorten(row: Row) -> str:
@@ -115,7 +135,29 @@ def _describe_machines(board: Board) -> str:
     machines = dict.fromkeys(
         f"{seed.device}, {seed.version}" for row in board.rows for seed in row.seeds
     )
-    return f"Run on: {escape_markdown('; '.join(machines))}."
+    return f"Run on: {'; '.join(machines)}."
+
+
+def make_latex(boards: Sequence[Board]) -> str:
+    """Return a booktabs table for each setting that has results."""
+    tables = [_format_latex(board) for board in boards if board.has_results]
+    return "\n".join([LATEX_PACKAGES, *tables])
+
+
+def _format_latex(board: Board) -> str:
+    heads = ["Method", *(column.heading for column in _list_columns(board)), "How"]
+    rows = _format_rows(board, escape_latex, "---", "$^{{{}}}$")
+    notes = [f"{board.setting.title}.", *board.describe(), _describe_machines(board)]
+    sources = [
+        f"$^{{{mark}}}$ {escape_latex(source)}." for source, mark in list_sources([board]).items()
+    ]
+    return latex_table(
+        f"l{'r' * (len(heads) - 2)}l",
+        [list(map(escape_latex, heads))],
+        [rows],
+        caption=" ".join([*map(escape_latex, notes), *sources]),
+        label=f"leaderboard:{board.setting.name}",
+    )
 
 
 def make_csv(boards: Sequence[Board]) -> str:

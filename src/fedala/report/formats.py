@@ -32,6 +32,7 @@ _LATEX = {
     "Σ": r"$\Sigma$",
     "α_f": r"$\alpha_f$",
     "·": r"$\cdot$",
+    "−": "$-$",
     "%": r"\%",
     "&": r"\&",
     "_": r"\_",
@@ -52,6 +53,10 @@ def escape_latex(text: str) -> str:
     """Return LaTeX that prints exactly `text`, as one line."""
     line = printable(text, 10_000)
     return re.sub("|".join(map(re.escape, _LATEX)), lambda match: _LATEX[match[0]], line)
+
+
+#: The first line of a file with such tables: the packages that they need.
+LATEX_PACKAGES = "% \\usepackage{booktabs,graphicx}"
 
 
 def latex_table(

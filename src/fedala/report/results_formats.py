@@ -6,7 +6,13 @@ from typing import Any
 
 from fedala.errors import UserError, spreadsheet_safe
 from fedala.io.files import write_file
-from fedala.report.formats import escape_latex, escape_markdown, latex_table, markdown_table
+from fedala.report.formats import (
+    LATEX_PACKAGES,
+    escape_latex,
+    escape_markdown,
+    latex_table,
+    markdown_table,
+)
 from fedala.report.headline import format_figure
 from fedala.report.results_table import ResultsTable
 from fedala.runs.tables import csv_text
@@ -44,7 +50,7 @@ def to_latex(table: ResultsTable) -> str:
         caption=_replace_marks(" ".join(map(escape_latex, table.notes()))),
         label="tab:results",
     )
-    return "% \\usepackage{booktabs,graphicx}\n" + text
+    return f"{LATEX_PACKAGES}\n{text}"
 
 
 def _latex_cell(table: ResultsTable, method: str, column: int) -> str:
