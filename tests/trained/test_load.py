@@ -140,6 +140,19 @@ def test_all_kinds_of_data_give_the_same_scores(both, tmp_path):
         _ = found[0].accuracy
 
 
+def test_a_result_stands_for_its_run_folder(both, tmp_path):
+    _, without = both
+    result = run(tmp_path / "run", method="local,fedavg")
+    for client in range(3):
+        found = load(result, "local").personal(client)
+        assert equal(found, load(tmp_path / "run", "local").personal(client).state_dict())
+    sentence = r"no run folder, so its models are in result\.models alone: .*run\(out=…\)"
+    with pytest.raises(UserError, match=sentence):
+        load(without, "fedavg")
+    with pytest.raises(UserError, match=sentence):
+        fedala.onboard(without, (PIXELS[:4], Y[:4]))
+
+
 def test_it_says_what_it_is_in_a_line(both):
     text = repr(load(both[0], "fedala", 1, best=True))
     assert "fedala, seed 1, best evaluation, cnn, 3 clients" in text

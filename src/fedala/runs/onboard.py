@@ -35,6 +35,7 @@ from fedala.runs.onboarding import OnboardedClient, Onboarding
 from fedala.runs.own_code import import_given
 from fedala.runs.plan import plan
 from fedala.runs.provenance import keep_layers
+from fedala.runs.results import RunResult, locate_folder
 from fedala.runs.server_state import MOST_CLIENTS, FinishedRun, find_run
 from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.model_scores import EvaluationSchedule
@@ -43,7 +44,7 @@ from fedala.simulation.transport import Setup
 
 
 def onboard(
-    run: Path | str,
+    run: Path | str | RunResult,
     data: Any,
     *,
     method: str | None = None,
@@ -59,8 +60,9 @@ def onboard(
 ) -> Onboarding:
     """Onboard the clients in `data` to a run: `onboard("runs/mine", "new.npz", method="fedala")`.
 
-    `data` are the samples of one client, or of several if they name their clients: a path, or what
-    `fedala.run` takes as `dataset`, such as (x, y), a frame or a list of clients. They are split as
+    `run` is a run folder, or the result of a run that has one. `data` are the samples of one
+    client, or of several if they name their clients: a path, or what `fedala.run` takes as
+    `dataset`, such as (x, y), a frame or a list of clients. They are split as
     they say, or 75/25. A `Federation` is taken as it is. `epochs` such as `0,1,5` are the local
     epochs after which the client is tested; by default, `holdout_epochs` of the run. `number` is
     that of the first client, by default the next after the run's. `out` is the file of the
@@ -69,7 +71,7 @@ def onboard(
     your own that the run was made with again: a `model` (a function, or its name such as
     `net.py:make`), a `loss`, and `imports` for methods.
     """
-    folder = RunFolder.open(Path(run))
+    folder = RunFolder.open(locate_folder(run))
     _check_code_is_named(folder, model, imports)
     import_given({"imports": imports})
     finished = find_run(folder, method, seed)
@@ -77,8 +79,8 @@ def onboard(
     for name, given in (("model", model), ("loss", loss)):
         if getattr(finished.config, name) == "own" and given is None:
             raise UserError(
-                f"{run} was made in Python with its own {name}: onboard clients there, with "
-                f"onboard(…, {name}=…)."
+                f"{folder.path} was made in Python with its own {name}: onboard clients there, "
+                f"with onboard(…, {name}=…)."
             )
     counts = _choose_epochs(finished.config, epochs)
     first = _choose_number(finished, number)

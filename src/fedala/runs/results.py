@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedala.errors import printable
+from fedala.errors import UserError, printable
 from fedala.metrics import ACCURACY, Metric, find_metric
 from fedala.records import HistoryRow
 from fedala.runs.checkpoint import Checkpoints
@@ -374,3 +374,15 @@ class RunResult:
     def best_models(self) -> Models:
         """The only method's models of the best evaluation, unless a folder keeps them."""
         return self._only.best_models
+
+
+def locate_folder(run: Path | str | RunResult) -> Path:
+    """Return the run folder that is meant: by its path, or by the result of the run."""
+    if not isinstance(run, RunResult):
+        return Path(run)
+    if run.folder is None:
+        raise UserError(
+            "This result has no run folder, so its models are in result.models alone: "
+            "keep a run in a folder with run(out=…), such as run(out='runs/mine')."
+        )
+    return run.folder

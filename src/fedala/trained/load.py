@@ -19,6 +19,7 @@ from fedala.methods import catalogue, make
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel
 from fedala.runs.own_code import fit_model, load_model_function
+from fedala.runs.results import RunResult, locate_folder
 from fedala.runs.sweep import label_of, list_points
 from fedala.trained.federation import TrainedFederation
 from fedala.trained.modules import ModelBuilder, Shapes
@@ -28,7 +29,7 @@ Data = str | Path | Dataset | Federation
 
 
 def load(
-    folder: Path | str,
+    folder: Path | str | RunResult,
     method: str | None = None,
     seed: int | None = None,
     best: bool = False,
@@ -39,12 +40,14 @@ def load(
 ) -> TrainedFederation:
     """Load the trained models of a run folder: `load("runs/mine").predict(images, client=7)`.
 
-    If the folder has several methods, name one; without a `seed`, it is the first. With `best`, the
-    models are those of the run's best evaluation, and not of its last. Give `model` (a function, or
-    its name such as `net.py:make`) and `loss` again if they were your own, and `dataset` if an
-    older version of this program made the folder.
+    The result of `fedala.run` stands for its folder. If the folder has several methods, name one;
+    without a `seed`, it is the first. With `best`, the models are those of the run's best
+    evaluation, and not of its last. Give `model` (a function, or its name such as `net.py:make`)
+    and `loss` again if they were your own, and `dataset` if an older version of this program made
+    the folder.
     """
-    run = find_run(Path(folder), method, seed, best=best)
+    folder = locate_folder(folder)
+    run = find_run(folder, method, seed, best=best)
     config = run.config
     if loss is not None and config.loss != "own":
         raise UserError(f"{folder} was made with a loss that has a name: leave out loss.")
@@ -87,7 +90,7 @@ def _make_extension(run: SavedRun) -> Callable[[nn.Module, Collection[str]], nn.
     return extend
 
 
-def _load_dataset(config: Config, dataset: Data | None, folder: Path | str) -> Dataset:
+def _load_dataset(config: Config, dataset: Data | None, folder: Path) -> Dataset:
     """Return the data that an older run was made with."""
     if dataset is None:
         raise UserError(
