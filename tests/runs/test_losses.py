@@ -18,10 +18,12 @@ from fedala.errors import UserError
 from fedala.lanes.losses import CrossEntropy, MultiLabel, Regression
 from fedala.methods import list_methods
 from fedala.metrics import ACCURACY, LABEL_ACCURACY, MSE, OWN_LOSS
+from fedala.records import MODEL_KINDS
 from fedala.report import page
 from fedala.report.plots import draw_runs
 from fedala.report.runs import find_runs
 from fedala.runs.config import Config
+from fedala.runs.folder import RunFolder
 from fedala.runs.losses import make_loss
 from fedala.runs.plan import plan
 
@@ -146,7 +148,7 @@ def test_the_best_round_of_an_error_is_the_lowest():
 
 
 @pytest.mark.parametrize("kind", ["mse", "multilabel"])
-def test_further_models_have_columns_of_their_metric_and_no_metrics_of_classifiers(kind, tmp_path):
+def test_further_models_have_columns_of_their_metric(kind, tmp_path):
     options = {"method": "fedavg", "rounds": 2, "lr": None, "patience": 2}
     options |= {"sweep": {"lr": "0.05,0.001"}}
     result = run(kind, evaluate="trained,received,global", out=tmp_path / "run", **options)
@@ -155,7 +157,12 @@ def test_further_models_have_columns_of_their_metric_and_no_metrics_of_classifie
     for row in result.methods["fedavg[lr=0.05]"].history:
         assert row.metrics[f"{name}_received"] == row.metrics[f"{name}_global"] == row.score
     assert f"{name}_trained" in row.metrics
-    assert not (tmp_path / "run" / "metrics.csv").exists()
+    lines = RunFolder.open(tmp_path / "run").rows("metrics.csv")
+    last = [line for line in lines if line["round"] == 2 and line["method"].endswith("0.05]")]
+    assert [line["model"] for line in last] == list(MODEL_KINDS)
+    assert {f"{name}_worst", "loss", "bytes_sent"} < last[0].keys()
+    assert not {"accuracy", "f1", "auc"} & last[0].keys()
+    assert ("r2" in last[0], "rmse" in last[0]) == (kind == "mse",) * 2
     [found] = find_runs([tmp_path / "run"])  # the history is read again
     assert f"{name}_trained" in page.write([found.path]).read_text()
 

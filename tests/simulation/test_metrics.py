@@ -5,6 +5,7 @@ import pytest
 from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 
 from fedala.lanes.evaluation import Predictions
+from fedala.metrics import MAE, MSE
 from fedala.simulation.metrics import (
     balanced_accuracy,
     calibration_error,
@@ -99,6 +100,26 @@ def test_numbers_that_are_not_finite_leave_what_the_predictions_give():
     found = summarize_predictions([Predictions(np.array([0, 1]), np.array([0, 0]), probabilities)])
     assert np.isnan([found["auc"], found["ece"], found["auc_mean"]]).all()
     assert found["balanced_accuracy"] == pytest.approx(0.5)
+
+
+def test_metrics_of_numbers_by_hand():
+    """Errors 1, 0 and −2: MAE 3/3, RMSE √(5/3), R² 1 − 5/8. The second client does not vary."""
+    first = Predictions(np.array([1.0, 3.0, 5.0]), np.array([2.0, 3.0, 3.0]), np.empty((3, 0)))
+    second = Predictions(np.array([2.0]), np.array([5.0]), np.empty((1, 0)))
+    assert summarize_predictions([first], MSE) == pytest.approx(
+        {"mae": 1, "rmse": np.sqrt(5 / 3), "r2": 3 / 8}
+        | {"mae_mean": 1, "rmse_mean": np.sqrt(5 / 3), "r2_mean": 3 / 8}
+    )
+    both = summarize_predictions([first, second], MAE)
+    assert both["mae_mean"] == pytest.approx((1 + 3) / 2)
+    assert both["r2_mean"] == pytest.approx(3 / 8)
+    bad = summarize_predictions([second._replace(predicted=np.array([np.inf]))], MSE)
+    assert np.isnan(list(bad.values())).all()
+
+
+def test_the_worst_errors_are_the_largest():
+    found = summarize_scores(np.array([[8.0, 1, 4], [1.0, 1, 4], [0, 0, 0]]), MSE)
+    assert (found["mse"], found["mse_worst"]) == (9 / 8, 2.0)
 
 
 def test_scores_by_hand():

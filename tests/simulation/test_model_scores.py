@@ -3,14 +3,23 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, roc_auc_score
+from sklearn.metrics import (
+    f1_score,
+    mean_absolute_error,
+    mean_squared_error,
+    r2_score,
+    roc_auc_score,
+)
 from small import Net, evaluate, ragged_task, same_rows
 
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.losses import MultiLabel, Regression
 from fedala.lanes.trees import leaves
 from fedala.methods import make
+from fedala.metrics import MAE, MSE
 from fedala.records import MODEL_KINDS
-from fedala.simulation.model_scores import EvaluationSchedule, has_class_labels
+from fedala.simulation.metrics import list_plain_figures
+from fedala.simulation.model_scores import EvaluationSchedule, TrainedRound, has_details
 
 SIZES = [30, 9, 0, 17, 12, 3]
 EVERYBODY = sum(max(1, size // 3) for size in SIZES)
@@ -218,12 +227,57 @@ def test_detailed_metrics_come_when_they_are_due(every, eval_every, expected):
         assert sorted({round for _, round, _ in found}) == (rounds if len(kinds) > 1 else expected)
 
 
-def test_only_samples_of_one_class_each_have_detailed_metrics():
+def test_classes_and_numbers_have_detailed_metrics_and_several_labels_have_none():
     task = ragged_task(SIZES)
-    assert has_class_labels(task)
+    assert has_details(task)
     for y in (task.y.double(), torch.eye(3, dtype=torch.int64)[task.y], {"label": task.y}):
         task.y = y
-        assert not has_class_labels(task)
+        assert not has_details(task)
+    for loss, expected in ((Regression("huber"), True), (MultiLabel(), False)):
+        task.loss = loss
+        assert has_details(task) is expected
+
+
+def test_the_figures_of_a_regression_are_those_of_scikit_learn():
+    """A round is tested with its initialised and its trained models, in any number of lanes."""
+
+    def run_regression(**options):
+        task = ragged_task(SIZES)
+        task.loss, task.y = Regression("mse"), torch.nn.functional.one_hot(task.y, 3).double()
+        _, evaluations, models = evaluate("local", task, rounds=2, **{**ALL, **options})
+        return task, figures_of(evaluations), evaluations, models
+
+    task, found, evaluations, models = run_regression(lanes=1)
+    parts = []
+    for (_, client), model in models.items():
+        module = Net().double()
+        module.load_state_dict({name: value[0] for name, value in model.items()})
+        rows = task.parts["test"][client]
+        parts.append((task.y[rows].numpy(), module.eval()(task.x[rows]).detach().numpy()))
+    y, predicted = (np.concatenate(both) for both in zip(*parts, strict=True))
+    figures = found[0, 2, "initialized"]
+    assert figures["mse"] == pytest.approx(mean_squared_error(y, predicted))
+    assert figures["rmse"] == pytest.approx(np.sqrt(mean_squared_error(y, predicted)))
+    assert figures["mae"] == pytest.approx(mean_absolute_error(y, predicted))
+    assert figures["r2"] == pytest.approx(r2_score(y, predicted))
+    own = [mean_squared_error(*part) for part in parts]
+    assert figures["rmse_mean"] == pytest.approx(np.mean(np.sqrt(own)))
+    assert figures["mse_worst"] == pytest.approx(max(own))
+    assert evaluations[-1].row.metrics["mse_trained"] == found[0, 2, "trained"]["mse"]
+    same_figures(run_regression(lanes=None)[1], found, 1e-10)
+
+
+def test_an_earlier_checkpoint_of_a_regression_has_the_plain_figures():
+    """It had the columns of classifiers: 7 plain figures, and 8 that were unknown."""
+    figures = torch.full((1, 15), np.nan, dtype=torch.float64)
+    figures[0, :7] = torch.arange(7) + 1
+    state = {"traffic": torch.tensor([[8, 9]]), "figures": figures}
+    for metric in (MSE, MAE):
+        known = TrainedRound.restore(state, 1, metric).trained_model(0)
+        assert list(known) == list_plain_figures(metric)
+        assert list(known.values()) == [1, 2, 3.0, 4.0, 5.0, 6.0, 7.0]
+    with pytest.raises(ValueError, match="another run"):
+        TrainedRound.restore({**state, "figures": figures[:, :9]}, 1, MSE)
 
 
 def test_a_run_by_default_asks_for_nothing_more():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedala.errors import UserError, first_line
 from fedala.lanes.features import Sharing, compute_features, select_rows
+from fedala.lanes.losses import Regression, align
 from fedala.lanes.outputs import scores_of
 from fedala.lanes.samples import Samples, to_device
 from fedala.lanes.task import Task
@@ -27,14 +28,14 @@ class Score(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """What a classifier says of one client's samples, on the host."""
+    """What a model says of one client's samples, on the host."""
 
     targets: np.ndarray
-    """[sample]"""
+    """[sample]; numbers to predict may be [sample, output]."""
     predicted: np.ndarray
-    """[sample]: the class with the highest score."""
+    """The class with the highest score, or the predicted numbers: as `targets`."""
     probabilities: np.ndarray
-    """[sample, class]"""
+    """[sample, class]; numbers to predict have no class."""
 
 
 class PredictionLog:
@@ -51,8 +52,12 @@ class PredictionLog:
         It leaves the device at once: the scores of all samples may not fit there.
         """
         output = scores_of(output)
-        probabilities = output.to(task.dtype).softmax(-1)
-        figures = [t.cpu().numpy() for t in (y, output.argmax(-1), probabilities)]
+        if isinstance(task.loss, Regression):
+            predicted, y = align(output.to(task.dtype), y)
+            probabilities = output.new_empty(*y.shape[:2], 0)
+        else:
+            predicted, probabilities = output.argmax(-1), output.to(task.dtype).softmax(-1)
+        figures = [t.cpu().numpy() for t in (y, predicted, probabilities)]
         for position, (lane, end) in enumerate(zip(lanes, ends, strict=True)):
             own = tuple(figure[position, :end] for figure in figures)
             self._batches.setdefault(lane, []).append(own)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedala.errors import RunError, first_line
-from fedala.metrics import ACCURACY
 from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.runs.batches import Batch, split_seeds
 from fedala.runs.build import build_preprocessing, build_simulation
@@ -315,13 +314,11 @@ class _BatchRun:
         row, result = evaluation.row, self._find_result(evaluation.run)
         name = result.method
         result.history.append(row)
-        # The columns of metrics.csv are those of classifiers.
-        models = evaluation.models if row.metric == ACCURACY else ()
         if self.folder:
             self.folder.tables.add_history(name, row)
             self.folder.tables.add_weights(name, row, evaluation.weights)
-            self.folder.tables.add_metrics(name, row, models)
-        for model, figures in models:
+            self.folder.tables.add_metrics(name, row, evaluation.models)
+        for model, figures in evaluation.models:
             result.metrics.append({"seed": row.seed, "round": row.round, "model": model, **figures})
         self._add_newcomers(result, evaluation, is_last=is_last)
         if is_last:

@@ -24,7 +24,7 @@ from fedala.runs.digests import RowHash
 from fedala.runs.holdout import NEWCOMER_CLIENTS, NEWCOMERS
 from fedala.runs.sweep import list_labels
 from fedala.runs.verified_files import RunRecord
-from fedala.simulation.metrics import FIGURES
+from fedala.simulation.metrics import list_figures
 
 #: Tables to which a run appends rows. Each row has its method and its round.
 TABLES = (
@@ -32,9 +32,8 @@ TABLES = (
     NEWCOMER_CLIENTS,
 )  # fmt: skip
 
-#: Columns of `metrics.csv`: of which model and evaluation a line tells, and the figures.
+#: Columns of `metrics.csv`: of which model and evaluation a line tells. Figures follow.
 METRICS_KEYS = ("method", "seed", "round", "model")
-METRICS_COLUMNS = (*FIGURES, "bytes_sent", "bytes_uploaded")
 
 #: Columns that are not numbers.
 _TEXT_COLUMNS = {
@@ -77,10 +76,11 @@ class Tables:
 
     def add_metrics(self, method: str, row: HistoryRow, models: Sequence[ModelFigures]) -> None:
         """Append what each kind of model scores, if the round recorded it."""
+        columns = (*list_figures(row.metric), "bytes_sent", "bytes_uploaded")
         lines = []
         for model, figures in models:
             line = {"method": method, "seed": row.seed, "round": row.round, "model": model}
-            lines.append({**line, **{name: figures.get(name) for name in METRICS_COLUMNS}})
+            lines.append({**line, **{name: figures.get(name) for name in columns}})
         if lines:
             self.append("metrics.csv", lines)
 

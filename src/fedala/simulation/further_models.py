@@ -41,7 +41,7 @@ class FurtherModels:
 
     def make_log(self) -> ModelLog:
         """Return the log of a round."""
-        return ModelLog(len(self.setup.seeds), self.setup.population)
+        return ModelLog(len(self.setup.seeds), self.setup.population, self.setup.task.loss.metric)
 
     def make_request(
         self, round: int, sent: Sequence[Message], *, train: bool, evaluates_absent: bool
@@ -218,4 +218,5 @@ class FurtherModels:
         """Restore what `state` returned; a checkpoint may be older than this part of it."""
         found = state.get("last_round")
         runs = len(self.setup.seeds)
-        self.last_round = TrainedRound.restore(found, runs) if found else None
+        metric = self.setup.task.loss.metric
+        self.last_round = TrainedRound.restore(found, runs, metric) if found else None

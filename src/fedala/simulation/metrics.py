@@ -1,4 +1,4 @@
-"""Metrics of classifiers: over all samples, and as means over the clients.
+"""Metrics of classifiers and of regressions: over all samples, and as means over the clients.
 
 A class that a set of samples does not have is treated as scikit-learn treats it: F1 counts the
 classes among targets or predictions, balanced accuracy those among the targets, and AUC those with
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from fedala.lanes.evaluation import Predictions
+from fedala.metrics import ACCURACY, MAE, MSE, Metric
 
 #: Confidence bins of the expected calibration error, all of the same width.
 BINS = 15
@@ -71,59 +72,96 @@ def calibration_error(found: Predictions) -> float:
     return float(np.abs(gaps).sum() / len(confidence))
 
 
-METRICS: dict[str, Callable[[Predictions], float]] = {
+def mean_absolute_error(found: Predictions) -> float:
+    """Return the mean of the absolute errors of all samples and outputs."""
+    return float(np.abs(_errors(found)).mean())
+
+
+def root_mean_squared_error(found: Predictions) -> float:
+    """Return the root of the mean of the squared errors of all samples and outputs."""
+    return float(np.sqrt((_errors(found) ** 2).mean()))
+
+
+def r_squared(found: Predictions) -> float:
+    """Return 1 − Σ error² / Σ (target − mean target)²: its mean over outputs that vary."""
+    spread = ((found.targets - found.targets.mean(0, dtype=np.float64)) ** 2).sum(0)
+    errors = (_errors(found) ** 2).sum(0)
+    varies = spread > 0
+    if not varies.any():
+        return float("nan")
+    return float(np.mean(1 - errors[varies] / spread[varies]))
+
+
+def _errors(found: Predictions) -> np.ndarray:
+    """Return predictions minus targets, [sample, …]; all NaN if one is not finite."""
+    if not np.isfinite(found.predicted).all():
+        return np.full(found.predicted.shape, np.nan)
+    errors: np.ndarray = found.predicted.astype(np.float64) - found.targets
+    return errors
+
+
+_Metrics = dict[str, Callable[[Predictions], float]]
+
+_OF_CLASSES: _Metrics = {
     "f1": macro_f1,
     "balanced_accuracy": balanced_accuracy,
     "auc": one_vs_rest_auc,
     "ece": calibration_error,
 }
+_OF_NUMBERS: _Metrics = {
+    "mae": mean_absolute_error,
+    "rmse": root_mean_squared_error,
+    "r2": r_squared,
+}
+#: How the clients' scores spread: suffixes of the score's name.
+_SPREAD = ("mean", "std", "worst")
+#: The metrics of single predictions, by the score of the run; other scores have none.
+_DETAILED = {ACCURACY: _OF_CLASSES, MSE: _OF_NUMBERS, MAE: _OF_NUMBERS}
 
 
-def summarize_scores(scores: np.ndarray) -> dict[str, float]:
-    """Return accuracy and loss over all samples, and how accuracies spread over the clients.
+def list_plain_figures(metric: Metric) -> list[str]:
+    """Return the figures of a model that its scores give."""
+    name = metric.name
+    return ["clients", "samples", name, "loss", *(f"{name}_{end}" for end in _SPREAD)]
 
-    `scores` is [client, (correct answers, summed loss, samples)]. Clients without samples do not
-    count. The worst are the tenth of the clients with the lowest accuracy, at least one.
+
+def list_figures(metric: Metric) -> list[str]:
+    """Return all figures of a model, in the order of the columns of `metrics.csv`."""
+    names = _DETAILED.get(metric, {})
+    all_names = (*list_plain_figures(metric), *names, *(f"{name}_mean" for name in names))
+    return list(dict.fromkeys(all_names))  # the score itself may be the mean absolute error
+
+
+def summarize_scores(scores: np.ndarray, metric: Metric = ACCURACY) -> dict[str, float]:
+    """Return score and loss over all samples, and how scores spread over the clients.
+
+    `scores` is [client, (summed score, summed loss, samples)]. Clients without samples do not
+    count. The worst are the tenth of the clients with the worst scores, at least one.
     """
     scores = scores[scores[:, 2] > 0]
     if not len(scores):
         return {"clients": 0, "samples": 0}
-    correct, loss, samples = scores.sum(0)
-    accuracies = np.sort(scores[:, 0] / scores[:, 2])
-    worst = accuracies[: max(1, len(accuracies) // 10)]
-    return {
-        "clients": len(scores),
-        "samples": int(samples),
-        "accuracy": float(correct / samples),
-        "loss": float(loss / samples),
-        "accuracy_mean": float(accuracies.mean()),
-        "accuracy_std": float(accuracies.std()),
-        "accuracy_worst": float(worst.mean()),
-    }
+    total, loss, samples = scores.sum(0)
+    own = np.sort(scores[:, 0] / scores[:, 2])
+    own = own if metric.higher_is_better else own[::-1]
+    worst = own[: max(1, len(own) // 10)]
+    means = (len(scores), int(samples), float(total / samples), float(loss / samples))
+    spread = (float(own.mean()), float(own.std()), float(worst.mean()))
+    return dict(zip(list_plain_figures(metric), (*means, *spread), strict=True))
 
 
-def summarize_predictions(clients: Iterable[Predictions]) -> dict[str, float]:
+def summarize_predictions(
+    clients: Iterable[Predictions], metric: Metric = ACCURACY
+) -> dict[str, float]:
     """Return every metric over all samples, and its mean over the clients that have it."""
     clients = list(clients)
     if not clients:
         return {}
     pooled = Predictions(*map(np.concatenate, zip(*clients, strict=True)))
-    figures = {name: metric(pooled) for name, metric in METRICS.items()}
-    for name, metric in METRICS.items():
-        own = np.array([metric(found) for found in clients])
+    measures = _DETAILED[metric]
+    figures = {name: measure(pooled) for name, measure in measures.items()}
+    for name, measure in measures.items():
+        own = np.array([measure(found) for found in clients])
         defined = own[~np.isnan(own)]
         figures[f"{name}_mean"] = float(defined.mean()) if len(defined) else float("nan")
     return figures
-
-
-#: The figures of a model that its scores give.
-PLAIN_FIGURES = (
-    *("clients", "samples", "accuracy", "loss"),
-    *("accuracy_mean", "accuracy_std", "accuracy_worst"),
-)
-#: All figures of a model, in the order of the columns of `metrics.csv`.
-FIGURES = (
-    *PLAIN_FIGURES,
-    *METRICS,
-    *(f"{name}_mean" for name in METRICS),
-)

@@ -14,12 +14,13 @@ import torch
 
 from fedala.lanes import State, Task
 from fedala.lanes.evaluation import Predictions
+from fedala.metrics import ACCURACY, MAE, MSE, Metric
 from fedala.records import INITIALIZED, ModelFigures
 from fedala.simulation.client_round import CohortResult, RoundRequest
 from fedala.simulation.client_states import Lane
 from fedala.simulation.metrics import (
-    FIGURES,
-    PLAIN_FIGURES,
+    list_figures,
+    list_plain_figures,
     summarize_predictions,
     summarize_scores,
 )
@@ -89,8 +90,10 @@ class EvaluationSchedule:
         )
 
 
-def has_class_labels(task: Task) -> bool:
-    """Tell whether every sample has one class as its target: the detailed metrics need that."""
+def has_details(task: Task) -> bool:
+    """Tell whether there are detailed metrics: of one class for each sample, or of numbers."""
+    if task.loss.metric != ACCURACY:
+        return task.loss.metric in (MSE, MAE)
     y = task.y
     return isinstance(y, torch.Tensor) and y.dim() == 1 and not y.is_floating_point()
 
@@ -101,6 +104,8 @@ class ModelLog:
 
     runs: int
     clients: int
+    metric: Metric
+    """What the scores measure."""
     _scores: dict[str, ScoreTable] = field(default_factory=dict)
     _predictions: dict[str, dict[Lane, Predictions]] = field(default_factory=dict)
 
@@ -140,8 +145,8 @@ class ModelLog:
         counted = set(np.arange(self.clients)[clients].tolist())
         predictions = self._predictions.get(kind, {})
         lanes = [lane for lane in sorted(predictions) if lane[0] == run and lane[1] in counted]
-        detailed = summarize_predictions(predictions[lane] for lane in lanes)
-        return {**summarize_scores(scores[clients]), **detailed}
+        detailed = summarize_predictions((predictions[lane] for lane in lanes), self.metric)
+        return {**detailed, **summarize_scores(scores[clients], self.metric)}
 
 
 @dataclass(frozen=True)
@@ -152,16 +157,19 @@ class TrainedRound:
     """[run, (bytes sent to a client, bytes that it uploaded)]"""
     figures: np.ndarray
     """[run, figure]: those of the trained model; NaN if unknown."""
+    metric: Metric
+    """What the scores measure."""
 
     @classmethod
     def collect(cls, log: ModelLog, sent: Sequence[int], uploaded: int) -> "TrainedRound":
         """Collect it at the end of a round, from the bytes to each run's clients and back."""
-        figures = np.full((len(sent), len(FIGURES)), np.nan)
+        names = list_figures(log.metric)
+        figures = np.full((len(sent), len(names)), np.nan)
         for run in range(len(sent)):
             for name, value in log.summarize("trained", run).items():
-                figures[run, FIGURES.index(name)] = value
+                figures[run, names.index(name)] = value
         traffic = np.array([[count, uploaded] for count in sent], dtype=np.int64)
-        return cls(traffic, figures)
+        return cls(traffic, figures, log.metric)
 
     def state(self) -> State:
         """Return it as tensors."""
@@ -171,16 +179,26 @@ class TrainedRound:
         }
 
     @classmethod
-    def restore(cls, state: Mapping[str, Any], runs: int) -> "TrainedRound":
-        """Return what `state` was made of."""
-        found = cls(state["traffic"].numpy(), state["figures"].numpy())
-        if found.traffic.shape != (runs, 2) or found.figures.shape != (runs, len(FIGURES)):
+    def restore(cls, state: Mapping[str, Any], runs: int, metric: Metric) -> "TrainedRound":
+        """Return what `state` was made of.
+
+        Earlier versions had the figures of an accuracy in the state of every run. Of another score,
+        they knew the plain ones, which come first.
+        """
+        traffic, figures = state["traffic"].numpy(), state["figures"].numpy()
+        width, former = len(list_figures(metric)), len(list_figures(ACCURACY))
+        if traffic.shape != (runs, 2) or figures.shape not in ((runs, width), (runs, former)):
             raise ValueError("another run's state")
-        return found
+        if figures.shape[1] != width:
+            known = figures[:, : len(list_plain_figures(metric))]
+            figures = np.full((runs, width), np.nan)
+            figures[:, : known.shape[1]] = known
+        return cls(traffic, figures, metric)
 
     def trained_model(self, run: int) -> dict[str, float]:
         """Return the figures of the trained model in a run; none if it was not tested."""
-        figures = dict(zip(FIGURES, self.figures[run].tolist(), strict=True))
+        names = list_figures(self.metric)
+        figures = dict(zip(names, self.figures[run].tolist(), strict=True))
         known = {name: value for name, value in figures.items() if not np.isnan(value)}
         for name in {"clients", "samples"} & known.keys():
             known[name] = int(known[name])
@@ -214,7 +232,7 @@ def list_models(
         else:
             figures = log.summarize(kind, run)
         if figures:
-            wanted = FIGURES if is_detailed else PLAIN_FIGURES
+            wanted = (list_figures if is_detailed else list_plain_figures)(log.metric)
             known = {name: figures[name] for name in wanted if name in figures}
             finite = {name: value for name, value in known.items() if not np.isnan(value)}
             models.append(ModelFigures(kind, {**finite, **traffic}))

@@ -87,9 +87,9 @@ class RoundResults:
         Further kinds of `models` get a column each for their score.
         """
         further = {
-            f"{metric.name}_{model}": figures["accuracy"]
+            f"{metric.name}_{model}": figures[metric.name]
             for model, figures in models
-            if model != INITIALIZED and "accuracy" in figures
+            if model != INITIALIZED and metric.name in figures
         }
         score, loss = self.scores.share(run, clients, 0)
         validation = self.scores.share(run, clients, 1)[0] if validates else None

@@ -26,7 +26,7 @@ from fedala.simulation.client_states import Lane, States
 from fedala.simulation.evaluated_models import EvaluatedModels, RunModels
 from fedala.simulation.further_models import FurtherModels
 from fedala.simulation.local_transport import LocalTransport
-from fedala.simulation.model_scores import EvaluationSchedule, has_class_labels
+from fedala.simulation.model_scores import EvaluationSchedule, has_details
 from fedala.simulation.newcomers import Newcomers
 from fedala.simulation.out_of_memory import retry_with_fewer_lanes
 from fedala.simulation.participation import draw_participants, list_absent
@@ -103,7 +103,7 @@ class Simulation:
             if transport
             else LocalTransport(setup, on_message=on_message, **local_options)
         )
-        every = metrics_every if has_class_labels(task) else None
+        every = metrics_every if has_details(task) else None
         schedule = EvaluationSchedule(rounds, eval_every, record_weights, evaluate, every)
         self.further_models = FurtherModels(setup, self.transport, schedule, on_message)
         holdout = (holdout_epochs, holdout_every, on_message)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedala.metrics import METRICS, Metric
 from fedala.records import MODEL_KINDS
 from fedala.report.arrays import mean_std
 from fedala.report.page.views import Cell, Row, Table, label_cell
@@ -14,8 +15,8 @@ from fedala.report.series import Series
 KINDS = {
     "initialized": (
         "Initialised personal models",
-        "each client's own model as it starts a round, before it trains: the accuracy of the "
-        "paper, and of every other section of this page",
+        "each client's own model as it starts a round, before it trains: the model that the paper "
+        "tests, and every other section of this page",
     ),
     "trained": (
         "Trained personal models",
@@ -33,8 +34,28 @@ KINDS = {
     ),
 }
 
+
+def _describe_score(metric: Metric) -> dict[str, tuple[str, str]]:
+    """Return heading and meaning of a score and of its spread over the clients."""
+    name, title = metric.name, metric.title
+    return {
+        name: (title.capitalize(), "over the samples of all clients"),
+        f"{name}_mean": (
+            f"{title}, mean".capitalize(),
+            "of the clients, each counted once",
+        ),
+        f"{name}_std": (f"{title}, deviation".capitalize(), "standard deviation over the clients"),
+        f"{name}_worst": (
+            f"{title}, worst tenth".capitalize(),
+            "mean of the tenth of the clients with the worst, at least one",
+        ),
+    }
+
+
 #: The figures of a table: their headings, and what they are.
 FIGURES = {
+    **{name: text for metric in METRICS for name, text in _describe_score(metric).items()},
+    # Accuracies are usually alone in a table, so their headings are short.
     "accuracy": ("Accuracy", "correct answers of all clients / samples of all clients"),
     "accuracy_mean": ("Mean", "of the clients' accuracies; every client counts the same"),
     "accuracy_std": ("Deviation", "standard deviation of the clients' accuracies"),
@@ -50,10 +71,17 @@ FIGURES = {
     "balanced_accuracy_mean": ("Balanced accuracy, clients", "mean of the clients' own"),
     "auc_mean": ("AUC, clients", "mean of the clients' own, without those of one class"),
     "ece_mean": ("ECE, clients", "mean of the clients' own"),
+    "rmse": ("RMSE", "root of the mean squared error"),
+    "r2": ("R²", "1 − squared errors / squared distances from the mean target; 1 is best"),
+    "rmse_mean": ("RMSE, clients", "mean of the clients' own"),
+    "r2_mean": ("R², clients", "mean of the clients' own, without those of equal targets"),
     "loss": ("Loss", "mean loss of all samples"),
     "bytes_sent": ("Bytes received", "by a client in the last round"),
     "bytes_uploaded": ("Bytes uploaded", "by a client in the last round"),
 }
+#: Those that are no shares.
+_NUMBERS = {name for metric in METRICS if not metric.is_share for name in _describe_score(metric)}
+_NUMBERS |= {"rmse", "r2", "rmse_mean", "r2_mean"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +108,8 @@ def view_models(series: Sequence[Series]) -> Models | None:
                 rows.append([label_cell(one), *(figures.get(name, Cell("–")) for name in names)])
         if rows:
             heads = ["Method", *(FIGURES[name][0] for name in names)]
-            caption = f"{title}, in %: {meaning}."
+            unit = ", in %" if not _NUMBERS.intersection(names) else ""
+            caption = f"{title}{unit}: {meaning}."
             tables.append(Table(caption, heads, rows, style="figures"))
     if not tables:
         return None
@@ -105,6 +134,8 @@ def _make_cell(name: str, values: np.ndarray) -> Cell:
     mean, deviation = (float(part) for part in mean_std(values))
     if name.startswith("bytes"):
         return Cell(f"{mean:,.0f}")
+    if name in _NUMBERS:
+        return Cell(f"{mean:.4g}", f"{deviation:.2g}" if values.size > 1 else "")
     scale, digits = (1, 4) if name == "loss" else (100, 2)
     spread = f"{scale * deviation:.{digits}f}" if values.size > 1 else ""
     return Cell(f"{scale * mean:.{digits}f}", spread)
