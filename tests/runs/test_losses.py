@@ -2,6 +2,7 @@
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from fedala.report.plots import draw_runs
 from fedala.report.runs import find_runs
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
-from fedala.runs.losses import make_loss
+from fedala.runs.losses import describe_large_targets, make_loss
 from fedala.runs.plan import plan
 
 RANDOM = np.random.default_rng(0)
@@ -323,6 +324,25 @@ def test_a_partition_file_and_a_federation_hold_float_targets(tmp_path):
     with pytest.raises(UserError, match="whose labels differ"):
         federate(other, str(tmp_path / "mine.json"), None)
     assert plan(Config.from_values({}), federation, linear(1)).loss == Regression("mse")
+
+
+def test_large_targets_are_named_before_the_run_with_the_figures_that_standardise_them():
+    """The figures are those of training samples, and a target of standard deviation 1 is fine."""
+    data = numbers()
+    mean, std = NUMBERS.mean(), NUMBERS.std()
+    for scale, shift, is_large in ((1e5, 3e5, True), (0, 11, True), (1, 0, False), (1, 5, False)):
+        y = torch.from_numpy((scale * (NUMBERS - mean) / std + shift).astype(np.float32))
+        federation = federate(replace(data, y=y), "iid", 4)
+        for loss in ("mse", "mae", "huber"):
+            found = describe_large_targets(Regression(loss), federation)
+            assert bool(found) is is_large, (scale, shift)
+        assert not describe_large_targets(MultiLabel(), federation)
+    y = 1e5 * NUMBERS + 3e5
+    federation = federate(replace(data, y=torch.from_numpy(y)), "iid", 4)
+    own = y[np.concatenate(federation.train)].astype(np.float64)
+    [sentence] = plan(Config.from_values({}), federation, linear(1)).notes
+    assert f"(mean {own.mean():.4g}, standard deviation {own.std():.4g} over" in sentence
+    assert "Standardise them first, as (y − mean) / std" in sentence
 
 
 def test_counts_are_by_label_or_of_all_samples():

@@ -5,11 +5,13 @@ import math
 import numpy as np
 
 from fedala.data import Dataset, Federation
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction, MultiLabel, Regression, as_loss
 from fedala.options import suggest
 from fedala.runs.config import Config
 
+#: Models train well on targets of about 1; beyond this, they hardly learn, or diverge.
+_LARGE_TARGETS = 10
 REGRESSIONS = ("mse", "mae", "huber")
 LOSSES = ("cross_entropy", "multilabel", *REGRESSIONS)
 
@@ -51,6 +53,25 @@ def _check_fit(name: str, data: Dataset) -> None:
         raise UserError(
             f"The loss {name} needs {wanted}, and {data.name} has {data.targets}: use {others}."
         )
+
+
+def describe_large_targets(loss: Loss, federation: Federation) -> tuple[str, ...]:
+    """Return a sentence if the numbers to predict are too large for the usual learning rates."""
+    rows = np.concatenate([np.arange(0), *federation.known.train])
+    if not isinstance(loss, Regression) or not len(rows):
+        return ()
+    y = federation.dataset.y[rows].numpy().astype(np.float64).reshape(len(rows), -1)
+    size = np.sqrt(np.square(y).mean(0))
+    largest = int(size.argmax())
+    if size[largest] <= _LARGE_TARGETS:
+        return ()
+    mean, std = y[:, largest].mean(), y[:, largest].std()
+    return (
+        f"The targets of {printable(federation.dataset.name, 100)} are large (mean {mean:.4g}, "
+        f"standard deviation {std:.4g} over the training samples), so training may diverge or "
+        "hardly learn. Standardise them first, as (y − mean) / std; a prediction times std plus "
+        "mean is in their unit again.",
+    )
 
 
 def _refuse_label_options(config: Config, what: str) -> None:

@@ -36,7 +36,7 @@ from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
 from fedala.runs.devices import choose_device
 from fedala.runs.holdout import check_options, rehearse_newcomers
-from fedala.runs.losses import REGRESSIONS, make_loss
+from fedala.runs.losses import REGRESSIONS, describe_large_targets, make_loss
 from fedala.runs.members import (
     Group,
     Member,
@@ -225,6 +225,7 @@ def plan(
     if loss is not None:
         try_loss(chosen_loss, rehearsed, federation.dataset)
     state_bytes = _check_methods(config, skeleton, rehearsed, federation, chosen_loss)
+    notes += describe_large_targets(chosen_loss, federation)
     checked = Plan(
         config,
         federation,
