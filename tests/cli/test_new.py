@@ -3,9 +3,11 @@
 import importlib.util
 import sys
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import fedala
 from fedala.cli.app import app
 from fedala.methods import catalogue, make
 
@@ -53,6 +55,27 @@ def test_names(own_code, given, name, title):
     assert f"class {title}(Method):" in text
     again = call("new", "method", given)
     assert (again.exit_code, "exists already" in again.stderr) == (2, True)
+
+
+def test_the_method_that_it_writes_can_refuse_ala_as_its_comment_says(own_code):
+    """With ALA, `keep` has no effect, because only `initialize` uses it."""
+    data = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    assert call("new", "method", "FedMine").exit_code == 0
+    options = {"clients": 2, "partition": "iid", "rounds": 2, "device": "cpu"}
+    options |= {"dataset": (data, np.arange(40) % 2), "imports": "fedmine.py"}
+
+    def find_losses(method, keep):
+        result = fedala.run(method=method, set={"fedmine.keep": keep}, **options)
+        return [row.loss for row in result.history]
+
+    assert find_losses("fedmine+ala", 0.1) == find_losses("fedmine+ala", 0.9)
+    assert find_losses("fedmine", 0.1) != find_losses("fedmine", 0.9)
+    path = own_code / "fedmine.py"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("    # refuses_ala = ", "    refuses_ala = "), encoding="utf-8")
+    answer = call("run", "--import", path, "--method", "fedmine+ala", "--dataset", "digits")
+    assert answer.exit_code == 2
+    assert "it replaces the mixture, which is all that FedMine is." in answer.stderr
 
 
 @pytest.mark.parametrize("name", ["a b", "2x", "fedala", "all", "class", "json", "ä", "-x"])

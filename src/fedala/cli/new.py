@@ -42,6 +42,8 @@ class $title(Method):
     def init_client(self, task: Task, initial: Params) -> State:
         return {"local": initial}  # before its first round, a client's own model is the initial one
 
+    # $name+ala replaces this function, so `keep` has no effect there. To refuse that, say why:
+    # refuses_ala = "it replaces the mixture, which is all that $title is"
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         initialized = dict(received.model)
         for name, own in state["local"].items():
