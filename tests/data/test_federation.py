@@ -78,9 +78,21 @@ def test_validation_can_be_cut_from_a_file_that_has_none_and_a_files_own_stays(t
         federate(dataset(), "iid", 4, validation=0.2)
     )
     write_partition(federate(dataset(), "iid", 4, validation=0.2), path)
-    assert parts(federate(dataset(), path, 4, validation=0.5)) == parts(
-        federate(dataset(), "iid", 4, validation=0.2)
-    )
+    again = federate(dataset(), path, 4, validation=0.5)
+    assert parts(again) == parts(federate(dataset(), "iid", 4, validation=0.2))
+    assert again.notes == (f"{path} has validation samples, so --validation 0.5 is ignored.",)
+    assert federate(dataset(), path, 4).notes == ()
+
+
+def test_validation_samples_of_the_data_take_the_place_of_the_option_and_it_is_said():
+    split = torch.arange(120, dtype=torch.int8) % 3
+    data = replace(dataset(), split=split)
+    sentence = f"{data.name} has validation samples, so --validation 0.2 is ignored."
+    given = federate(data, "iid", 4, validation=0.2)
+    assert parts(given) == parts(federate(data, "iid", 4))
+    assert given.notes[-1] == sentence
+    pooled = federate(data, "iid", 4, validation=0.2, split="pooled")
+    assert sentence not in pooled.notes
 
 
 def test_a_client_given_as_a_list_is_split_as_any_share(tmp_path):

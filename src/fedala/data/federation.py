@@ -217,9 +217,11 @@ def federate(
     if given is not None and not partition.endswith(".json"):
         notes.append(describe_given(splits))
         _check_training(splits, partition)
-    has_validation = any(len(own["validation"]) for own in splits)
-    if not has_validation:  # validation samples of a file or of the data stay as they are
+    if not any(len(own["validation"]) for own in splits):
         splits = [_hold_out(own, validation) for own in splits]
+    elif validation:
+        source = partition if partition.endswith(".json") else dataset.name
+        notes.append(f"{source} has validation samples, so --validation {validation:g} is ignored.")
     parts: dict[str, Any] = {part: tuple(own[part] for own in splits) for part in PARTS}
     if given is not None or partition == NATURAL:
         notes += describe_untested(parts["test"], names)
