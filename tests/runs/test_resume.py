@@ -389,6 +389,43 @@ def resume_copy(stopped, tmp_path, damage):
     return said
 
 
+def test_a_resumed_run_says_after_which_round_it_continues(tmp_path):
+    """Each method says it when its turn comes, unless it is finished or has not begun."""
+    path = tmp_path / "run"
+
+    def resume(**options):
+        said = []
+        observer = RunObserver(on_message=said.append)
+        execute(planned("fedavg,local", **options), path, resume=True, observer=observer)
+        return said
+
+    with pytest.raises(Stopped):
+        execute(planned("fedavg,local"), path, observer=stop_after(3))
+    assert resume() == ["FedAvg continues after round 3 of 4."]
+    assert resume() == []
+    assert resume(rounds=6) == [
+        "FedAvg continues after round 4 of 6.", "Local continues after round 4 of 6.",
+    ]  # fmt: skip
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_again(tmp_path):
+    class Killed(Exception):
+        """Stands for the kill."""
+
+    def kill(method, row):
+        if row.round == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        execute(planned(checkpoint_every=3), tmp_path / "run", observer=RunObserver(kill))
+    said = []
+    observer = RunObserver(on_message=said.append)
+    execute(planned(checkpoint_every=3), tmp_path / "run", resume=True, observer=observer)
+    assert said == ["FedALA has no checkpoint yet: it begins again."]
+    execute(planned(checkpoint_every=3), tmp_path / "whole")
+    same(tmp_path / "whole", tmp_path / "run")
+
+
 @pytest.mark.parametrize("how", ["shorter", "flipped", "empty", "gone"])
 @pytest.mark.parametrize("which", ["manifest", "server", "client"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(which, how, stopped, tmp_path):
@@ -409,7 +446,7 @@ def test_a_damaged_manifest_before_the_last_harms_nothing(stopped, tmp_path):
         _, older = sorted(folder.glob("*.json"), reverse=True)
         damaged(older, "shorter")
 
-    assert resume_copy(stopped, tmp_path, damage) == []
+    assert resume_copy(stopped, tmp_path, damage) == ["FedALA continues after round 3 of 4."]
 
 
 def test_no_checkpoint_left(tmp_path):
@@ -616,7 +653,10 @@ def test_a_folder_without_digests_is_resumed_and_said_to_be_unverified(whole, tm
     (path / "digests.json").unlink()
     said = []
     execute(planned(), path, resume=True, observer=RunObserver(on_message=said.append))
-    assert said == [f"{path} has no digests.json, so nothing in it can be verified."]
+    assert said == [
+        f"{path} has no digests.json, so nothing in it can be verified.",
+        "FedALA continues after round 2 of 4.",
+    ]
     same(whole, path)
     assert RunFolder(path).list_unverified() == []
 

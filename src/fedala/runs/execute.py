@@ -175,6 +175,11 @@ class _BatchRun:
             for label in self.results:
                 self.observer.on_begin(label, self.batch.seeds)
                 self.observer.on_earlier(label, progress.histories[label] if progress else [])
+            if progress and progress.first_round:
+                self.observer.on_message(
+                    f"{self.group.title} continues after round {progress.first_round} of "
+                    f"{self.plan.config.rounds}."
+                )
             try:
                 self._run(progress, simulate)
             except RuntimeError as error:

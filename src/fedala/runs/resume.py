@@ -261,6 +261,8 @@ class _Inspection:
             return Progress(self.found, histories, is_finished=True)
         if newest is None:
             self._check_fresh_start()
+            if any(self.histories.values()):
+                observer.on_message(f"{self.group.title} has no checkpoint yet: it begins again.")
             return Progress(self.found, {label: [] for label in self.histories}, is_finished=False)
         if newest.server == NOTHING:
             raise UserError(
