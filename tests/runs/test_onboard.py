@@ -378,6 +378,35 @@ def test_newcomers_have_their_own_names_and_samples_as_they_are(tmp_path):
         assert alone[None].loss == pytest.approx(client.losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("column", ["client", "shop"])
+def test_newcomers_have_the_names_of_the_files_column_or_else_their_numbers(tmp_path, column):
+    """In the table, in the names of the files, and in what the files say of the model."""
+
+    def write(name, clients):
+        lines = [f"{i % 3 / 3},{i % 2},{clients[i % 2]}" for i in range(40)]
+        (tmp_path / name).write_text("\n".join([f"a,label,{column}", *lines]) + "\n")
+        return tmp_path / name
+
+    named = {} if column == "client" else {"clients_by": column}
+    options = {"method": "fedavg", "rounds": 1, "device": "cpu", **named}
+    fedala.run(dataset=write("run.csv", ["ada", "bob"]), out=tmp_path / "run", **options)
+    new = write("new.csv", ["kim", "lee"])
+    arguments = ["onboard", str(tmp_path / "run"), "--data", str(new), "--out", str(tmp_path / "m")]
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"\n +kim .*\n +lee ", answer.stdout)
+    files = sorted((tmp_path / "m").iterdir())
+    assert [file.name for file in files] == [
+        "client-00002-kim.safetensors", "client-00003-lee.safetensors",
+    ]  # fmt: skip
+    with safe_open(files[0], "pt") as file:
+        assert file.metadata()["client"] == "kim"
+    x, y = np.arange(20).reshape(20, 1) / 20, np.arange(20) % 2
+    for data, names in (({"kim": (x, y)}, ["kim"]), ([(x, y), (x, y)], ["2", "3"])):
+        found = fedala.onboard(tmp_path / "run", data, epochs=0, device="cpu").clients
+        assert [client.name for client in found] == names
+
+
 def test_new_data_may_be_a_file_or_in_memory_and_need_not_name_their_client(tmp_path):
     rows = [f"{'ab'[i % 2]},{'ab'[i % 2]} w{i % 5} x,s{i % 2}" for i in range(40)]
     for name, head, end in (("run", "kind,text,shop", None), ("new", "kind,text", -3)):

@@ -32,7 +32,9 @@ def make_federation(finished: FinishedRun, data: Any, first: int) -> Federation:
         own = _divide(dataset, finished.config, first)
     nothing = (np.arange(0),) * first
     parts: dict[str, Any] = {part: (*nothing, *getattr(own, part)) for part in PARTS}
-    names = tuple(map(str, range(first))) + own.client_names if own.client_names else ()
+    # The positions in a list are no names: they would be those of the run's first clients.
+    own_names = () if isinstance(data, list) else own.client_names
+    names = tuple(map(str, range(first))) + own_names if own_names else ()
     return Federation(dataset, **parts, client_names=names, held_out=len(own.train))
 
 
