@@ -38,6 +38,24 @@ def test_columns_are_left_out(tmp_path):
         load("digits", drop_columns=["a"])
 
 
+def test_columns_beside_the_texts_are_named_unless_they_are_left_out(tmp_path):
+    """The same for a csv file and a frame."""
+    lines = [f"film {i},words on film {i},{i % 5},{'ab'[i % 2]}" for i in range(20)]
+    path = write(tmp_path, "title,text,stars,label\n" + "\n".join(lines) + "\n")
+    said = (
+        "The column text holds the texts. Not read: title, stars. If one of these is the text to "
+        "classify, call it text."
+    )
+    for data in (load(path), make_dataset(pd.read_csv(path))):
+        assert said in data.notes
+    assert not any("Not read" in one for one in load(path, drop_columns=["title", "stars"]).notes)
+    text = (tmp_path / "my.csv").read_text()
+    other = write(tmp_path, text.replace("title,text", "title,body"))
+    advice = "with --drop-columns title; if it is the text to classify, call it text"
+    with pytest.raises(UserError, match=advice):
+        load(other)
+
+
 @pytest.mark.parametrize("value", ["when,id", ["when", "id"]])
 def test_a_run_leaves_columns_out_and_predicts_whole_numbers(tmp_path, value):
     values = {"dataset": write(tmp_path, ROWS), "label_column": "los", "drop_columns": value}

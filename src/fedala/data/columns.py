@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedala.data.dataset import PARTS
+from fedala.data.tabular import list_names
 from fedala.errors import UserError, printable
 from fedala.options import suggest
 
@@ -67,6 +68,19 @@ class Roles(NamedTuple):
         columns = (self.label, self.input, self.clients, self.split)
         features = () if self.input else self.features
         return list(dict.fromkeys([*filter(None, columns), *features]))
+
+    def describe_unread(self) -> tuple[str, ...]:
+        """Say aloud which columns beside the texts are not read: one may be the text that is meant.
+
+        Those that `--drop-columns` names are not among them.
+        """
+        unread = [name for name in self.features if name != self.input and name]
+        if not self.input or not unread:
+            return ()
+        return (
+            f"The column {printable(self.input, 100)} holds the texts. Not read: "
+            f"{list_names(unread)}. If one of these is the text to classify, call it text.",
+        )
 
 
 def find(wanted: Iterable[str], names: Sequence[str]) -> str | None:

@@ -114,6 +114,7 @@ class _Columns:
         if "split" in values:
             split = parse_parts(values["split"], f"{path}: the column {roles.split}")
         if roles.input:
+            notes += roles.describe_unread()
             y, class_names = encode_labels(values["label"])
             return RawData(
                 str(path), self.texts, y, class_names, clients=clients, split=split, notes=notes

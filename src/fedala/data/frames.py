@@ -74,7 +74,8 @@ class Frame:
 
     def notes(self) -> tuple[str, ...]:
         owners, name = self.clients(), self.roles.clients
-        return (describe_clients(name, owners),) if name and owners else ()
+        named = (describe_clients(name, owners),) if name and owners else ()
+        return named + self.roles.describe_unread()
 
     def _read_words(self, name: str) -> list[str]:
         series = self.frame.iloc[:, self.names.index(name)]
