@@ -72,7 +72,7 @@ def compile_kernels(rehearsals: Iterable[Callable[[], object]]) -> None:
     This only saves time. Work that the meta device cannot do is left out, and so is a kernel that
     does not compile: its launch will say why.
     """
-    if not hasattr(triton, "AsyncCompileMode"):  # from 3.4 on, threads can compile side by side
+    if not hasattr(triton, "AsyncCompileMode"):  # it is from 3.6 on that threads can compile
         return
     kernels: dict[Kernel, list[Compilation]] = defaultdict(list)
     token = _rehearsed.set(kernels)
