@@ -100,6 +100,7 @@ def main(capability: int) -> None:
     CUDABackend.make_cubin = lambda *args: b""
     CUDABackend.make_ptx = lambda self, source, metadata, *args: metadata.update(name="k") or ""
     torch.cuda.device = torch.cuda.stream = lambda _: nullcontext()
+    torch.cuda.set_device = lambda _: None
     torch.cuda.current_device, torch.cuda.graph_pool_handle = lambda: 0, lambda: None
     torch.cuda.get_device_capability = lambda _: divmod(capability, 10)
     # Nothing is launched.

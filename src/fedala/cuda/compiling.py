@@ -69,8 +69,9 @@ def drop_memory(tree: Any) -> Any:
 def compile_kernels(rehearsals: Iterable[Callable[[], object]]) -> None:
     """Compile the kernels that some pieces of work on meta tensors would launch.
 
-    This only saves time. Work that the meta device cannot do is left out, and so is a kernel that
-    does not compile: its launch will say why.
+    They are compiled for the current GPU, which each thread has to be told. This only saves time:
+    work that the meta device cannot do is left out, and so is a kernel that does not compile. Its
+    launch will say why.
     """
     if not hasattr(triton, "AsyncCompileMode"):  # it is from 3.6 on that threads can compile
         return
@@ -86,5 +87,8 @@ def compile_kernels(rehearsals: Iterable[Callable[[], object]]) -> None:
             with suppress(Exception):
                 compile()
 
-    with ThreadPoolExecutor(count_cores()) as pool:
+    current = (torch.cuda.current_device(),)
+    with ThreadPoolExecutor(
+        count_cores(), initializer=torch.cuda.set_device, initargs=current
+    ) as pool:
         pool.map(compile_versions, kernels.values())
