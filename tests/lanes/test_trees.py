@@ -1,9 +1,9 @@
-"""Distances between models."""
+"""Distances between models, and lanes whose numbers are finite."""
 
 import pytest
 import torch
 
-from fedala.lanes.trees import squared_distances
+from fedala.lanes.trees import are_finite, squared_distances
 
 
 def test_distances_are_those_of_all_parameters_of_every_pair():
@@ -30,3 +30,15 @@ def test_near_pairs_are_told_apart_in_float32():
     assert distances[0, 1].item() == pytest.approx(1e-3, rel=1e-2)
     assert distances[0, 2].item() == 0
     assert torch.equal(distances, distances.T)
+
+
+@pytest.mark.parametrize("width", [1, 7, 1000])
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_found_wherever_it_is(bad, place, width):
+    largest = torch.finfo(torch.float32).max
+    values = [torch.full((3, width, 2), largest), torch.full((3,), -largest)]
+    assert are_finite(values).tolist() == [True, True, True]
+    values[0][1].view(-1)[place] = bad
+    values[1][2] = bad
+    assert are_finite(values).tolist() == [True, False, False]
