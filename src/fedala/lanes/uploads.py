@@ -14,7 +14,7 @@ from fedala.lanes.trees import take, tree_map
 #: The bytes of uploads that are copied at a time while they are averaged. On a CPU, they stay in
 #: its cache, and are too few for torch to use several threads, which would wait for each other.
 BLOCKS = {"cpu": 2**17, "cuda": 2**24}
-#: The fewest columns of a block: each lane of a block costs a call.
+#: The fewest columns of a block: each lane of a block may cost a call.
 LEAST_COLUMNS = 1024
 
 
