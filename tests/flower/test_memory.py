@@ -8,7 +8,7 @@ flwr = pytest.importorskip("flwr", reason="Flower is not installed: pip install 
 
 from fedala.flower.arrays import pack_message, unpack_message  # noqa: E402
 from fedala.lanes import Message, Uploads  # noqa: E402
-from fedala.lanes.uploads import BLOCK, Piece  # noqa: E402
+from fedala.lanes.uploads import BLOCKS, Piece  # noqa: E402
 from fedala.methods import ServerRound, make  # noqa: E402
 
 CLIENTS = 20
@@ -53,10 +53,10 @@ def measure_peak(function):
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("block", [BLOCK, 2**20])
+@pytest.mark.parametrize("block", [BLOCKS["cpu"], BLOCKS["cuda"]])
 def test_an_average_copies_one_block_of_the_uploads_at_a_time(block, together, monkeypatch):
     """The 80 MiB of uploads are not copied: only the result, in parts and as a whole."""
-    monkeypatch.setattr("fedala.lanes.uploads.BLOCK", block)
+    monkeypatch.setitem(BLOCKS, "cpu", block)
     uploads = make_uploads(together=together)
     server_round = ServerRound(0, 1, 1, range(CLIENTS), [1] * CLIENTS)
     peak, server = measure_peak(lambda: make("fedavg").aggregate({}, uploads, server_round))

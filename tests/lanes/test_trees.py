@@ -1,10 +1,10 @@
-"""Distances between models."""
+"""Distances between models, and lanes whose numbers are finite."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedala.lanes.trees import squared_distances
+from fedala.lanes.trees import are_finite, squared_distances
 
 
 def test_distances_are_those_of_all_parameters_of_every_pair():
@@ -53,3 +53,15 @@ def test_distances_of_large_models_take_one_number_for_each_pair():
     with RecordSizes() as made:
         squared_distances(models, models)
     assert max(made.sizes) == 64 * 64
+
+
+@pytest.mark.parametrize("width", [1, 7, 1000])
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_found_wherever_it_is(bad, place, width):
+    largest = torch.finfo(torch.float32).max
+    values = [torch.full((3, width, 2), largest), torch.full((3,), -largest)]
+    assert are_finite(values).tolist() == [True, True, True]
+    values[0][1].view(-1)[place] = bad
+    values[1][2] = bad
+    assert are_finite(values).tolist() == [True, False, False]

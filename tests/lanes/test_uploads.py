@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedala.lanes import Message, Uploads
 from fedala.lanes.messages import count_numbers_per_lane
 from fedala.lanes.trees import count_bytes, leaves, take, tree_map
-from fedala.lanes.uploads import BLOCK, Piece
+from fedala.lanes.uploads import Piece
 
 #: Lanes that do not count (another run's, or diverged) stand between those that do.
 LAYOUTS = {
@@ -67,11 +67,15 @@ def assert_equal(found, expected):
         assert torch.equal(a, b), path
 
 
-@pytest.mark.parametrize("block", [BLOCK, 1000, 1])
+def use_blocks(monkeypatch, columns):
+    monkeypatch.setattr("fedala.lanes.uploads.choose_columns", lambda value, lanes: columns)
+
+
+@pytest.mark.parametrize("columns", [1000, 25, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mean_is_that_of_one_stack_to_the_bit(layout, dtype, block, monkeypatch):
-    monkeypatch.setattr("fedala.lanes.uploads.BLOCK", block)
+def test_the_mean_is_that_of_one_stack_to_the_bit(layout, dtype, columns, monkeypatch):
+    use_blocks(monkeypatch, columns)
     uploads, own = make_uploads(LAYOUTS[layout], dtype)
     stack = tree_map(lambda *values: torch.cat(values), *own)
     for weights in (None, torch.ones(5, dtype=torch.float64)):
@@ -88,7 +92,7 @@ def test_large_parameters_in_blocks_are_the_whole(monkeypatch):
     uploads = Uploads(range(12), torch.arange(1.0, 13.0).double(), pieces)
     whole = uploads.average()
     for columns in (2, 3, 19, 158, 1501, 3002, 3003):
-        monkeypatch.setattr("fedala.lanes.uploads.BLOCK", columns * 12 * 8)
+        use_blocks(monkeypatch, columns)
         assert_close(uploads.average(), whole, 1e-14)
 
 
@@ -132,7 +136,7 @@ class RecordSizes(TorchDispatchMode):
 def test_the_mean_takes_little_more_memory_than_itself(lanes, channels_last, monkeypatch):
     """32 clients upload 32 times the model. A mean makes no tensor larger than model or block."""
     block = 2**16
-    monkeypatch.setattr("fedala.lanes.uploads.BLOCK", block)
+    use_blocks(monkeypatch, block // (32 * 4))
     shape = (64, 32, 3, 3)
     model_bytes = 4 * 64 * 32 * 3 * 3
     pieces = []

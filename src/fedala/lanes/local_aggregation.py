@@ -18,7 +18,7 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut, Layered
 from fedala.lanes.samples import Samples, to_device
 from fedala.lanes.task import Task
-from fedala.lanes.trees import Params, broadcast_lanes, flatten_lanes
+from fedala.lanes.trees import Params, are_finite, broadcast_lanes, flatten_lanes
 from fedala.lanes.weight_learning import Learner, Problem, Settings, learn_in_batches
 
 #: `summarize_weights` sorts the elements of W into this many equal parts of [0, 1].
@@ -84,7 +84,7 @@ def initialize(
 
     update = {name: received[name] - local[name] for name in governed}
     blending = _are_different(update) & to_device(trained.device, [n > 0 for n in cohort.sizes()])
-    finite = _are_finite(update)
+    finite = are_finite(update.values())
     learning = blending & finite & ~trained if settings.freeze else blending & finite
     weights = {name: value.clone() for name, value in state["weights"].items()}
     samples = cohort.draw_early("ala sample", lambda cohort: _draw_samples(cohort, settings.sample))
@@ -98,7 +98,7 @@ def initialize(
         curves = (learner or learn_in_batches)(problem)
 
     # A lane that came to a number that is not finite counts as one that did not learn.
-    sound = curves.is_finite & _are_finite(weights)
+    sound = curves.is_finite & are_finite(weights.values())
     failed, learned = learning & ~sound, learning & sound
     for name, before in state["weights"].items():
         weights[name] = _choose_lanes(learned, weights[name], before)
@@ -160,11 +160,6 @@ def draw_positions(draw: np.random.Generator, size: int, share: float) -> np.nda
     # 0.29 · 100 is a little less than 29 in floating point, and means 29.
     chosen[draw.permutation(size)[: max(1, int(share * size + 1e-9))]] = True
     return np.flatnonzero(chosen)
-
-
-def _are_finite(params: Params) -> Tensor:
-    """Tell for each lane whether all its numbers are finite."""
-    return torch.stack([flatten_lanes(value.isfinite()).all(1) for value in params.values()]).all(0)
 
 
 def _are_different(update: Params) -> Tensor:

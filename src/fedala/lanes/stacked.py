@@ -8,41 +8,37 @@ it from inside or outside `vmap`.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-
-class _PerLane(torch.autograd.Function):
-    """A stacked function as vmap sees it, for one lane; vmap's rule puts the lanes together."""
-
-    @staticmethod
-    def forward(stacked: Callable[..., Tensor], rest: Any, *tensors: Tensor | None) -> Tensor:
-        return stacked(*(None if t is None else t.unsqueeze(0) for t in tensors), *rest).squeeze(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, stacked: Any, rest: Any, *tensors: Tensor | None
-    ) -> tuple[Tensor, int]:
-        lanes = [
-            None
-            if t is None
-            else t.expand(info.batch_size, *t.shape)
-            if dim is None
-            else t.movedim(dim, 0)
-            for t, dim in zip(tensors, in_dims[2:], strict=True)
-        ]
-        return stacked(*lanes, *rest), 0
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 
 def call_stacked(
     stacked: Callable[..., Tensor], tensors: Sequence[Tensor | None], rest: tuple[Any, ...]
 ) -> Tensor:
-    """Return one lane's result of `stacked(*tensors, *rest)`; `rest` is the same for all lanes."""
-    if any(t is not None and torch._C._functorch.is_batchedtensor(t) for t in tensors):
-        result: Tensor = _PerLane.apply(stacked, rest, *tensors)  # type: ignore[no-untyped-call]
-        return result
-    return _PerLane.forward(stacked, rest, *tensors)
+    """Return one lane's result of `stacked(*tensors, *rest)`; `rest` is the same for all lanes.
+
+    Under `vmap`, this is what torch does for an `autograd.Function` with a rule of its own. Torch
+    takes a third of a millisecond for it: as long as all the arithmetic of a small layer.
+    """
+    if not any(t is not None and _functorch.is_batchedtensor(t) for t in tensors):
+        single = (None if t is None else t.unsqueeze(0) for t in tensors)
+        return stacked(*single, *rest).squeeze(0)
+    vmap: Any = retrieve_current_functorch_interpreter()
+    level, lanes = vmap.level(), vmap.batch_size()
+    pairs = [(t, None) if t is None else _functorch._unwrap_batched(t, level) for t in tensors]
+    with vmap.lower():
+        if all(dimension is None for _, dimension in pairs):  # the lanes are an outer vmap's
+            return call_stacked(stacked, tensors, rest)
+        stacks = (_move_lanes(t, dimension, lanes) for t, dimension in pairs)
+        result = stacked(*stacks, *rest)
+    return _functorch._add_batch_dim(result, 0, level)
+
+
+def _move_lanes(tensor: Tensor | None, dimension: int | None, lanes: int) -> Tensor | None:
+    """Return a tensor with its lanes in front. Without a lane dimension, all lanes share it."""
+    if tensor is None:
+        return None
+    if dimension is None:
+        return tensor.expand(lanes, *tensor.shape)
+    return tensor.movedim(dimension, 0)

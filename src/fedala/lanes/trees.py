@@ -1,7 +1,7 @@
 """Nested dicts, tuples and lists of tensors: a client's state, a model's inputs, a message."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,17 @@ def interpolate(a: Params, b: Params, share: Number) -> Params:
 def flatten_lanes(value: Tensor) -> Tensor:
     """Return [lane, number]: a parameter may be a single number, [lane]."""
     return value.reshape(len(value), -1)
+
+
+def are_finite(values: Iterable[Tensor]) -> Tensor:
+    """Tell for each lane whether all numbers of some tensors, [lane, …], are finite.
+
+    The largest and the smallest number tell it: they are NaN if any number is. To find them writes
+    nothing to memory, and a large table takes a tenth of the time that `isfinite` takes.
+    """
+    flat = [flatten_lanes(value) for value in values]
+    extremes = [extreme for value in flat for extreme in (value.amax(1), value.amin(1))]
+    return torch.stack([extreme.isfinite() for extreme in extremes]).all(0)
 
 
 def squared_distances(a: Params, b: Params) -> Tensor:

@@ -11,8 +11,11 @@ from fedala.lanes.messages import Message
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import take, tree_map
 
-#: The bytes of uploads that are copied at a time while they are averaged.
-BLOCK = 2**24
+#: The bytes of uploads that are copied at a time while they are averaged. On a CPU, they stay in
+#: its cache, and are too few for torch to use several threads, which would wait for each other.
+BLOCKS = {"cpu": 2**17, "cuda": 2**24}
+#: The fewest columns of a block: each lane of a block may cost a call.
+LEAST_COLUMNS = 1024
 
 
 class Piece(NamedTuple):
@@ -95,14 +98,14 @@ def _sum(
     lanes: Tensor,
     shares: Tensor,
 ) -> Tensor:
-    """Return Σ share·value as one lane, copying at most about `BLOCK` bytes at a time."""
+    """Return Σ share·value as one lane, copying a block of columns at a time."""
     # Columns in the order of memory (one lane may stand channels last) are views, not copies.
     strides = values[0].stride()
     order = sorted(range(1, len(strides)), key=lambda dimension: -strides[dimension])
     sorted_values = [value.permute(0, *order) for value in values]
     flat = [value.reshape(len(value), -1) for value in sorted_values]
     width, shape = flat[0].shape[1], sorted_values[0].shape[1:]
-    step = max(2, BLOCK // (len(sources) * flat[0].element_size()))
+    step = choose_columns(flat[0], len(sources))
     # A single column is added up in another order than several: it never is a block of its own.
     starts = range(0, max(width - 1, 1), step)
     sums = []
@@ -113,6 +116,12 @@ def _sum(
     whole = sums[0] if len(sums) == 1 else torch.cat(sums)
     back = sorted(range(len(order)), key=order.__getitem__)
     return whole.view(1, *shape).permute(0, *(1 + position for position in back)).contiguous()
+
+
+def choose_columns(value: Tensor, lanes: int) -> int:
+    """Return how many columns of so many lanes are a block."""
+    block = BLOCKS.get(value.device.type, BLOCKS["cpu"])
+    return max(LEAST_COLUMNS, block // (lanes * value.element_size()))
 
 
 def _copy_lanes(

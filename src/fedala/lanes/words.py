@@ -73,7 +73,7 @@ class WordGradient(SparseGradient):
         scaled = values * broadcast_lanes(factors, values).to(values.dtype)
         texts = torch.repeat_interleave(self.words.counts)
         flat = table.view(-1, table.shape[2])
-        flat.index_put_((self.words.rows,), scaled.flatten(0, 1)[texts], accumulate=True)
+        flat.index_add_(0, self.words.rows, scaled.flatten(0, 1).index_select(0, texts))
 
 
 class _MeanOfWords(torch.autograd.Function):

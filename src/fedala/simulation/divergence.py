@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedala.lanes import Cohort, Message, State, broadcast_lanes
 from fedala.lanes.samples import to_device
-from fedala.lanes.trees import leaves, tree_map
+from fedala.lanes.trees import are_finite, leaves, tree_map
 
 
 def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
@@ -15,18 +15,16 @@ def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
 
     Its upload and state must be finite, and so must its loss, if it has any samples.
     """
-    checks = [
-        leaf.reshape(len(cohort), -1).isfinite().all(1)
-        for _, leaf in leaves((upload, state))
-        if leaf.is_floating_point()
-    ]
+    # What a client uploads is often what it keeps, too: each tensor is read once.
+    tensors = {id(leaf): leaf for _, leaf in leaves((upload, state))}.values()
+    checked = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     loss = cohort.metrics.get("train_loss")
     if loss is not None:
-        has_no_samples = to_device(cohort.task.device, cohort.sizes()) == 0
-        checks.append(loss.isfinite() | has_no_samples)
-    if not checks:
+        has_samples = to_device(cohort.task.device, cohort.sizes()) > 0
+        checked.append(torch.where(has_samples, loss, 0))
+    if not checked:
         return torch.ones(len(cohort), dtype=torch.bool)
-    return torch.stack(checks).all(0)
+    return are_finite(checked)
 
 
 def state_after_divergence(policy: str, before: State, make_new: Callable[[], State]) -> State:
