@@ -351,6 +351,19 @@ def test_a_model_is_tried_before_it_gets_another_layout_or_vmap(name):
     assert task.model.training
 
 
+def test_a_model_is_tried_with_a_whole_batch():
+    """One that looks at its numbers in batches of more than four samples does not run in lanes."""
+
+    def branch_in_large_batches(model, h):
+        return h if len(h) > 4 and h.mean().item() > 1e3 else h.relu()
+
+    for batch_size, uses_vmap in ((4, True), (8, False)):
+        model = Fussy(branch_in_large_batches)
+        task = ragged_task([9, 8, 5, 2], model=model, batch_size=batch_size)
+        task.x = F.interpolate(task.x, (8, 8))
+        assert task.uses_vmap == uses_vmap
+
+
 @pytest.mark.parametrize("name", [name for name in NOTICING if name != "dropout"])
 def test_any_model_gives_the_same_in_one_lane_or_several_and_what_plain_torch_gives(name):
     found = []

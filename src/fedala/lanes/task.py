@@ -40,6 +40,9 @@ from fedala.lanes.trees import Params, count_lanes, leaves, take, tree_map
 Objective = Callable[["Task", Params, Any, Any, Any], Tensor]
 """Of (task, model, fixed, x, y) of one lane to the number that its training lowers."""
 
+MOST_TRIED_SAMPLES = 64
+"""Samples of a trial at most: a larger batch only costs time and memory."""
+
 
 class Task:
     """A model, a loss, the clients' samples, and the options of local training."""
@@ -172,8 +175,8 @@ class Task:
     def _trial(self) -> Trial:
         return Trial(self.model, self.loss, self.use_mode, self.device, self.dtype)
 
-    def _trial_samples(self) -> tuple[Any, Any]:
-        rows = torch.arange(min(4, count_lanes(self.y)), device=self.device)
+    def _trial_samples(self, most: int = 4) -> tuple[Any, Any]:
+        rows = torch.arange(min(most, count_lanes(self.y)), device=self.device)
         return self.inputs(rows), self.targets(rows)
 
     @cached_property
@@ -188,7 +191,11 @@ class Task:
     @cached_property
     def uses_vmap(self) -> bool:
         """Tell whether several lanes run as one program: if the model does not notice."""
-        return isinstance(self.model, Layered) or self._trial.allows_vmap(*self._trial_samples())
+        if isinstance(self.model, Layered):
+            return True
+        # A whole batch: with few samples, a model may take another path.
+        samples = self._trial_samples(max(4, min(self.batch_size, MOST_TRIED_SAMPLES)))
+        return self._trial.allows_vmap(*samples)
 
     @cached_property
     def mixes_samples(self) -> bool:
