@@ -22,6 +22,7 @@ def small_cnn():
 
 #: What ALA governs: models, and the beginnings of names.
 KINDS = {
+    "the last layer": (small_cnn, ("fc2",)),
     "two layers": (small_cnn, ("fc",)),
     "a client's own head above": (small_cnn, ("fc1",)),
     "convolutions": (small_cnn, ("conv2", "fc")),

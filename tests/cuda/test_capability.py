@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedala import cuda
-from fedala.cuda.ala_learner import is_plain_head
+from fedala.cuda.ala_learner import takes_kernel
 from fedala.lanes.layers import Cut
 from fedala.lanes.losses import CrossEntropy, OwnLoss
 from fedala.lanes.weight_learning import Problem, Settings
@@ -90,7 +90,7 @@ def problem_on(device):
 
 
 @pytest.mark.parametrize(
-    ("device", "takes_kernel"),
+    ("device", "expected"),
     [
         ("cuda:0", True),
         ("cuda:1", False),
@@ -98,12 +98,12 @@ def problem_on(device):
         ("cpu", False),
     ],
 )
-def test_weight_learning_takes_the_kernel_only_on_a_gpu_that_has_it(gpus, device, takes_kernel):
-    assert is_plain_head(problem_on(device)) is takes_kernel
+def test_weight_learning_takes_the_kernel_only_on_a_gpu_that_has_it(gpus, device, expected):
+    assert takes_kernel(problem_on(device)) is expected
 
 
 @pytest.mark.parametrize(
-    ("loss", "takes_kernel"),
+    ("loss", "expected"),
     [
         (CrossEntropy(), True),
         (CrossEntropy(smoothing=0.1), False),
@@ -111,13 +111,13 @@ def test_weight_learning_takes_the_kernel_only_on_a_gpu_that_has_it(gpus, device
         (OwnLoss(nn.functional.cross_entropy), False),
     ],
 )
-def test_weight_learning_takes_the_kernel_only_for_plain_cross_entropy(gpus, loss, takes_kernel):
+def test_weight_learning_takes_the_kernel_only_for_plain_cross_entropy(gpus, loss, expected):
     problem = problem_on("cuda:0")
     problem.cohort.task.loss = loss
-    assert is_plain_head(problem) is takes_kernel
+    assert takes_kernel(problem) is expected
 
 
 def test_weight_learning_does_not_take_the_kernel_for_batches_that_do_not_fit(gpus):
     problem = problem_on("cuda:0")
     problem.cohort.task.batch_size = 5000  # as `batch_size = full` makes it
-    assert not is_plain_head(problem)
+    assert not takes_kernel(problem)

@@ -1,10 +1,9 @@
 """Learn ALA's weights of a last linear layer in one GPU kernel."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedala.cuda import has_kernels
-from fedala.lanes.losses import CrossEntropy
 from fedala.lanes.weight_learning import (
     WINDOW,
     Curves,
@@ -17,23 +16,12 @@ from fedala.lanes.weight_learning import (
 LARGEST_BATCH = 256
 
 
-def is_plain_head(problem: Problem) -> bool:
-    """Tell whether the kernel can learn W.
-
-    It can if ALA governs just the last linear layer under cross-entropy, as in the paper, with
-    batches that fit into registers.
-    """
-    task, cut, governed = problem.cohort.task, problem.cut, tuple(problem.update)
-    if task.device.type != "cuda" or problem.ungoverned or task.dtype != torch.float32:
+def takes_kernel(problem: Problem) -> bool:
+    """Tell whether the kernel can learn W: of a plain head, in batches that fit into registers."""
+    task = problem.cohort.task
+    if task.device.type != "cuda" or task.dtype != torch.float32:
         return False
-    if task.batch_size > LARGEST_BATCH:
-        return False
-    name = governed[0].removesuffix(".weight")
-    if not cut.cuts or cut.p != 1 or governed != (f"{name}.weight", f"{name}.bias"):
-        return False
-    has_labels = isinstance(task.y, Tensor) and task.y.dtype == torch.int64 and task.y.dim() == 1
-    is_linear = type(task.model.get_submodule(name)) is nn.Linear
-    return has_labels and is_linear and task.loss == CrossEntropy() and has_kernels(task.device)
+    return task.batch_size <= LARGEST_BATCH and problem.is_plain_head and has_kernels(task.device)
 
 
 def learn_head(problem: Problem) -> Curves:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedala.cuda import has_kernels
-from fedala.cuda.ala_learner import is_plain_head, learn_head
+from fedala.cuda.ala_learner import learn_head, takes_kernel
 from fedala.cuda.graphs import CapturedRunner, CapturedSteps
 from fedala.cuda.late import find_place, run_on_streams
 from fedala.lanes.backend import Backend
@@ -139,7 +139,7 @@ class CudaBackend(Backend):
         return updates.update_lanes(rule, params, gradients, slots, numbers)
 
     def find_weight_learner(self, problem: Problem) -> Learner | None:
-        return learn_head if is_plain_head(problem) else None
+        return learn_head if takes_kernel(problem) else None
 
     def free_caches(self) -> None:
         self._captured.clear()

@@ -21,6 +21,9 @@ from fedala.metrics import ACCURACY, LABEL_ACCURACY, MAE, MSE, OWN_LOSS, Metric
 LossFunction = Callable[[Any, Any], Tensor]
 """Of a batch: (output, y) to its mean loss."""
 
+IGNORED_LABEL = -100
+"""Torch's cross-entropy leaves out samples with this label."""
+
 
 class Loss(ABC):
     """A loss and the metric that goes with it.

@@ -17,15 +17,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.layers import Cut
+from fedala.lanes.losses import IGNORED_LABEL, CrossEntropy
 from fedala.lanes.parameters import list_few
 from fedala.lanes.samples import Samples, iterate_steps, to_device
 from fedala.lanes.task import Task
-from fedala.lanes.training import make_runner
+from fedala.lanes.training import Step, make_runner
 from fedala.lanes.trees import Params, align, take
 from fedala.options import option
 
@@ -99,6 +100,28 @@ class Problem:
         upper = [name for layer in self.cohort.task.layers[: self.cut.p] for name in layer]
         return {name: self.start[name] for name in upper if name not in self.update}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.update.values())).dtype
+
+    @cached_property
+    def is_plain_head(self) -> bool:
+        """Tell whether ALA governs just the last linear layer under cross-entropy, as in the paper.
+
+        The gradient then has a formula, if the features are rows of numbers.
+        """
+        task, governed = self.cohort.task, tuple(self.update)
+        name = governed[0].removesuffix(".weight")
+        if self.ungoverned or not self.cut.cuts or self.cut.p != 1:
+            return False
+        if governed != (f"{name}.weight", f"{name}.bias"):
+            return False
+        has_labels = (
+            isinstance(task.y, Tensor) and task.y.dtype == torch.int64 and task.y.dim() == 1
+        )
+        is_linear = type(task.model.get_submodule(name)) is nn.Linear
+        return has_labels and is_linear and task.loss == CrossEntropy()
+
 
 Learner = Callable[[Problem], Curves]
 
@@ -143,7 +166,7 @@ class WeightStep:
     cut: Cut
 
     def __call__(self, task: Task, state: Params, fixed: Any, x: Any, y: Any) -> Tensor:
-        local, update, eta = fixed["local"], fixed["update"], fixed["eta"]
+        local, update = fixed["local"], fixed["update"]
         with torch.enable_grad():
             blended = {
                 name: (local[name] + update[name] * weights).requires_grad_()
@@ -158,13 +181,41 @@ class WeightStep:
             gradients = torch.autograd.grad(
                 losses.sum(), list(blended.values()), materialize_grads=True
             )
-        for (name, weights), gradient in zip(state.items(), gradients, strict=True):
-            step = gradient * update[name]
-            if isinstance(eta, Tensor):
-                weights.sub_(step * align(eta, step)).clamp_(0, 1)
-            else:
-                weights.sub_(step, alpha=eta).clamp_(0, 1)
+        _descend(state, gradients, update, fixed["eta"])
         return losses.detach()
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """The same step for a plain head, with the gradient of cross-entropy written out.
+
+    Batches are small and every lane has many, so most of the time of a `WeightStep` would be
+    autograd's and vmap's.
+    """
+
+    def __call__(self, task: Task, state: Params, fixed: Any, x: Tensor, y: Tensor) -> Tensor:
+        local, update = fixed["local"], fixed["update"]
+        weight, bias = (local[name] + update[name] * w for name, w in state.items())
+        logs = torch.baddbmm(bias.unsqueeze(1), x, weight.mT).log_softmax(2)
+        counts = (y != IGNORED_LABEL).unsqueeze(2)
+        labels = torch.where(counts, y.unsqueeze(2), 0)
+        share = counts.to(logs.dtype) / counts.sum(1, keepdim=True)
+        losses = -(logs.gather(2, labels) * share).sum((1, 2))
+        slopes = logs.exp_().scatter_add_(2, labels, -torch.ones_like(share)) * share
+        _descend(state, (slopes.mT @ x, slopes.sum(1)), update, fixed["eta"])
+        return losses
+
+
+def _descend(
+    state: Params, gradients: Sequence[Tensor], update: Params, eta: float | Tensor
+) -> None:
+    """Change W by the gradients of the blended parameters (equation 5)."""
+    for (name, weights), gradient in zip(state.items(), gradients, strict=True):
+        step = gradient * update[name]
+        if isinstance(eta, Tensor):
+            weights.sub_(step * align(eta, step)).clamp_(0, 1)
+        else:
+            weights.sub_(step, alpha=eta).clamp_(0, 1)
 
 
 class _LaneGroup:
@@ -180,7 +231,9 @@ class _LaneGroup:
         if task.backend.captures_steps and lanes == [*range(len(lanes))]:
             self.part = slice(len(lanes))  # a GPU would wait for a list
         self.lengths = [samples.lengths[lane] for lane in lanes]
-        self._step = WeightStep(problem.cut)
+        self._step: Step = WeightStep(problem.cut)
+        if problem.is_plain_head and table.dim() == 2 and table.dtype == problem.dtype:
+            self._step = HeadStep()
         positions, rows = positions[self.part], samples.matrix[self.part]
         fixed = {
             "local": problem.local,
