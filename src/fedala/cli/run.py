@@ -51,7 +51,7 @@ app = typer.Typer()
   fedala run --resume runs/mine             # continue it; with --rounds 500, for more rounds
   fedala run --resume runs/mine --seeds 5 --method +ditto    # add seeds and methods to it
 
-A config file is TOML with the same names, but for imports, as in
+A config file is TOML with the same names (imports for --import), as in
 batch_size = 10, method = ["fedala", "ditto"] or imports = ["my/fedsim.py"].
 Options of the command line override it.""")
 )

@@ -286,4 +286,4 @@ class Cut:
             return False
         return bool(
             torch.dist(two.float(), three[:2].float()) <= 0.01 * two.float().norm()
-        )  # equal but for rounding
+        )  # equal apart from rounding
