@@ -27,6 +27,8 @@ Run = Callable[..., Any]
 
 #: Whole numbers that a model gets as another type: some functions of torch take no other indices.
 INDEX_TYPES = dict.fromkeys((torch.int8, torch.int16, torch.int32), torch.int64)
+#: Samples of a trial at most: more only cost time and memory.
+MOST_TRIED_SAMPLES = 64
 
 
 @dataclass(frozen=True)

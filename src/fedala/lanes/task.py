@@ -21,7 +21,7 @@ from fedala.errors import UserError
 from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
-from fedala.lanes.foreign_model import INDEX_TYPES, Trial
+from fedala.lanes.foreign_model import INDEX_TYPES, MOST_TRIED_SAMPLES, Trial
 from fedala.lanes.late_gradients import Gradients, give_own_memory, join_gradients
 from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layer_units import Layers
@@ -39,9 +39,6 @@ from fedala.lanes.trees import Params, count_lanes, leaves, take, tree_map
 
 Objective = Callable[["Task", Params, Any, Any, Any], Tensor]
 """Of (task, model, fixed, x, y) of one lane to the number that its training lowers."""
-
-MOST_TRIED_SAMPLES = 64
-"""Samples of a trial at most: a larger batch only costs time and memory."""
 
 
 class Task:
@@ -184,9 +181,8 @@ class Task:
         """Tell whether convolution weights stand channels last: on a CPU, where it is faster."""
         if self.device.type != "cpu" or not any(p.dim() == 4 for p in self.model.parameters()):
             return False
-        return isinstance(self.model, Layered) or self._trial.allows_channels_last(
-            *self._trial_samples()
-        )
+        samples = self._trial_samples()
+        return isinstance(self.model, Layered) or self._trial.allows_channels_last(*samples)
 
     @cached_property
     def uses_vmap(self) -> bool:
@@ -203,9 +199,8 @@ class Task:
 
         Batch normalisation without running statistics does that.
         """
-        return not isinstance(self.model, Layered) and self._trial.mixes_samples(
-            *self._trial_samples()
-        )
+        samples = self._trial_samples()
+        return not isinstance(self.model, Layered) and self._trial.mixes_samples(*samples)
 
     @cached_property
     def draws_random_numbers(self) -> bool:
@@ -302,11 +297,9 @@ class Task:
             own = [f"{name}.{p}" for p, _ in [*module.named_parameters()] or module.named_buffers()]
             if own and all(p in frozen for p in own):
                 module.eval()
+        arithmetic = self.backend.use_arithmetic(self.model, self.precision)
         try:
-            with (
-                plain_attention(self.model),
-                self.backend.use_arithmetic(self.model, self.precision),
-            ):
+            with plain_attention(self.model), arithmetic:
                 yield
         finally:
             for module, training in before:
