@@ -351,17 +351,19 @@ def test_a_model_is_tried_before_it_gets_another_layout_or_vmap(name):
     assert task.model.training
 
 
-def test_a_model_is_tried_with_a_whole_batch():
-    """One that looks at its numbers in batches of more than four samples does not run in lanes."""
+@pytest.mark.parametrize(
+    ("batch_size", "sizes", "uses_vmap"),
+    [(4, range(5, 99), True), (8, range(5, 99), False), (8, range(5), False), (8, (), True)],
+)
+def test_a_model_is_tried_with_a_whole_batch_and_with_a_few_samples(batch_size, sizes, uses_vmap):
+    """It does not run in lanes if it looks at its numbers in batches of such a size."""
 
-    def branch_in_large_batches(model, h):
-        return h if len(h) > 4 and h.mean().item() > 1e3 else h.relu()
+    def branch(model, h):
+        return h if len(h) in sizes and h.mean().item() > 1e3 else h.relu()
 
-    for batch_size, uses_vmap in ((4, True), (8, False)):
-        model = Fussy(branch_in_large_batches)
-        task = ragged_task([9, 8, 5, 2], model=model, batch_size=batch_size)
-        task.x = F.interpolate(task.x, (8, 8))
-        assert task.uses_vmap == uses_vmap
+    task = ragged_task([9, 8, 5, 2], model=Fussy(branch), batch_size=batch_size)
+    task.x = F.interpolate(task.x, (8, 8))
+    assert task.uses_vmap == uses_vmap
 
 
 @pytest.mark.parametrize("name", [name for name in NOTICING if name != "dropout"])

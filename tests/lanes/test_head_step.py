@@ -11,6 +11,7 @@ from ala_rounds import LANES, Learning, compare, small_cnn
 from torch import nn
 
 from fedala import ALA
+from fedala.lanes.layers import Layered
 from fedala.lanes.losses import IGNORED_LABEL, CrossEntropy
 from fedala.lanes.weight_learning import HeadStep, Problem, WeightStep
 
@@ -66,6 +67,12 @@ class OwnLinear(nn.Linear):
     pass
 
 
+def hooked(name):
+    head = nn.Linear(4, 3)
+    getattr(head, f"register_{name}")(lambda *_: None)
+    return head
+
+
 class Ending(nn.Module):
     """A model that does something after its last layer."""
 
@@ -88,6 +95,8 @@ class Ending(nn.Module):
         (OwnLinear(4, 3), nn.Identity(), F.cross_entropy, WeightStep),
         (nn.Linear(4, 3), nn.Tanh(), F.cross_entropy, WeightStep),
         (nn.Conv1d(4, 3, 1), nn.Identity(), F.cross_entropy, WeightStep),
+        (hooked("forward_hook"), nn.Identity(), F.cross_entropy, WeightStep),
+        (hooked("forward_pre_hook"), nn.Identity(), F.cross_entropy, WeightStep),
     ],
 )
 def test_other_heads_and_losses_learn_by_autograd(steps, head, end, loss, kind):
@@ -98,6 +107,26 @@ def test_other_heads_and_losses_learn_by_autograd(steps, head, end, loss, kind):
         local, received, (normal(9, 2), torch.arange(9) % 3), loss=loss
     )
     assert report.epochs == 2
+    assert steps == {kind}
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(None, HeadStep), (0.1, WeightStep)])
+def test_what_a_layered_model_does_around_its_last_layer_counts(steps, factor, kind):
+    class Scaled(Layered):
+        layers = (("head",), ("body",))
+
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+        def stages(self):
+            def scale(x):
+                return factor * self.head(x)
+
+            return lambda x: self.body(x).relu(), scale if factor else self.head
+
+    local, received = twins(Scaled)
+    ALA(max_epochs=2).initialize(local, received, (normal(9, 2), torch.arange(9) % 3))
     assert steps == {kind}
 
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch.func import vmap
+from torch.func import grad, vmap
 
 from fedala.lanes.stacked import call_stacked
 
@@ -90,3 +90,22 @@ def test_an_inner_vmap_of_something_else_leaves_the_lanes_alone(calls):
     assert calls == [((3, 4, 5), (3, 5))]
     totals = (2 * X * W.unsqueeze(1)).sum((1, 2))
     assert torch.allclose(found, torch.stack([0 * totals, totals], 1), rtol=1e-14)
+
+
+def test_an_inner_gradient_of_something_else_leaves_the_lanes_alone(calls):
+    """A model may use `torch.func.grad` within a lane."""
+
+    def model(x, w):
+        return grad(lambda v: (weigh(x * 1, w) * v).sum())(x.mean(0))
+
+    w = W.clone().requires_grad_()
+    found = vmap(model)(X, w)
+    assert calls == [((3, 4, 5), (3, 5))]
+    assert torch.allclose(found, (2 * X * w.unsqueeze(1)).sum(1), rtol=1e-14)
+    [slopes] = torch.autograd.grad(found.sum(), w)
+    assert torch.allclose(slopes, 2 * X.sum(1), rtol=1e-14)
+
+
+def test_an_inner_gradient_of_a_stacked_function_is_refused():
+    with pytest.raises(RuntimeError):
+        vmap(lambda x, w: grad(lambda v: weigh(x, v).sum())(w))(X, W)

@@ -65,3 +65,9 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_is(bad, place, width):
     values[0][1].view(-1)[place] = bad
     values[1][2] = bad
     assert are_finite(values).tolist() == [True, False, False]
+
+
+def test_a_tensor_without_numbers_is_finite():
+    assert are_finite([torch.empty(3, 0)]).tolist() == [True, True, True]
+    values = [torch.empty(3, 0), torch.tensor([0.0, float("nan"), 0.0])]
+    assert are_finite(values).tolist() == [True, False, True]

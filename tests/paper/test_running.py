@@ -475,6 +475,23 @@ def test_the_progress_of_several_processes_is_merged():
     ]
 
 
+def test_the_summary_says_why_cells_stopped_and_how_far_they_got():
+    progress = CellProgress(
+        Console(file=io.StringIO()), {"a": 99.0, "b": 99.0, "c": 99.0}, rounds=5
+    )
+    progress.row("a", HistoryRow(0, 2, score=0.2, loss=1.0, score_joined=0.5, seconds=1.0))
+    progress.end("a", "stopped", "RuntimeError: CUDA error (net.py, line 7)")
+    progress.end("b", "stopped", "RuntimeError: CUDA error (net.py, line 7)")
+    progress.end("c", "stopped")
+    error = "Stopped by an error (RuntimeError: CUDA error (net.py, line 7))"
+    assert progress.summary() == [
+        "Cells: none finished (of 3).",
+        f"{error}: a has 2 of 5 rounds; the same command continues it.",
+        f"{error}: b is not finished; the same command continues it.",
+        "Out of time: c is not finished; the same command continues it.",
+    ]
+
+
 def test_the_summary_names_cells_that_another_command_runs():
     """One of its own processes that finds a cell taken says nothing: another one of them has it."""
     progress = CellProgress(Console(file=io.StringIO()), {"a": 99.0, "b": 99.0}, rounds=5)

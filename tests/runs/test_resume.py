@@ -406,6 +406,12 @@ def test_a_resumed_run_says_after_which_round_it_continues(tmp_path):
     assert resume(rounds=6) == [
         "FedAvg continues after round 4 of 6.", "Local continues after round 4 of 6.",
     ]  # fmt: skip
+    assert resume(rounds=6, seeds=3) == []
+    assert resume(rounds=7, seeds=3) == [
+        f"{method}, {seeds}, continues after round 6 of 7."
+        for method in ("FedAvg", "Local")
+        for seeds in ("seed 0", "seeds 1 to 2")
+    ]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_begins_again(tmp_path):

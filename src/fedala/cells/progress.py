@@ -108,6 +108,8 @@ class CellProgress:
             return
         if outcome in (Outcome.SKIPPED, Outcome.NOT_STARTED) and has_begun:
             return
+        if outcome == Outcome.NOT_STARTED and state.reason == BUSY:
+            return
         if reason == BUSY:
             state.reason = reason
             return
@@ -167,8 +169,11 @@ class CellProgress:
                 counts.append(f"{len(cells)} {words}")
         sentences = [f"Cells: {', '.join(counts) or 'none finished'} (of {len(self.cells)})."]
         for cell in self._list_cells(Outcome.STOPPED):
-            rounds = f"{self.cells[cell].round} of {self.rounds[cell]} rounds"
-            sentences.append(f"Out of time: {cell} has {rounds}; the same command continues it.")
+            state = self.cells[cell]
+            why = f"Stopped by an error ({state.reason})" if state.reason else "Out of time"
+            rounds = f"has {state.round} of {self.rounds[cell]} rounds"
+            how_far = rounds if state.round >= 0 else "is not finished"
+            sentences.append(f"{why}: {cell} {how_far}; the same command continues it.")
         waiting = self._list_cells(Outcome.NOT_STARTED, _WAITING)
         busy = [cell for cell in waiting if self.cells[cell].reason == BUSY]
         if cells := [cell for cell in waiting if cell not in busy]:

@@ -118,7 +118,7 @@ class CapturedSteps:
         rehearsal = copy(self)
         tensors = {name: vars(self)[name] for name in _TENSORS}
         if not self.samples and not self.batch:
-            tensors["batch"] = self.task.training_batch(self.order[lanes, self.column])
+            tensors["batch"] = self.task.training_batch(self.order[: lanes.stop, self.column])
         vars(rehearsal).update(drop_memory(tensors))
         counts = [lanes.stop - lanes.start]
         while counts[-1] > 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 
 
 def call_stacked(
@@ -25,7 +25,12 @@ def call_stacked(
         single = (None if t is None else t.unsqueeze(0) for t in tensors)
         return stacked(*single, *rest).squeeze(0)
     vmap: Any = retrieve_current_functorch_interpreter()
-    level, lanes = vmap.level(), vmap.batch_size()
+    level = vmap.level()
+    if not isinstance(vmap, VmapInterpreter):  # the model uses `torch.func.grad`; lanes are outside
+        tensors = [_leave_gradient(t, level) for t in tensors]
+        with vmap.lower():
+            return call_stacked(stacked, tensors, rest)
+    lanes = vmap.batch_size()
     pairs = [(t, None) if t is None else _functorch._unwrap_batched(t, level) for t in tensors]
     with vmap.lower():
         if all(dimension is None for _, dimension in pairs):  # the lanes are an outer vmap's
@@ -33,6 +38,13 @@ def call_stacked(
         stacks = (_move_lanes(t, dimension, lanes) for t, dimension in pairs)
         result = stacked(*stacks, *rest)
     return _functorch._add_batch_dim(result, 0, level)
+
+
+def _leave_gradient(tensor: Tensor | None, level: int) -> Tensor | None:
+    """Return a tensor as it is outside a gradient that does not depend on it."""
+    if tensor is None or tensor.requires_grad or _functorch.maybe_get_level(tensor) != level:
+        return tensor
+    return _functorch._unwrap_for_grad(tensor, level)
 
 
 def _move_lanes(tensor: Tensor | None, dimension: int | None, lanes: int) -> Tensor | None:

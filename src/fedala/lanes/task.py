@@ -189,9 +189,9 @@ class Task:
         """Tell whether several lanes run as one program: if the model does not notice."""
         if isinstance(self.model, Layered):
             return True
-        # A whole batch: with few samples, a model may take another path.
-        samples = self._trial_samples(max(4, min(self.batch_size, MOST_TRIED_SAMPLES)))
-        return self._trial.allows_vmap(*samples)
+        # With few samples, or with a whole batch, a model may take another path.
+        sizes = {4, max(4, min(self.batch_size, MOST_TRIED_SAMPLES))}
+        return all(self._trial.allows_vmap(*self._trial_samples(size)) for size in sizes)
 
     @cached_property
     def mixes_samples(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
-from fedala.lanes.layers import Cut
+from fedala.lanes.layers import Cut, Layered
 from fedala.lanes.losses import IGNORED_LABEL, CrossEntropy
 from fedala.lanes.parameters import list_few
 from fedala.lanes.samples import Samples, iterate_steps, to_device
@@ -119,8 +119,18 @@ class Problem:
         has_labels = (
             isinstance(task.y, Tensor) and task.y.dtype == torch.int64 and task.y.dim() == 1
         )
-        is_linear = type(task.model.get_submodule(name)) is nn.Linear
-        return has_labels and is_linear and task.loss == CrossEntropy()
+        return has_labels and _ends_linearly(task.model, name) and task.loss == CrossEntropy()
+
+
+def _ends_linearly(model: nn.Module, name: str) -> bool:
+    """Tell whether the upper layer computes x·Wᵀ + b and nothing else."""
+    last = model.get_submodule(name)
+    if isinstance(model, Layered) and model.stages()[-1] is not last:
+        return False
+    hooks = (last._forward_pre_hooks, last._forward_hooks)
+    backward_hooks = (last._backward_pre_hooks, last._backward_hooks)
+    has_own_way = any((*hooks, *backward_hooks)) or "forward" in vars(last)
+    return type(last) is nn.Linear and not has_own_way
 
 
 Learner = Callable[[Problem], Curves]

@@ -11,6 +11,7 @@ import numpy as np
 from fedala.errors import printable
 from fedala.metrics import ACCURACY
 from fedala.records import Fault, HistoryRow
+from fedala.runs.batches import name_seeds
 from fedala.runs.members import Group
 from fedala.runs.plan import Plan
 from fedala.runs.seconds import average_seconds
@@ -62,8 +63,7 @@ class RunProgress:
         """Show rounds of these seeds from now on."""
         which = ""
         if len(seeds) < len(self.seeds):
-            several = f"seeds {seeds[0]} to {seeds[-1]}"
-            which = f", {several if len(seeds) > 1 else f'seed {seeds[0]}'}"
+            which = f", {name_seeds(seeds)}"
         self.series[self.groups[method]] = _Series(seeds, which)
 
     def earlier(self, method: str, rows: Sequence[HistoryRow]) -> None:

@@ -12,6 +12,11 @@ from fedala.runs.config import Config
 from fedala.runs.plan import Plan
 
 
+def name_seeds(seeds: Sequence[int]) -> str:
+    """Return the words for successive seeds."""
+    return f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"
+
+
 @dataclass(frozen=True)
 class Batch:
     """Seeds that run side by side."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedala.errors import RunError, first_line
 from fedala.records import Evaluation, Fault, PersonalModel
-from fedala.runs.batches import Batch, split_seeds
+from fedala.runs.batches import Batch, name_seeds, split_seeds
 from fedala.runs.build import build_preprocessing, build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.devices import is_device_error, use_device
@@ -96,7 +96,8 @@ def execute(
                 result.methods |= results
                 for batch in batches:
                     narrowed = batch.narrow(plan.for_group(group))
-                    one = _BatchRun(narrowed, group, batch, results, observer)
+                    which = f", {name_seeds(batch.seeds)}," if len(batches) > 1 else ""
+                    one = _BatchRun(narrowed, group, group.title + which, batch, results, observer)
                     if folder:
                         one.keep_in(folder, number, about)
                     one.carry_out(progress.get((number, batch.number)), simulate)
@@ -138,6 +139,8 @@ class _BatchRun:
     plan: Plan
     """Of this group and these seeds alone."""
     group: Group
+    title: str
+    """Of the group, as the subject of a sentence; with its seeds, if others have run before."""
     batch: Batch
     results: dict[str, MethodResult]
     """By label: the results of the methods, to which the batch adds its own."""
@@ -177,7 +180,7 @@ class _BatchRun:
                 self.observer.on_earlier(label, progress.histories[label] if progress else [])
             if progress and progress.first_round:
                 self.observer.on_message(
-                    f"{self.group.title} continues after round {progress.first_round} of "
+                    f"{self.title} continues after round {progress.first_round} of "
                     f"{self.plan.config.rounds}."
                 )
             try:

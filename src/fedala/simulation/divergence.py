@@ -17,7 +17,7 @@ def find_finite_lanes(cohort: Cohort, upload: Message, state: State) -> Tensor:
     """
     # What a client uploads is often what it keeps, too: each tensor is read once.
     tensors = {id(leaf): leaf for _, leaf in leaves((upload, state))}.values()
-    checked = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    checked = [tensor for tensor in tensors if tensor.is_floating_point()]
     loss = cohort.metrics.get("train_loss")
     if loss is not None:
         has_samples = to_device(cohort.task.device, cohort.sizes()) > 0
