@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 os.environ["FEDALA_CACHE"] = "off"  # tests of the cache name a folder
+
+# Tests send signals, which `nohup` and `&` would have them and their processes ignore.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # `torch.manual_seed` notes the whole stack for each kind of device that may come to be used.
