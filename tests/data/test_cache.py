@@ -246,6 +246,15 @@ def test_nothing_is_copied_and_nothing_reaches_the_file(folder, kept):
     assert not x.any()
 
 
+def test_a_file_of_another_user_is_not_damaged(folder, kept, decoded, monkeypatch):
+    load(str(folder))
+    monkeypatch.setattr(cache.os, "access", lambda *_: False)
+    with pytest.warns(CacheWarning) as said:
+        load(str(folder))
+    assert decoded == [8, 8]
+    assert "cannot be read, so the samples are decoded again." in str(said[0].message)
+
+
 @pytest.mark.parametrize("fault", ["read-only", "full", "too small", "a file", "no locks"])
 def test_a_fault_of_the_disk_costs_the_cache_alone(folder, kept, monkeypatch, fault):
     def fail(*_, **__):

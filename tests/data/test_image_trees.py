@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from fedala.data import federate, load
+from fedala.data.images import read_plain_images
 from fedala.errors import UserError
 
 
@@ -35,6 +36,16 @@ def test_clients_may_hold_the_parts(tmp_path):
         assert one.tolist() == other.tolist()
     assert inside.split.tolist() == usual.split.tolist() == [0] * 8 + [2] * 8
     assert [len(rows) for rows in federate(inside).test] == [4, 4]
+
+
+def test_hidden_images_are_not_samples(tmp_path):
+    hidden = ["cat/.ipynb_checkpoints/0-checkpoint.png", "dog/.0.png"]
+    paths = ["cat/0.png", "cat/far/1.png", "dog/0.png"]
+    folder = draw(tmp_path / ".mine" / "photos", *paths, *hidden)
+    (folder / "dog" / "._0.png").write_bytes(b"what macOS leaves")
+    assert load(str(folder)).y.tolist() == [0, 0, 1]
+    files, _ = read_plain_images(folder)
+    assert [file.relative_to(folder).as_posix() for file in files] == paths
 
 
 def test_folders_of_parts_have_several_names(tmp_path):

@@ -412,7 +412,6 @@ def test_any_dataset_of_the_hub(monkeypatch):
         ({"a": [1], "b": [0]}, "has the columns a, b; it needs a label column"),
         ({"text": ["a"], "b": [0]}, "has the columns text, b; it needs"),
         ({"text": ["a", "b"], "label": [0, None]}, "something else or missing"),
-        ({"text": ["a", "b"], "label": [0.0, 1.5]}, "something else or missing"),
         ({"text": ["a", None], "label": [0, 1]}, "some texts are missing"),
         ({"text": ["a", "b"], "label": [-1, 1]}, "labels must be 0 to 1"),
         ({"image": [b"a", b"b"], "label": [0, 1]}, "image 0 is not a readable image"),

@@ -76,6 +76,42 @@ def test_many_whole_numbers_are_said_to_be_classes(tmp_path):
     assert not any("whole numbers" in note for note in load(path, is_regression=True).notes)
 
 
+@pytest.mark.parametrize("kind", ["csv", "frame", "parquet"])
+@pytest.mark.parametrize(
+    ("labels", "is_regression", "expected"),
+    [
+        ([0.5, 2.0, 1.5], False, [0.5, 2.0, 1.5]),
+        ([3, 1, 3], True, [3.0, 1.0, 3.0]),
+        ([2, 0, 1], False, [2, 0, 1]),
+    ],
+)
+def test_texts_have_targets_like_other_samples(tmp_path, kind, labels, is_regression, expected):
+    frame = pd.DataFrame({"text": ["good", "very good", "bad"], "label": labels})
+    if kind == "frame":
+        data = make_dataset(frame, is_regression=is_regression)
+    else:
+        path = tmp_path / f"my.{kind}"
+        frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+        data = load(str(path), is_regression=is_regression)
+    is_classes = not is_regression and isinstance(labels[0], int)
+    assert data.kind == ("classes" if is_classes else "numbers")
+    assert data.y.tolist() == expected
+
+
+@pytest.mark.parametrize("word", ["NA", "abc"])
+def test_a_target_that_is_not_a_number_is_named(tmp_path, word):
+    path = write(tmp_path, f"a,y\n1,0.5\n2,{word}\n3,1.5\n")
+    says = f"the column y holds '{word}' for sample 1, which is not a number; all targets must be."
+    with pytest.raises(UserError, match=says):
+        load(path, is_regression=True)
+
+
+def test_whole_numbers_in_memory_are_targets_of_a_regression():
+    data = make_dataset(([[1.0], [2.0], [4.0]], [5, 7, 7]), is_regression=True)
+    assert (data.kind, data.y.dtype) == ("numbers", torch.float32)
+    assert data.y.tolist() == [5.0, 7.0, 7.0]
+
+
 def test_all_missing_values_are_counted(tmp_path):
     path = write(tmp_path, "a,b,c,y\n1,2,x,0\n1,?,x,1\n,,y,0\n1,2,NA,1\n")
     says = (

@@ -4,6 +4,7 @@ Here a process is a call in this one. `test_a_killed_process…` starts real one
 """
 
 import csv
+import errno
 import json
 import os
 import re
@@ -272,6 +273,29 @@ def test_a_gpu_that_fails_between_two_rounds(name, is_stopping, machine, tmp_pat
         assert end["content"]["reason"].startswith("the GPU failed: ")
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), UserError("No space.")])
+def test_a_disk_that_is_full_before_a_process_starts(error, whole, machine, tmp_path, monkeypatch):
+    make_job_folder = jobs.make_job_folder
+
+    def make(folder, number, group):
+        if number == 0:
+            raise error
+        return make_job_folder(folder, number, group)
+
+    whole_record = RunFolder(whole).record
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "make_job_folder", make)
+        with pytest.raises(JobsFailed, match=r"^FedALA failed: .*No space\)\. What was") as caught:
+            execute(planned(**OPTIONS), tmp_path / "run", jobs=Jobs(1))
+    assert caught.value.exit_code == 1
+    record = RunFolder(tmp_path / "run").record
+    assert [name for name, one in record.methods.items() if one.finished] == [
+        name for name in whole_record.methods if not name.startswith("fedala")
+    ]
+    execute(planned(**OPTIONS), tmp_path / "run", resume=True, jobs=Jobs(1))
+    same(whole, tmp_path / "run")
+
+
 def test_a_stop_before_anything_began(machine, tmp_path):
     with pytest.raises(Stopped, match="Stopped before FedALA, FedAvg, Local"):
         execute(planned(**OPTIONS), tmp_path / "no", jobs=Jobs(2), observer=stop_after(1))
@@ -373,13 +397,14 @@ from dataclasses import dataclass
 @register
 @dataclass(frozen=True)
 class Bomb(Method):
-    \"\"\"FedAvg that kills its process in the second round, if there is a bomb.\"\"\"
+    \"\"\"FedAvg that kills a process in the second round, if there is a bomb.\"\"\"
     name, title, summary, has_personal_models = "bomb", "Bomb", "like FedAvg", False
 
     def aggregate(self, *arguments):
         print("this is not a message")
-        if arguments[2].round == 2 and os.path.exists("bomb"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        for name, process in (("bomb", os.getpid()), ("bomb for the first", os.getppid())):
+            if arguments[2].round == 2 and os.path.exists(name):
+                os.kill(process, signal.SIGKILL)
         return super().aggregate(*arguments)
 """
 
@@ -408,3 +433,20 @@ def test_a_killed_process_and_its_sibling(tmp_path):
     record = RunFolder(tmp_path / "run").record
     assert {n: one.finished for n, one in record.methods.items()} == {"bomb": False, "local": True}
     assert list(RunFolder(tmp_path / "run").history()) == ["bomb", "local"]
+
+
+def test_processes_whose_first_one_is_killed_stop_at_a_checkpoint(tmp_path):
+    small = "--import bomb.py --method bomb,local --model mlp --clients 3 --device cpu --jobs 2"
+    (tmp_path / "bomb.py").write_text(BOMB)
+    (tmp_path / "bomb for the first").touch()
+    rare = ["--rounds", "5000", "--checkpoint-every", "9999"]
+    ended = fedala(tmp_path, *small.split(), *rare, "--out", "run")
+    assert ended.returncode == -9
+    assert "Traceback" not in ended.stderr
+    last = {}
+    for job in (tmp_path / "run" / "jobs").iterdir():
+        for method, rows in RunFolder(job).history().items():
+            last[method] = rows[-1].round
+            [checkpoint] = job.glob("checkpoint/*/server-*")
+            assert checkpoint.stem == f"server-{last[method] + 1}"  # the round after the evaluation
+    assert last["bomb"] < 10

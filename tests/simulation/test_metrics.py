@@ -43,6 +43,13 @@ def draw_client(random, size, labels, classes=6, decimals=8):
     return Predictions(targets, probabilities.argmax(1), probabilities)
 
 
+def test_infinite_scores_spread_without_a_warning():
+    scores = np.array([[np.inf, np.inf, 4], [1e200, 1.0, 1]])
+    figures = summarize_scores(scores, MSE)
+    assert (figures["mse"], figures["mse_mean"], figures["mse_worst"]) == (np.inf, np.inf, np.inf)
+    assert np.isnan(figures["mse_std"])
+
+
 RAGGED = [(40, [0, 1, 2, 3]), (7, [5]), (1, [2]), (23, [1, 4]), (15, [0, 5])]
 
 

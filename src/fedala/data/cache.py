@@ -107,6 +107,8 @@ def _read(
 ) -> tuple[torch.Tensor, Any] | None:
     """Return what is kept, if it was made of the same samples and is sound."""
     try:
+        if path.exists() and not os.access(path, os.R_OK):
+            raise PermissionError  # it is another user's
         if not path.exists() or read_about(path).get("identity") != identity.digest:
             return None
         x, about = map_tensor(path)

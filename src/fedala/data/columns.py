@@ -158,4 +158,6 @@ def parse_parts(words: Sequence[str], where: str) -> Array:
 
 def describe_clients(column: str, clients: Iterable[str], what: str = "column") -> str:
     """Say aloud which column names the clients."""
-    return f"The {what} {printable(column, 100)} names {len(set(clients)):,} clients."
+    count = len(set(clients))
+    noun = "client" if count == 1 else "clients"
+    return f"The {what} {printable(column, 100)} names {count:,} {noun}."

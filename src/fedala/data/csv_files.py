@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedala.data.columns import USUAL, Roles, Wanted, assign_roles, describe_clients, parse_parts
-from fedala.data.dataset import RawData, encode_labels
+from fedala.data.dataset import RawData
 from fedala.data.tabular import (
     ColumnReader,
     describe_classes,
@@ -113,30 +113,31 @@ class _Columns:
             notes = (describe_clients(roles.clients, clients),)
         if "split" in values:
             split = parse_parts(values["split"], f"{path}: the column {roles.split}")
+        feature_names: tuple[str, ...] = ()
         if roles.input:
+            x: torch.Tensor | list[str] = self.texts
             notes += roles.describe_unread()
-            y, class_names = encode_labels(values["label"])
-            return RawData(
-                str(path), self.texts, y, class_names, clients=clients, split=split, notes=notes
-            )
-        readers = [reader for _, reader in self.features]
-        refuse_missing(readers)
-        x, names, about = encode_features([reader.finish() for reader in readers], str(path))
+        else:
+            readers = [reader for _, reader in self.features]
+            refuse_missing(readers)
+            features = [reader.finish() for reader in readers]
+            table, feature_names, about = encode_features(features, str(path))
+            x = torch.from_numpy(table)
+            notes += about
         y, class_names = encode_targets(
             values["label"],
             f"{path}: the column {roles.label}",
             is_regression=self.is_regression,
         )
-        about += describe_classes(str(roles.label), class_names)
         return RawData(
             str(path),
-            torch.from_numpy(x),
+            x,
             y,
             class_names,
             clients=clients,
             split=split,
-            feature_names=names,
-            notes=(*notes, *about),
+            feature_names=feature_names,
+            notes=notes + describe_classes(str(roles.label), class_names),
         )
 
 

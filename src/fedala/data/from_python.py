@@ -106,12 +106,14 @@ def _to_raw(part: _Part, name: str, *, is_regression: bool) -> RawData:
     else:
         x = part.x if isinstance(part.x, list) else torch.from_numpy(_make_writeable(part.x))
     y, class_names = _make_writeable(part.y), part.class_names
-    if y.dtype.kind == "O" and not isinstance(x, list):
+    if y.dtype.kind == "O":
         where = f"{name}: the column {part.label}"
         y, class_names = encode_targets(y.tolist(), where, is_regression=is_regression)
         notes += describe_classes(part.label, class_names)
-    elif y.dtype.kind in "OU":
+    elif y.dtype.kind == "U":
         y, class_names = encode_labels(y.tolist())
+    elif is_regression and y.dtype.kind in "iu" and not class_names:
+        y = y.astype(np.float32)
     return RawData(name, x, y, class_names, part.clients, part.split, feature_names, notes=notes)
 
 

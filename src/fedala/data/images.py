@@ -62,8 +62,7 @@ def read_image_folder(
     depths = list[tuple[str, str]]()
     for place in places:
         for label, name in enumerate(names):
-            contents = sorted((place.folder / name).rglob("*"))
-            images = [file for file in contents if file.suffix.lower() in _SUFFIXES]
+            images = _find_images(place.folder / name)
             files += images
             y += [label] * len(images)
             clients += [place.client] * len(images)
@@ -146,10 +145,20 @@ def _list_names(names: "Sequence[str | Path]") -> str:
 def read_plain_images(folder: Path, resize: int | None = None) -> tuple[list[Path], torch.Tensor]:
     """Read all images in a folder and its sub-folders, whatever these are called."""
     _folders(folder)  # refuses one that contains itself
-    files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in _SUFFIXES]
+    files = _find_images(folder)
     if not files:
         raise UserError(f"{folder} holds no images (png, jpg, …).")
     return files, decode_images(_list_sources(files), str(folder), resize)[0]
+
+
+def _find_images(folder: Path) -> list[Path]:
+    """Return the images in a folder and its sub-folders. Hidden ones are other programs' copies."""
+    images = []
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.suffix.lower() in _SUFFIXES and not is_hidden:
+            images.append(file)
+    return images
 
 
 def _list_sources(files: Sequence[Path]) -> list[ImageSource]:

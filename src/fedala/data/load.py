@@ -49,6 +49,8 @@ def load(
     table that are whole numbers are numbers to predict, not classes. `notes` of the result say what
     was found.
     """
+    if resize is not None and resize < 1:
+        raise UserError(f"resize must be at least 1, not {resize}.")
     known = next((row for row in known_datasets() if row.name == name), None)
     wanted = Wanted(clients_by, label_column, tuple(drop_columns), is_regression)
     if known is not None and wanted.has_names:

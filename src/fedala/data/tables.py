@@ -258,7 +258,7 @@ def _merge(
     else:
         inputs, notes = _read_inputs(content, roles, where, caches, resize)
         raw, targets = raw._replace(x=inputs, notes=(*raw.notes, *notes)), None
-    y, class_names = targets or _encode(labels, names, about)
+    y, class_names = targets or _encode(labels, names, about, is_regression=wanted.is_regression)
     return raw._replace(y=y, class_names=class_names)
 
 
@@ -352,10 +352,12 @@ def _content(value: Any) -> Any:
 
 
 def _encode(
-    labels: list[Any], names: tuple[str, ...], where: str
-) -> "tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]":
+    labels: list[Any], names: tuple[str, ...], where: str, *, is_regression: bool
+) -> "tuple[np.ndarray[Any, Any], tuple[str, ...]]":
     if all(isinstance(label, str) for label in labels):
         return encode_labels(labels)
+    if not names and (is_regression or any(isinstance(label, float) for label in labels)):
+        return encode_targets(to_words(labels, where), where, is_regression=is_regression)
     if not all(isinstance(label, int) and abs(label) < 2**63 for label in labels):
         raise UserError(
             f"{where}: every label must be a whole number or a name; "

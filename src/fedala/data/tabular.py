@@ -225,6 +225,12 @@ def encode_targets(
             f"{where} holds {min(words)}, a number with a decimal comma; write numbers with a "
             "decimal point."
         )
+    if words and is_regression:
+        row = next(row for row, text in enumerate(values) if numbers[text] is None)
+        raise UserError(
+            f"{where} holds {printable(values[row], 100)!r} for sample {row}, which is not a "
+            "number; all targets must be."
+        )
     if words:
         return encode_labels(list(values))
     targets = np.array([numbers[text] for text in values], dtype=np.float64)

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from fedala.errors import RunError
+from fedala.errors import RunError, UserError
 from fedala.records import Fault, HistoryRow
 from fedala.runs.batches import Batch
 from fedala.runs.checkpoint import Checkpoints
@@ -158,7 +158,13 @@ class _Crew:
                 for worker in self.workers.values():
                     worker.ask_to_stop()
             while waiting and free:
-                self._start(waiting.popleft(), free.popleft(), environment)
+                number, device = waiting.popleft(), free.popleft()
+                try:
+                    self._start(number, device, environment)
+                except (OSError, UserError) as error:  # of the disk: others may still finish
+                    reason = f"its folder cannot be made ({str(error).removesuffix('.')})."
+                    self.jobs.endings[number] = _Ending("failed", reason, exit_code=1)
+                    free.append(device)
             ended = self._receive()
             if ended is not None:
                 free.append(self.devices.pop(ended))

@@ -58,7 +58,7 @@ def _load(finished: FinishedRun, data: Any) -> Dataset:
         clients = wanted.clients if wanted.clients in columns else None
         raw = make_raw(data, "The new data", wanted._replace(clients=clients))
     else:
-        raw = make_raw(data, "The new data")
+        raw = make_raw(data, "The new data", Wanted(is_regression=is_regression))
     dataset = build_more("The new data", raw, names, **known)
     is_tokens = dataset.vocabulary is not None and fed is not None
     return replace(dataset, vocabulary=fed.vocabulary) if fed and is_tokens else dataset

@@ -17,9 +17,9 @@ from fedala.runs.devices import share_cores
 class Parent:
     """The process that started this one: it gets messages as lines of JSON.
 
-    It asks to stop by closing its end of stdin; its death closes it, too. This process ignores
-    signals: one that is sent to all processes would count twice. What a user's code prints goes to
-    stderr, because stdout is for the messages.
+    It asks to stop by closing its end of stdin; its death closes it, too. Then nobody reads the
+    messages. This process ignores signals: one that is sent to all processes would count twice.
+    What a user's code prints goes to stderr, because stdout is for the messages.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,12 @@ class Parent:
 
     def send(self, **message: Any) -> None:
         """Send a message."""
-        print(json.dumps(message), file=self._lines, flush=True)
+        try:
+            print(json.dumps(message), file=self._lines, flush=True)
+        except BrokenPipeError:
+            self.stop_signals.append(signal.SIGTERM)
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._lines.fileno())
 
 
 class Worker:

@@ -146,7 +146,8 @@ def summarize_scores(scores: np.ndarray, metric: Metric = ACCURACY) -> dict[str,
     own = own if metric.higher_is_better else own[::-1]
     worst = own[: max(1, len(own) // 10)]
     means = (len(scores), int(samples), float(total / samples), float(loss / samples))
-    spread = (float(own.mean()), float(own.std()), float(worst.mean()))
+    with np.errstate(invalid="ignore", over="ignore"):  # scores of a model that diverged
+        spread = (float(own.mean()), float(own.std()), float(worst.mean()))
     return dict(zip(list_plain_figures(metric), (*means, *spread), strict=True))
 
 
