@@ -42,8 +42,9 @@ class Parent:
             print(json.dumps(message), file=self._lines, flush=True)
         except BrokenPipeError:
             self.stop_signals.append(signal.SIGTERM)
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._lines.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._lines.fileno())
+            os.close(nowhere)
 
 
 class Worker:
