@@ -40,11 +40,8 @@ class Parent:
         """Send a message."""
         try:
             print(json.dumps(message), file=self._lines, flush=True)
-        except BrokenPipeError:
+        except BrokenPipeError:  # its death is noticed here before `_wait` notices it
             self.stop_signals.append(signal.SIGTERM)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._lines.fileno())
-            os.close(nowhere)
 
 
 class Worker:
