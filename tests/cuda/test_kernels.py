@@ -101,14 +101,14 @@ def test_convolution(sizes, special):
     agree(lambda x, w, b=None: F.conv2d(x, w, b, stride, pad), *inputs, special=special)
 
 
-@pytest.mark.parametrize("number", range(len(tiles._BACKWARD_FOLDED)))
-def test_the_gradient_of_the_input_in_rows(number, monkeypatch):
-    """With every table of blocks, whatever the number of lanes, and once with wide offsets."""
-    _, blocks = tiles._BACKWARD_FOLDED[number]
+@pytest.mark.parametrize("blocks", [sizes for _, sizes in tiles._BACKWARD_FOLDED])
+def test_the_gradient_of_the_input_in_rows(blocks, monkeypatch):
+    """With every table of blocks, whatever the number of lanes, and with wide offsets."""
     monkeypatch.setattr(tiles, "_BACKWARD_FOLDED", ((float("inf"), blocks),))
-    if number == 0:
-        monkeypatch.setattr(convolution, "FIRST_WIDE", 0)
-    agree(F.conv2d, random(2, 2, 32, 8, 8), random(2, 64, 32, 5, 5, seed=1))
+    inputs = random(2, 2, 32, 8, 8), random(2, 64, 32, 5, 5, seed=1)
+    agree(F.conv2d, *inputs)
+    monkeypatch.setattr(convolution, "FIRST_WIDE", 0)
+    agree(F.conv2d, *inputs)
 
 
 @pytest.mark.parametrize(
