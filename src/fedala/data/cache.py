@@ -107,9 +107,11 @@ def _read(
 ) -> tuple[torch.Tensor, Any] | None:
     """Return what is kept, if it was made of the same samples and is sound."""
     try:
-        if path.exists() and not os.access(path, os.R_OK):
+        if not path.exists():
+            return None
+        if not os.access(path, os.R_OK):
             raise PermissionError  # it is another user's
-        if not path.exists() or read_about(path).get("identity") != identity.digest:
+        if read_about(path).get("identity") != identity.digest:
             return None
         x, about = map_tensor(path)
         if about["identity"] == identity.digest:

@@ -24,15 +24,16 @@ def call_stacked(
     if not any(t is not None and _functorch.is_batchedtensor(t) for t in tensors):
         single = (None if t is None else t.unsqueeze(0) for t in tensors)
         return stacked(*single, *rest).squeeze(0)
-    vmap: Any = retrieve_current_functorch_interpreter()
-    level = vmap.level()
-    if not isinstance(vmap, VmapInterpreter):  # the model uses `torch.func.grad`; lanes are outside
+    # The innermost of the functions `vmap`, `grad`, … around this call.
+    transform: Any = retrieve_current_functorch_interpreter()
+    level = transform.level()
+    if not isinstance(transform, VmapInterpreter):  # the model's `grad`; the lanes are outside it
         tensors = [_leave_gradient(t, level) for t in tensors]
-        with vmap.lower():
+        with transform.lower():
             return call_stacked(stacked, tensors, rest)
-    lanes = vmap.batch_size()
+    lanes = transform.batch_size()
     pairs = [(t, None) if t is None else _functorch._unwrap_batched(t, level) for t in tensors]
-    with vmap.lower():
+    with transform.lower():
         if all(dimension is None for _, dimension in pairs):  # the lanes are an outer vmap's
             return call_stacked(stacked, tensors, rest)
         stacks = (_move_lanes(t, dimension, lanes) for t, dimension in pairs)

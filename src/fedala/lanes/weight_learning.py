@@ -127,10 +127,10 @@ def _ends_linearly(model: nn.Module, name: str) -> bool:
     last = model.get_submodule(name)
     if isinstance(model, Layered) and model.stages()[-1] is not last:
         return False
-    hooks = (last._forward_pre_hooks, last._forward_hooks)
-    backward_hooks = (last._backward_pre_hooks, last._backward_hooks)
-    has_own_way = any((*hooks, *backward_hooks)) or "forward" in vars(last)
-    return type(last) is nn.Linear and not has_own_way
+    forward = last._forward_pre_hooks, last._forward_hooks
+    backward = last._backward_pre_hooks, last._backward_hooks
+    is_changed = any(forward) or any(backward) or "forward" in vars(last)
+    return type(last) is nn.Linear and not is_changed
 
 
 Learner = Callable[[Problem], Curves]
