@@ -181,15 +181,14 @@ def test_ranks_with_other_data_are_refused(monkeypatch):
 
 
 def test_initial_models_that_differ_between_ranks_are_refused(tmp_path):
-    plans = iter([planned("fedala"), planned("fedala")])
+    ranks = itertools.count()
 
     def make_plan():
-        made = next(plans)
-        numbers = itertools.count()
+        made, rank = planned("fedala"), next(ranks)
 
-        def make_model():  # its numbers are those of a counter, not of torch's generator
+        def make_model():  # its numbers are those of its rank, not of torch's generator
             model = made.make_model()
-            torch.nn.init.constant_(next(model.parameters()), next(numbers) + id(made) % 97)
+            torch.nn.init.constant_(next(model.parameters()), rank)
             return model
 
         return replace(made, make_model=make_model)
