@@ -7,9 +7,11 @@ from torch import nn
 
 from fedala.lanes import row_gradients as embedding
 from fedala.lanes.cohort import Cohort
-from fedala.lanes.optimizers import descend, pull
+from fedala.lanes.optimizers import descend, pull, try_step
 from fedala.lanes.trees import join
+from fedala.methods import make
 from fedala.models import fasttext
+from fedala.simulation import Simulation
 
 
 class Words(nn.Module):
@@ -102,6 +104,37 @@ def test_a_proximal_term_pulls_the_whole_table(by_rows):
     dense = gradients["table.weight"].densify()[0]
     pull(params, gradients, anchor, 2.0)
     assert torch.allclose(gradients["table.weight"].densify()[0], dense - 2.0)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("model", [Words, small_fasttext])
+def test_a_step_that_is_tried_is_put_back_to_the_bit(model, lanes, by_rows):
+    """Some words stand in a batch twice."""
+    task = text_task(model)
+    params = join([start_of(task, model)(seed) for seed in range(lanes)])
+    before = {name: value.clone() for name, value in params.items()}
+    rows, lr = torch.tensor([[0, 1], [2, 3], [4, 5]])[:lanes], torch.full((lanes,), 0.1)
+    _, gradients = task.gradients(params, task.inputs(rows), task.targets(rows))
+    expected = {name: value.clone() for name, value in params.items()}
+    descend(expected, gradients, lr)
+    [table] = task.embeddings
+    with try_step(params, gradients, lr) as stepped:
+        assert_close(stepped, expected, 0)
+        assert stepped[table].data_ptr() == params[table].data_ptr()  # it is not a copy
+    assert_close(params, before, 0)
+
+
+@pytest.mark.parametrize("model", [Words, small_fasttext])
+def test_meta_steps_by_rows_are_those_with_dense_gradients(model, monkeypatch):
+    results = []
+    for least in (10, 1000):
+        monkeypatch.setattr(embedding, "LEAST_ROWS", least)
+        task = text_task(model)
+        simulation = Simulation(make("per-fedavg"), task, start_of(task, model), rounds=2)
+        for round in (1, 2):
+            simulation.step(round, train=True)
+        results.append(simulation.servers[0]["global"])
+    assert_close(*results, 1e-12)
 
 
 def test_a_table_with_another_use_takes_the_usual_way(by_rows):

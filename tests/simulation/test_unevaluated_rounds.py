@@ -71,7 +71,7 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
 
-    for owner, name in ((EagerRunner, "step"), (Cohort, "evaluate"), (apple, "compose")):
+    for owner, name in ((EagerRunner, "step"), (Cohort, "evaluate"), (apple, "Personal")):
         count(owner, name)
     return counts
 
@@ -103,8 +103,8 @@ def test_rounds_without_an_evaluation_test_nothing(name, counted):
         assert other["evaluate"] == 0
     assert evaluated["step"] - other["step"] == STEPS_TO_A_TEST.get(name, 0)
     # APPLE adds up the cores at every step, and once more for the model that it tests.
-    assert other["compose"] == (other["step"] if name == "apple" else 0)
-    assert evaluated["compose"] - other["compose"] == (name == "apple")
+    assert other["Personal"] == (other["step"] if name == "apple" else 0)
+    assert evaluated["Personal"] - other["Personal"] == (name == "apple")
 
 
 @pytest.mark.parametrize("name", ["fedavg-c", "fedprox-c"])

@@ -5,14 +5,14 @@ knows how to add itself to the weights in one go. Whoever needs it as a tensor a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedala.lanes.trees import broadcast_lanes
+from fedala.lanes.trees import align, broadcast_lanes
 
 
 class LateGradient(ABC):
@@ -37,6 +37,16 @@ class SparseGradient(LateGradient):
     stays_late = True
     values: Tensor
     shape: torch.Size
+
+    @abstractmethod
+    def find_rows(self, table: Tensor) -> Tensor:
+        """Return the rows that are not zero, of the tables of all lanes one after the other."""
+
+    def save_rows(self, table: Tensor) -> Callable[[], object]:
+        """Return what puts the rows back that a step along this gradient changes."""
+        flat, rows = table.view(-1, *table.shape[2:]), self.find_rows(table)
+        before = flat.index_select(0, rows)
+        return lambda: flat.index_copy_(0, rows, before)
 
     def densify(self) -> Sequence[Tensor]:
         whole = self.values.new_zeros(self.shape)
@@ -89,6 +99,24 @@ class ShiftedGradient(LateGradient):
         [target] = targets
         target.addcmul_(self.shift, broadcast_lanes(factors, target).to(target.dtype))
         self.sparse.add_to(targets, factors)
+
+
+@dataclass(eq=False)
+class ScaledGradient(LateGradient):
+    """A sparse gradient times a number of each lane."""
+
+    stays_late = True
+    names: tuple[str, ...]
+    sparse: LateGradient
+    factors: Tensor
+    """[lane]."""
+
+    def densify(self) -> Sequence[Tensor]:
+        [whole] = self.sparse.densify()
+        return [whole.mul_(align(self.factors, whole))]
+
+    def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
+        self.sparse.add_to(targets, factors * self.factors)
 
 
 Gradients = dict[str, Tensor | LateGradient]

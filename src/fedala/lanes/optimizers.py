@@ -6,7 +6,8 @@ all lanes or [lane]. Momentum and the like are `slots` in the step's state.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,9 @@ from fedala.lanes.late_gradients import (
     Gradients,
     LateGradient,
     PulledGradient,
+    ScaledGradient,
     ShiftedGradient,
+    SparseGradient,
     list_late,
 )
 from fedala.lanes.recipe import Optimizer, is_constant
@@ -190,6 +193,23 @@ def descend(
             target.addcmul_(gradient, broadcast_lanes(lr, gradient).to(target.dtype), value=-1)
 
 
+@contextmanager
+def try_step(params: Params, gradients: Gradients, lr: Tensor) -> Iterator[Params]:
+    """Yield the parameters after a step of gradient descent, for as long as the context lasts.
+
+    They are copies, but for large tables: these take the step themselves, and are put back.
+    """
+    tables = {name: one for name, one in gradients.items() if isinstance(one, SparseGradient)}
+    put_back = [gradient.save_rows(params[name]) for name, gradient in tables.items()]
+    stepped = {name: params[name] if name in tables else params[name].clone() for name in gradients}
+    try:
+        descend(stepped, gradients, lr)
+        yield stepped
+    finally:
+        for put in put_back:
+            put()
+
+
 def _can_fuse(target: Tensor, gradient: Tensor) -> bool:
     """Tell whether one GPU kernel can step this parameter together with others."""
     return (
@@ -258,6 +278,15 @@ def shift(gradients: Gradients, shifts: Params) -> None:
         gradients[name] = ShiftedGradient(gradient.names, gradient, shifts[name])
     for name, value in whole.items():
         gradients[name] = value + shifts[name]
+
+
+def scale_gradients(gradients: Gradients, factors: Tensor) -> Gradients:
+    """Return gradients times a number of each lane, [lane]."""
+    late, whole = _divide(gradients)
+    scaled: Gradients = {
+        name: ScaledGradient(value.names, value, factors) for name, value in late.items()
+    }
+    return scaled | {name: value * align(factors, value) for name, value in whole.items()}
 
 
 def _divide(gradients: Gradients) -> tuple[dict[str, LateGradient], Params]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fedala.lanes.combinations import Combination, Read
 from fedala.lanes.late_gradients import LateGradient, SparseGradient
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes
@@ -34,6 +35,10 @@ class RowGradient(SparseGradient):
     values: Tensor
     shape: torch.Size
 
+    def find_rows(self, table: Tensor) -> Tensor:
+        first = torch.arange(len(table), device=table.device) * table.shape[1]
+        return (self.indices + first[:, None]).flatten()
+
     def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
         """Add the gradient. The order of addition is fixed: the result is always the same."""
         [table] = targets
@@ -46,10 +51,28 @@ class RowGradient(SparseGradient):
 class _Found:
     """What a table's look-ups found. It has its own class: vmap takes a plain list apart."""
 
+    name: str
+    combination: Combination | None
+    """The sum of models whose table is looked up; None if it is the table itself."""
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Indices and gradients."""
     means: list[tuple[Words, Tensor]] = field(default_factory=list)
     """Words and the gradients of their means."""
+    slopes: list[Tensor] = field(default_factory=list)
+    """The slopes of the combination's shares, [lane, share]."""
+
+    def read(self, ctx: Any, tables: Tensor, read: Read) -> Tensor:
+        """Return what a look-up gives; `ctx` keeps its derivatives by the shares."""
+        ctx.found, ctx.by_share = self, None
+        if self.combination is None:
+            return read(tables)
+        result, ctx.by_share = self.combination.read(self.name, read)
+        return result
+
+    def add_slopes(self, ctx: Any, gradient: Tensor) -> None:
+        """Add the slopes of the shares at the gradient of a look-up."""
+        if ctx.by_share is not None:
+            self.slopes.append((ctx.by_share * gradient).flatten(2).sum(2).T)
 
 
 class _Lookup(torch.autograd.Function):
@@ -58,23 +81,26 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tables: Tensor, indices: Tensor, found: _Found) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.found = found
         lanes = torch.arange(len(tables), device=tables.device).view(-1, *[1] * (indices.dim() - 1))
-        return tables[lanes, indices]
+        return found.read(ctx, tables, lambda tables: tables[lanes, indices])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (indices,) = ctx.saved_tensors
+        ctx.found.add_slopes(ctx, grad)
         ctx.found.rows.append((indices.flatten(1), grad.flatten(1, indices.dim() - 1)))
         return None, None, None
 
 
 class RowGradients(TorchFunctionMode):
-    """While active, puts the gradients of large embeddings into `found`, by parameter name."""
+    """While active, puts the gradients of large embeddings into `found`, by parameter name.
 
-    def __init__(self, names: Iterable[str]) -> None:
+    With a `combination`, its tables are looked up, and not those of the model.
+    """
+
+    def __init__(self, names: Iterable[str], combination: Combination | None = None) -> None:
         super().__init__()
-        self.found = {name: _Found() for name in names}
+        self.found = {name: _Found(name, combination) for name in names}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = None if _current.name is None else self.found.get(_current.name)
@@ -94,6 +120,10 @@ class RowGradients(TorchFunctionMode):
             WordGradient((name,), words, values, shape) for words, values in found.means
         ]
         return [*gradients, self._join(name, shape, padding)] if found.rows else gradients
+
+    def list_slopes(self) -> list[Tensor]:
+        """Return the slopes of the combination's shares in all look-ups, each [lane, share]."""
+        return [slopes for found in self.found.values() for slopes in found.slopes]
 
     def _join(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:
         indices, values = (

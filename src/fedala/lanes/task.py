@@ -21,6 +21,7 @@ from fedala.errors import UserError
 from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
+from fedala.lanes.combinations import Combination
 from fedala.lanes.foreign_model import INDEX_TYPES, MOST_TRIED_SAMPLES, Trial
 from fedala.lanes.late_gradients import Gradients, give_own_memory, join_gradients
 from fedala.lanes.layer_order import learn_order
@@ -28,7 +29,7 @@ from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, Layered, call, layers_of
 from fedala.lanes.losses import Loss, LossFunction, as_loss
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
-from fedala.lanes.optimizers import UpdateRule
+from fedala.lanes.optimizers import UpdateRule, densify
 from fedala.lanes.outputs import keep_tensors
 from fedala.lanes.parameters import list_few
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
@@ -367,8 +368,40 @@ class Task:
         lane, replaces the loss. With a `cut`, x are the features below. Buffers are updated.
         """
         names = self.trainable if names is None else names
+        return self._find_gradients(params, x, y, names, objective, fixed, cut)[:2]
+
+    def combined_gradients(
+        self, combination: Combination, params: Params, x: Any, y: Any
+    ) -> tuple[Tensor, Gradients, Tensor]:
+        """Return each lane's loss, the gradients of a sum of models, and its shares' slopes.
+
+        What does not learn is that of `params`, which also has parameters of the sum's shapes.
+        """
+        # Of another model, it is not known whether it reads its tables in another way, too.
+        tables = self.embeddings if isinstance(self.model, Layered) else {}
+        summed = [name for name in self.trainable if name not in tables]
+        model = params | {name: combination.compose(name) for name in summed}
+        names = self.trainable
+        losses, gradients, rows = self._find_gradients(
+            model, x, y, names, combination=combination if tables else None
+        )
+        whole = densify({name: gradients[name] for name in summed})
+        slopes = [combination.find_slopes(name, gradient) for name, gradient in whole.items()]
+        return losses, gradients | whole, torch.stack(slopes + rows.list_slopes()).sum(0)
+
+    def _find_gradients(
+        self,
+        params: Params,
+        x: Any,
+        y: Any,
+        names: Sequence[str],
+        objective: Objective | None = None,
+        fixed: Any = None,
+        cut: Cut | None = None,
+        combination: Combination | None = None,
+    ) -> tuple[Tensor, Gradients, RowGradients]:
         by_rows = self.embeddings if count_lanes(params) == 1 or self.uses_vmap else {}
-        rows = RowGradients(name for name in by_rows if name in names)
+        rows = RowGradients((name for name in by_rows if name in names), combination)
         with (
             torch.enable_grad(),
             rows if rows.found else nullcontext(),
@@ -397,4 +430,4 @@ class Task:
             whole = gradients.get(name)
             if isinstance(whole, Tensor):
                 whole.select(1, row).zero_()
-        return losses.detach(), gradients
+        return losses.detach(), gradients, rows

@@ -27,31 +27,37 @@ class Words:
     """The real words of texts, [lane, text, place], to look up in tables, [lane, row, …]."""
 
     rows: Tensor
-    """[word]: rows of all tables, one after the other."""
+    """[word]: rows of the text's table."""
     counts: Tensor
-    """[text]: words of each text of all lanes."""
+    """[lane, text]: words of each text."""
     padded: Tensor | None
     """[lane, text, 1]: places without a word; None if there is no padding."""
     places: int
     """Places of each text."""
 
     @classmethod
-    def find(cls, tables: Tensor, texts: Tensor, padding: int | None) -> "Words":
-        first = torch.arange(len(tables)) * (0 if is_shared(tables) else tables.shape[1])
-        rows, places = texts + first.view(-1, 1, 1), texts.shape[2]
+    def find(cls, texts: Tensor, padding: int | None) -> "Words":
+        places = texts.shape[2]
         if padding is None:
-            counts = torch.full(texts.shape[:2], places)
-            return cls(rows.flatten(), counts.flatten(), None, places)
+            return cls(texts.flatten(), torch.full(texts.shape[:2], places), None, places)
         real = texts != padding
         counts = real.sum(2)
-        return cls(rows[real], counts.flatten(), (places - counts).unsqueeze(2), places)
+        return cls(texts[real], counts, (places - counts).unsqueeze(2), places)
+
+    def find_rows(self, tables: Tensor) -> Tensor:
+        """Return [word]: rows of the tables of all lanes, one table after the other."""
+        if is_shared(tables):
+            return self.rows
+        first = torch.arange(len(tables)) * tables.shape[1]
+        return self.rows + first.repeat_interleave(self.counts.sum(1), output_size=len(self.rows))
 
     def average(self, tables: Tensor, padding: int | None) -> Tensor:
         """Return the mean over each text's places, [lane, text, …]; padding is a row, too."""
         flat = tables[0] if is_shared(tables) else tables.flatten(0, 1)
-        starts = self.counts.cumsum(0) - self.counts
-        total = F.embedding_bag(self.rows, flat, starts, mode="sum")
-        total = total.view(len(tables), -1, tables.shape[2])
+        counts = self.counts.flatten()
+        starts = counts.cumsum(0) - counts
+        total = F.embedding_bag(self.find_rows(tables), flat, starts, mode="sum")
+        total = total.view(*self.counts.shape, -1)
         if self.padded is not None:
             total.addcmul_(self.padded.to(total.dtype), tables[:, padding].unsqueeze(1))
         return total.div_(self.places)
@@ -66,14 +72,17 @@ class WordGradient(SparseGradient):
     values: Tensor
     shape: torch.Size
 
+    def find_rows(self, table: Tensor) -> Tensor:
+        return self.words.find_rows(table)
+
     def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
         """Add the gradient. The order of addition is fixed: the result is always the same."""
         [table] = targets
         values = self.values.view(len(table), -1, table.shape[2])
         scaled = values * broadcast_lanes(factors, values).to(values.dtype)
-        texts = torch.repeat_interleave(self.words.counts)
+        texts = torch.repeat_interleave(self.words.counts.flatten())
         flat = table.view(-1, table.shape[2])
-        flat.index_add_(0, self.words.rows, scaled.flatten(0, 1).index_select(0, texts))
+        flat.index_add_(0, self.find_rows(table), scaled.flatten(0, 1).index_select(0, texts))
 
 
 class _MeanOfWords(torch.autograd.Function):
@@ -87,12 +96,13 @@ class _MeanOfWords(torch.autograd.Function):
         padding: int | None,
         found: Any,
     ) -> Tensor:
-        words = Words.find(tables, texts, padding)
-        ctx.words, ctx.found = words, found
-        return words.average(tables, padding)
+        ctx.words = words = Words.find(texts, padding)
+        result: Tensor = found.read(ctx, tables, lambda tables: words.average(tables, padding))
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        ctx.found.add_slopes(ctx, grad)
         ctx.found.means.append((ctx.words, grad.flatten(0, 1) / ctx.words.places))
         return None, None, None, None
 
@@ -103,7 +113,7 @@ def keep_word_gradient(x: Tensor, weight: Tensor, padding: int | None, found: An
 
 
 def _average(tables: Tensor, texts: Tensor, padding: int | None) -> Tensor:
-    return Words.find(tables, texts, padding).average(tables, padding)
+    return Words.find(texts, padding).average(tables, padding)
 
 
 class _Reading(threading.local):

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from fedala.lanes import (
     Cohort,
+    Combination,
     Message,
     Params,
     State,
     Task,
     UpdateRule,
-    broadcast_lanes,
-    densify,
+    align,
     interpolate,
+    scale_gradients,
 )
+from fedala.lanes.combinations import Read
 from fedala.lanes.trees import count_lanes, flatten_lanes
 from fedala.methods.own_model import OwnModel
 from fedala.options import option
@@ -81,19 +83,35 @@ class MixedStep:
     def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
         w, v, alpha, numbers = state["w"], state["v"], state["alpha"], fixed["optimizer"]
         # The running statistics of v are those of the mix: v itself never sees a sample.
-        mixed = {**v, **mix(w, {name: v[name] for name in task.trainable}, alpha)}
-        losses, at_mixed = task.gradients(mixed, x, y)
+        losses, at_mixed, by_alpha = task.combined_gradients(Mix(w, v, alpha), v, x, y)
         _, at_w = task.gradients(w, x, y)
-        by_alpha, by_v = torch.zeros_like(alpha), dict[str, Any]()
-        for name, value in densify(at_mixed).items():
-            by_alpha += flatten_lanes((v[name] - w[name]) * value).sum(1)
-            by_v[name] = broadcast_lanes(alpha, value) * value
         self.rule.update(task, w, at_w, state["slots"]["local"], numbers)
+        by_v = scale_gradients(at_mixed, alpha)
         self.rule.update(task, v, by_v, state["slots"]["personal"], numbers)
-        alpha.sub_(numbers["lr"].to(alpha.dtype) * state["adapts"] * by_alpha).clamp_(0, 1)
+        slope = by_alpha.squeeze(1)
+        alpha.sub_(numbers["lr"].to(alpha.dtype) * state["adapts"] * slope).clamp_(0, 1)
         if not self.adapts_always:
             state["adapts"].zero_()
         return losses
+
+
+@dataclass(frozen=True)
+class Mix(Combination):
+    """v̄ = α·v + (1 − α)·w."""
+
+    w: Params
+    v: Params
+    alpha: Tensor
+
+    def compose(self, name: str) -> Tensor:
+        return self.read(name, lambda value: value)[0]
+
+    def read(self, name: str, read: Read) -> tuple[Tensor, Tensor]:
+        w, v = read(self.w[name]), read(self.v[name])
+        return torch.lerp(w, v, align(self.alpha, v)), (v - w).unsqueeze(0)
+
+    def find_slopes(self, name: str, gradient: Tensor) -> Tensor:
+        return flatten_lanes((self.v[name] - self.w[name]) * gradient).sum(1, keepdim=True)
 
 
 def mix(w: Params, v: Params, alpha: Tensor) -> Params:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedala.lanes import (
     Cohort,
+    Combination,
     Message,
     Params,
     State,
@@ -18,8 +19,9 @@ from fedala.lanes import (
     UpdateRule,
     Uploads,
     broadcast_lanes,
-    densify,
+    scale_gradients,
 )
+from fedala.lanes.combinations import Read
 from fedala.lanes.trees import flatten_lanes, replace_models
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
@@ -106,8 +108,11 @@ class APPLE(Method):
         return self._compose_personal(cohort, received, state)
 
     def _compose_personal(self, cohort: Cohort, received: Message, state: State) -> Params:
-        own = mark_own(cohort, state["p"])
-        return compose(cohort.task, state["core"], state["p"], received.model, own)
+        personal = Personal(state["core"], received.model, state["p"], mark_own(cohort, state["p"]))
+        # What does not learn is the client's own, running statistics too: a negative p would break
+        # their variances.
+        core: Params = state["core"]
+        return core | {name: personal.compose(name) for name in cohort.task.trainable}
 
     def schedule(self, round: int, rounds: int) -> float:
         """λ(r), r from 0: half a cosine from 1 to 0 over the first L·T rounds, then 0."""
@@ -128,22 +133,12 @@ class Step:
 
     def __call__(self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
         core, p, own, p_0 = state["core"], state["p"], fixed["own"], fixed["p_0"]
-        model = compose(task, core, p, fixed["cores"], own)
-        losses, gradients = task.gradients(model, x, y)
-        by_other, by_own = torch.zeros_like(p), torch.zeros_like(p[:, 0])
-        self_weight, numbers, slopes = (p * own).sum(1), fixed["optimizer"], dict[str, Any]()
-        rate = numbers["lr"] * self_weight
-        for name, gradient in densify(gradients).items():
-            flat = flatten_lanes(gradient)
-            by_other += flat @ flatten_lanes(fixed["cores"][name][0]).T
-            by_own += (flat * flatten_lanes(core[name])).sum(1)
-            if self.rule.is_plain:
-                core[name].sub_(broadcast_lanes(rate, gradient) * gradient)
-            else:
-                slopes[name] = broadcast_lanes(self_weight, gradient) * gradient
-        if slopes:
-            self.rule.update(task, core, slopes, state["slots"]["local"], numbers)
-        slope = torch.where(own > 0, by_own[:, None], by_other)
+        personal, numbers = Personal(core, fixed["cores"], p, own), fixed["optimizer"]
+        losses, gradients, slope = task.combined_gradients(personal, core, x, y)
+        slots = state["slots"]["local"]
+        self.rule.update(
+            task, core, scale_gradients(gradients, personal.self_weight), slots, numbers
+        )
         slope = slope + fixed["pull"][:, None] * (p - p_0)
         p.sub_(torch.where(p_0 > 0, slope, 0), alpha=self.eta)
         return losses
@@ -159,15 +154,29 @@ def mark_own(cohort: Cohort, p: Tensor) -> Tensor:
     return torch.cat([marks, torch.zeros_like(marks[:1])])[known]
 
 
-def compose(task: Task, core: Params, p: Tensor, cores: Params, own: Tensor) -> Params:
-    """Return Σ_j p_ij·core_j: the others' cores as downloaded, the own one as it now is.
+class Personal(Combination):
+    """Σ_j p_ij·core_j: the others' cores as downloaded, the own one as it now is."""
 
-    `own` is that of `mark_own`. What does not learn is the client's own, running statistics too: a
-    negative p would break their variances.
-    """
-    others, self_weight = p * (1 - own), (p * own).sum(1)
-    return core | {
-        name: torch.tensordot(others, cores[name][0], 1)
-        + broadcast_lanes(self_weight, core[name]) * core[name]
-        for name in task.trainable
-    }
+    def __init__(self, core: Params, cores: Params, p: Tensor, own: Tensor) -> None:
+        """`own` is that of `mark_own`."""
+        self.core, self.cores, self.p, self.own = core, cores, p, own
+        self.self_weight = (p * own).sum(1)
+
+    def compose(self, name: str) -> Tensor:
+        core, others = self.core[name], self.p * (1 - self.own)
+        total: Tensor = torch.tensordot(others, self.cores[name][0], 1)
+        return total + broadcast_lanes(self.self_weight, core) * core
+
+    def find_slopes(self, name: str, gradient: Tensor) -> Tensor:
+        flat = flatten_lanes(gradient)
+        by_other = flat @ flatten_lanes(self.cores[name][0]).T
+        by_own = (flat * flatten_lanes(self.core[name])).sum(1)
+        return torch.where(self.own > 0, by_own[:, None], by_other)
+
+    def read(self, name: str, read: Read) -> tuple[Tensor, Tensor]:
+        core = self.core[name]
+        others = torch.stack([read(other.expand_as(core)) for other in self.cores[name][0]])
+        sides = [1] * (others.ndim - 2)
+        is_own, shares = (value.T.reshape(*value.T.shape, *sides) for value in (self.own, self.p))
+        terms = torch.where(is_own > 0, read(core), others)
+        return (shares * terms).sum(0), terms

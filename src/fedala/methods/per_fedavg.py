@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, descend
+from fedala.lanes import Cohort, Gradients, Message, Params, State, Task, descend, try_step
 from fedala.lanes.trees import first_leaf, tree_map
 from fedala.methods.base import Method
 from fedala.options import option
@@ -85,9 +85,12 @@ def meta_gradients(
     assert targets is not None
     half = targets.shape[1] // 2
     first, second = slice(0, max(half, 1)), slice(half, None)  # a single sample is both halves
-    # w' is a copy with its buffers, so that the running statistics of w stay as they are.
-    adapted = tree_map(lambda value: value.clone(), model)
-    _, gradients = task.gradients(adapted, *tree_map(lambda t: t[:, first], (x, y)))
-    descend(adapted, gradients, rates["alpha"])
-    at_adapted = {**model, **{name: adapted[name] for name in gradients}}
-    return task.gradients(at_adapted, *tree_map(lambda t: t[:, second], (x, y)))
+    # The running statistics of w stay as they are at the first half.
+    buffers = {name: value.clone() for name, value in model.items() if name not in task.trainable}
+    _, gradients = task.gradients({**model, **buffers}, *_take_samples((x, y), first))
+    with try_step(model, gradients, rates["alpha"]) as adapted:
+        return task.gradients({**model, **adapted}, *_take_samples((x, y), second))
+
+
+def _take_samples(batch: Any, samples: slice) -> Any:
+    return tree_map(lambda t: t[:, samples], batch)
