@@ -7,7 +7,7 @@ step adds it to those rows alone.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedala.lanes.combinations import Combination, Read
 from fedala.lanes.late_gradients import LateGradient, SparseGradient
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes
@@ -24,6 +23,11 @@ from fedala.lanes.words import WordGradient, Words, keep_word_gradient, mean_emb
 
 #: Tables with fewer rows than this take the usual way.
 LEAST_ROWS = 2048
+
+Read = Callable[[Tensor], Tensor]
+"""What a batch reads of tables, [lane, row, …]. It is linear in them."""
+ReadSum = Callable[[str, Read], tuple[Tensor, Tensor]]
+"""Of a table's name: what is read of a sum of tables, and the derivatives, [share, lane, …]."""
 
 
 @dataclass(eq=False)
@@ -52,21 +56,21 @@ class _Found:
     """What a table's look-ups found. It has its own class: vmap takes a plain list apart."""
 
     name: str
-    combination: Combination | None
-    """The sum of models whose table is looked up; None if it is the table itself."""
+    read_sum: ReadSum | None
+    """What looks up a sum of tables, if it is not the table itself that is looked up."""
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Indices and gradients."""
     means: list[tuple[Words, Tensor]] = field(default_factory=list)
     """Words and the gradients of their means."""
     slopes: list[Tensor] = field(default_factory=list)
-    """The slopes of the combination's shares, [lane, share]."""
+    """The slopes of the sum's shares, [lane, share]."""
 
     def read(self, ctx: Any, tables: Tensor, read: Read) -> Tensor:
         """Return what a look-up gives; `ctx` keeps its derivatives by the shares."""
         ctx.found, ctx.by_share = self, None
-        if self.combination is None:
+        if self.read_sum is None:
             return read(tables)
-        result, ctx.by_share = self.combination.read(self.name, read)
+        result, ctx.by_share = self.read_sum(self.name, read)
         return result
 
     def add_slopes(self, ctx: Any, gradient: Tensor) -> None:
@@ -95,12 +99,12 @@ class _Lookup(torch.autograd.Function):
 class RowGradients(TorchFunctionMode):
     """While active, puts the gradients of large embeddings into `found`, by parameter name.
 
-    With a `combination`, its tables are looked up, and not those of the model.
+    With `read_sum`, it is sums of tables that are looked up, and not those of the model.
     """
 
-    def __init__(self, names: Iterable[str], combination: Combination | None = None) -> None:
+    def __init__(self, names: Iterable[str], read_sum: ReadSum | None = None) -> None:
         super().__init__()
-        self.found = {name: _Found(name, combination) for name in names}
+        self.found = {name: _Found(name, read_sum) for name in names}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = None if _current.name is None else self.found.get(_current.name)
@@ -122,7 +126,7 @@ class RowGradients(TorchFunctionMode):
         return [*gradients, self._join(name, shape, padding)] if found.rows else gradients
 
     def list_slopes(self) -> list[Tensor]:
-        """Return the slopes of the combination's shares in all look-ups, each [lane, share]."""
+        """Return the slopes of the sums' shares in all look-ups, each [lane, share]."""
         return [slopes for found in self.found.values() for slopes in found.slopes]
 
     def _join(self, name: str, shape: torch.Size, padding: int | None) -> RowGradient:

@@ -21,7 +21,6 @@ from fedala.errors import UserError
 from fedala.lanes.attention import plain_attention
 from fedala.lanes.augmentation import Augmentation
 from fedala.lanes.backend import backend_for
-from fedala.lanes.combinations import Combination
 from fedala.lanes.foreign_model import INDEX_TYPES, MOST_TRIED_SAMPLES, Trial
 from fedala.lanes.late_gradients import Gradients, give_own_memory, join_gradients
 from fedala.lanes.layer_order import learn_order
@@ -29,7 +28,7 @@ from fedala.lanes.layer_units import Layers
 from fedala.lanes.layers import Cut, Layered, call, layers_of
 from fedala.lanes.losses import Loss, LossFunction, as_loss
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
-from fedala.lanes.optimizers import UpdateRule, densify
+from fedala.lanes.optimizers import UpdateRule
 from fedala.lanes.outputs import keep_tensors
 from fedala.lanes.parameters import list_few
 from fedala.lanes.recipe import Optimizer, Recipe, Schedule
@@ -81,9 +80,7 @@ class Task:
         """
         self.use_model(model)
         self.device = torch.device(device)
-        self.backend = backend_for(self.device)
-        self.precision = precision
-        self.scale = scale
+        self.backend, self.precision, self.scale = backend_for(self.device), precision, scale
         self.dtype = torch.float64 if precision == "float64" else torch.float32
         self.normalization, self.augmentation = normalization, augmentation
         figures = normalization or Normalization()
@@ -103,9 +100,9 @@ class Task:
         self.feature_memory = default if feature_memory is None else feature_memory
         self.recipe = Recipe(lr, optimizer or Optimizer(), schedule or Schedule())
         self.rule = UpdateRule.of([self.recipe.optimizer])
-        self.keeps_optimizer = keeps_optimizer
+        self.keeps_optimizer, self.shuffle = keeps_optimizer, shuffle
         self.batch_size = batch_size or max([1, *map(len, train)])
-        self.epochs, self.local_steps, self.shuffle = epochs, local_steps, shuffle
+        self.epochs, self.local_steps = epochs, local_steps
         #: Caches that only save time: draws for rounds to come, and evaluations' samples.
         self.predrawn: dict[Any, Any] = {}
         self.evaluation_samples: dict[Any, tuple[list[int], Samples]] = {}
@@ -361,47 +358,17 @@ class Task:
         objective: Objective | None = None,
         fixed: Any = None,
         cut: Cut | None = None,
+        rows: RowGradients | None = None,
     ) -> tuple[Tensor, Gradients]:
-        """Return each lane's loss, [lane], and the gradients of the named parameters.
+        """Return each lane's loss, [lane], and the gradients of the named parameters, or of all.
 
-        Without `names`, these are all that learn. `objective(task, model, fixed, x, y)`, for one
-        lane, replaces the loss. With a `cut`, x are the features below. Buffers are updated.
+        `objective(task, model, fixed, x, y)`, for one lane, replaces the loss. With a `cut`, x are
+        the features below. Buffers are updated. `rows` take the gradients of large embeddings.
         """
         names = self.trainable if names is None else names
-        return self._find_gradients(params, x, y, names, objective, fixed, cut)[:2]
-
-    def combined_gradients(
-        self, combination: Combination, params: Params, x: Any, y: Any
-    ) -> tuple[Tensor, Gradients, Tensor]:
-        """Return each lane's loss, the gradients of a sum of models, and its shares' slopes.
-
-        What does not learn is that of `params`, which also has parameters of the sum's shapes.
-        """
-        # Of another model, it is not known whether it reads its tables in another way, too.
-        tables = self.embeddings if isinstance(self.model, Layered) else {}
-        summed = [name for name in self.trainable if name not in tables]
-        model = params | {name: combination.compose(name) for name in summed}
-        names = self.trainable
-        losses, gradients, rows = self._find_gradients(
-            model, x, y, names, combination=combination if tables else None
-        )
-        whole = densify({name: gradients[name] for name in summed})
-        slopes = [combination.find_slopes(name, gradient) for name, gradient in whole.items()]
-        return losses, gradients | whole, torch.stack(slopes + rows.list_slopes()).sum(0)
-
-    def _find_gradients(
-        self,
-        params: Params,
-        x: Any,
-        y: Any,
-        names: Sequence[str],
-        objective: Objective | None = None,
-        fixed: Any = None,
-        cut: Cut | None = None,
-        combination: Combination | None = None,
-    ) -> tuple[Tensor, Gradients, RowGradients]:
-        by_rows = self.embeddings if count_lanes(params) == 1 or self.uses_vmap else {}
-        rows = RowGradients((name for name in by_rows if name in names), combination)
+        if rows is None:
+            by_rows = self.embeddings if count_lanes(params) == 1 or self.uses_vmap else {}
+            rows = RowGradients(name for name in by_rows if name in names)
         with (
             torch.enable_grad(),
             rows if rows.found else nullcontext(),
@@ -430,4 +397,4 @@ class Task:
             whole = gradients.get(name)
             if isinstance(whole, Tensor):
                 whole.select(1, row).zero_()
-        return losses.detach(), gradients, rows
+        return losses.detach(), gradients

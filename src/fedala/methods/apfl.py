@@ -20,7 +20,7 @@ from fedala.lanes import (
     interpolate,
     scale_gradients,
 )
-from fedala.lanes.combinations import Read
+from fedala.lanes.row_gradients import Read
 from fedala.lanes.trees import count_lanes, flatten_lanes
 from fedala.methods.own_model import OwnModel
 from fedala.options import option
@@ -83,7 +83,7 @@ class MixedStep:
     def __call__(self, task: Task, state: State, fixed: State, x: Any, y: Any) -> Tensor:
         w, v, alpha, numbers = state["w"], state["v"], state["alpha"], fixed["optimizer"]
         # The running statistics of v are those of the mix: v itself never sees a sample.
-        losses, at_mixed, by_alpha = task.combined_gradients(Mix(w, v, alpha), v, x, y)
+        losses, at_mixed, by_alpha = Mix(w, v, alpha).gradients(task, v, x, y)
         _, at_w = task.gradients(w, x, y)
         self.rule.update(task, w, at_w, state["slots"]["local"], numbers)
         by_v = scale_gradients(at_mixed, alpha)

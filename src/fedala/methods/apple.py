@@ -21,7 +21,7 @@ from fedala.lanes import (
     broadcast_lanes,
     scale_gradients,
 )
-from fedala.lanes.combinations import Read
+from fedala.lanes.row_gradients import Read
 from fedala.lanes.trees import flatten_lanes, replace_models
 from fedala.methods.base import Method, ServerRound
 from fedala.options import option
@@ -134,7 +134,7 @@ class Step:
     def __call__(self, task: Task, state: State, fixed: dict[str, Any], x: Any, y: Any) -> Tensor:
         core, p, own, p_0 = state["core"], state["p"], fixed["own"], fixed["p_0"]
         personal, numbers = Personal(core, fixed["cores"], p, own), fixed["optimizer"]
-        losses, gradients, slope = task.combined_gradients(personal, core, x, y)
+        losses, gradients, slope = personal.gradients(task, core, x, y)
         slots = state["slots"]["local"]
         self.rule.update(
             task, core, scale_gradients(gradients, personal.self_weight), slots, numbers
