@@ -73,8 +73,11 @@ def test_build_converts_and_keeps_defaults():
         ({"ratio": 0}, "s.ratio must be greater than 0, not 0.0."),
         ({"ratio": 1.5}, "s.ratio must be at most 1, not 1.5."),
         ({"kind": "c"}, "s.kind must be one of a, b, not 'c'."),
-        ({"cuont": 1}, "There is no option s.cuont (did you mean count?)."),
-        ({"zzz": 1}, "There is no option s.zzz; choose from count, ratio, rate, fast, kind."),
+        ({"cuont": 1}, "There is no option s.cuont (did you mean s.count?)."),
+        (
+            {"zzz": 1},
+            "There is no option s.zzz; choose from count, ratio, rate, fast, kind.",
+        ),
     ],
 )
 def test_build_refuses(values, sentence):

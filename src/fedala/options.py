@@ -41,19 +41,22 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     checked = {}
     for name, value in values.items():
         if name not in fields:
-            raise UserError(f"There is no option {where}{name}{suggest(name, fields)}.")
+            raise UserError(f"There is no option {where}{name}{suggest(name, fields, where)}.")
         converted = convert(value, kinds[name], where + name)
         checked[name] = _check(converted, fields[name], where + name)
     return cls(**checked)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence: ` (did you mean x?)`, or the list of known names."""
+def suggest(name: str, known: Iterable[str], where: str = "") -> str:
+    """Return the end of a sentence: ` (did you mean x?)`, or the list of known names.
+
+    It puts `where` before the name that is meant.
+    """
     known = list(known)
     folded = {one.lower(): one for one in reversed(known)}
     close = difflib.get_close_matches(name.lower(), folded, n=1)
     if close:
-        return f" (did you mean {folded[close[0]]}?)"
+        return f" (did you mean {where}{folded[close[0]]}?)"
     return f"; choose from {', '.join(known)}" if known else "; there are none"
 
 

@@ -338,6 +338,9 @@ def refused(result, says):
     [
         ("--method fedalla", "There is no method 'fedalla' (did you mean fedala?)"),
         ("--method local+ala", "local+ala is refused"),
+        ("--method fedprox --set mu=0.5", "set mu: write fedprox.mu."),
+        ("--method ditto+ala --set fedala.x=1", "fedala is not among the methods of this run"),
+        ("--method fedala --set fedala.etta=1", "fedala.etta (did you mean fedala.eta?)"),
         ("--method fedala+x", "There is no method 'fedala+x'"),
         ("--dataset digit", "There is no dataset digit (did you mean digits?)"),
         ("--dataset nothing.npz", "There is no file or folder nothing.npz"),

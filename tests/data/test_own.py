@@ -94,8 +94,11 @@ def test_images_and_labels_is_another_spelling(tmp_path):
     [
         ({"x": IMAGES[:0], "y": Y[:0]}, "is empty"),
         ({"x": IMAGES, "y": Y * 0}, "single class"),
-        ({"x": IMAGES, "y": Y - 1}, r"labels from -1 to 1; labels must be 0 to 2, without gaps"),
-        ({"x": IMAGES, "y": Y * 10**9}, "from 0 to 2000000000; labels must be 0 to 2"),
+        (
+            {"x": IMAGES, "y": Y - 1},
+            "from -1 to 1, 3 in all; labels must be 0 to 2, without gaps",
+        ),
+        ({"x": IMAGES, "y": Y * 10**9}, "from 0 to 2000000000, 3 in all; labels must be 0 to 2"),
         ({"x": IMAGES, "y": Y * 1j}, "must be a whole number for each sample"),
         ({"x": IMAGES, "y": np.zeros((4, 2, 2))}, "must be a whole number for each sample"),
         ({"x": IMAGES, "y": 2 * np.eye(4, dtype=int)}, "these must be zeros and ones"),

@@ -44,7 +44,7 @@ def folder(tmp_path):
 def test_every_sample_keeps_its_client_and_its_part(tmp_path):
     parts = {"train": make_clients(), "test": make_clients((2, 1, 3))}
     found = convert_pfllib(write(tmp_path / "in", **parts), tmp_path / "mine.npz")
-    assert found == (3, 22, 6, (1, 6, 6))
+    assert found == (3, 22, 6, (1, 6, 6), ())
     with np.load(tmp_path / "mine.npz") as arrays:
         assert len(arrays.files) == 6
         for part, clients in parts.items():
@@ -52,6 +52,30 @@ def test_every_sample_keeps_its_client_and_its_part(tmp_path):
                 is_own = arrays[f"client_{part}"] == number
                 np.testing.assert_array_equal(arrays[f"x_{part}"][is_own], own["x"])
                 np.testing.assert_array_equal(arrays[f"y_{part}"][is_own], own["y"])
+
+
+def test_windows_of_sensors_lose_their_row_of_an_image(tmp_path):
+    """PFLlib has HAR as N×9×1×128, an image of one row. Bytes stay images, however flat."""
+    train = make_clients((4, 5), (9, 1, 12))
+    found = convert_pfllib(write(tmp_path / "in", train, train), tmp_path / "har.npz")
+    assert found.shape == (9, 12)
+    x = np.concatenate([own["x"] for own in train])
+    np.testing.assert_array_equal(np.load(tmp_path / "har.npz")["x_train"], x[:, :, 0])
+    flat = make_clients((4, 5), (1, 1, 12), np.uint8)
+    assert convert_pfllib(write(tmp_path / "b", flat, flat), tmp_path / "b.npz").shape == (1, 1, 12)
+
+
+def test_clients_without_samples_are_named(tmp_path):
+    train, test = make_clients((4, 0, 5)), make_clients((2, 0, 0))
+    folder = write(tmp_path / "in", train, test)
+    done = CliRunner().invoke(app, ["convert", "pfllib", str(folder), "--out", f"{folder}.npz"])
+    assert "3 clients with 9 training and 2 test samples" in done.output
+    assert "Left out, as they have no samples: clients 1\n" in done.output
+
+
+def test_a_folder_that_was_not_converted_says_how(folder, tmp_path):
+    with pytest.raises(UserError, match=r"fedala convert pfllib .*MNIST --out MNIST\.npz"):
+        load(str(folder))
 
 
 def test_more_than_nine_clients_keep_their_numbers(tmp_path):

@@ -38,6 +38,12 @@ def test_columns_are_left_out(tmp_path):
         load("digits", drop_columns=["a"])
 
 
+def test_a_column_has_one_role(tmp_path):
+    path = write(tmp_path, "user,x\na,1\nb,2\n")
+    with pytest.raises(UserError, match="the column user cannot be both the label and the clients"):
+        load(path, label_column="user", clients_by="User")
+
+
 def test_columns_beside_the_texts_are_named_unless_they_are_left_out(tmp_path):
     """The same for a csv file and a frame."""
     lines = [f"film {i},words on film {i},{i % 5},{'ab'[i % 2]}" for i in range(20)]
@@ -96,6 +102,23 @@ def test_texts_have_targets_like_other_samples(tmp_path, kind, labels, is_regres
     is_classes = not is_regression and isinstance(labels[0], int)
     assert data.kind == ("classes" if is_classes else "numbers")
     assert data.y.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["csv", "frame", "parquet"])
+@pytest.mark.parametrize(
+    "words", [("False", "True"), ("01", "02"), ("1.0", "2.0"), ("0", "1"), ("bad", "good")]
+)
+def test_classes_of_texts_are_called_as_they_are_written(tmp_path, kind, words):
+    """A run folder knows its classes by these names."""
+    frame = pd.DataFrame({"text": ["a b", "c d", "e f"], "label": [words[1], words[0], words[1]]})
+    if kind == "frame":
+        data = make_dataset(frame)
+    else:
+        path = tmp_path / f"my.{kind}"
+        frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+        data = load(str(path))
+    assert data.class_names == words
+    assert data.y.tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("word", ["NA", "abc"])

@@ -7,6 +7,7 @@ import typer
 
 from fedala.cli.output import keep_lines, print_line
 from fedala.data.pfllib import convert_pfllib
+from fedala.lanes.parameters import list_few
 
 app = typer.Typer(no_args_is_help=True, help="Convert datasets of other libraries for --dataset.")
 
@@ -34,4 +35,8 @@ def pfllib(
         f"{folder}: {found.clients} clients with {found.train:,} training and {found.test:,} test "
         f"samples of shape {shape}"
     )
+    if found.empty:
+        print_line(
+            f"Left out, as they have no samples: clients {list_few([*map(str, found.empty)])}"
+        )
     print_line(f"Written: {out}")

@@ -103,6 +103,8 @@ def assign_roles(
     names = drop_columns(names, wanted, where)
     label = _find_named(wanted.label, labels, names, where, "label_column")
     free = [name for name in names if name != label]
+    if label and wanted.clients and find([wanted.clients], [label]) and wanted.clients not in free:
+        raise UserError(f"{where}: the column {label} cannot be both the label and the clients.")
     clients = find_clients(free, wanted.clients, where)
     free = [name for name in free if name != clients]
     split = find(SPLITS, free)

@@ -128,6 +128,7 @@ class _Columns:
             values["label"],
             f"{path}: the column {roles.label}",
             is_regression=self.is_regression,
+            are_of_texts=roles.input is not None,
         )
         return RawData(
             str(path),

@@ -108,7 +108,9 @@ def _to_raw(part: _Part, name: str, *, is_regression: bool) -> RawData:
     y, class_names = _make_writeable(part.y), part.class_names
     if y.dtype.kind == "O":
         where = f"{name}: the column {part.label}"
-        y, class_names = encode_targets(y.tolist(), where, is_regression=is_regression)
+        y, class_names = encode_targets(
+            y.tolist(), where, is_regression=is_regression, are_of_texts=isinstance(x, list)
+        )
         notes += describe_classes(part.label, class_names)
     elif y.dtype.kind == "U":
         y, class_names = encode_labels(y.tolist())

@@ -53,6 +53,11 @@ def read_image_folder(
     places = _find_places(folder, has_clients=clients_by is not None)
     names = sorted({child.name for place in places for child in _folders(place.folder)})
     if not names:
+        if (folder / "train" / "0.npz").is_file():
+            raise UserError(
+                f"{folder} is a dataset of PFLlib: make one file of it with fedala convert pfllib "
+                f"{folder} --out {folder.name}.npz, and name that."
+            )
         what = "a client, and in it one for every class" if clients_by else "every class"
         raise UserError(
             f"{folder} holds no sub-folders; "

@@ -370,8 +370,9 @@ def _count_targets(name: str, y: "np.ndarray[Any, Any]") -> int:
     values = np.unique(y)
     if len(values) and (values[0] < 0 or values[-1] != len(values) - 1):
         raise UserError(
-            f"{name} holds {len(values)} different labels from {values[0]} to {values[-1]}; "
-            f"labels must be 0 to {len(values) - 1}, without gaps."
+            f"{name} holds labels from {values[0]} to {values[-1]}, {len(values)} in all; "
+            f"labels must be 0 to {len(values) - 1}, without gaps: "
+            "y = np.unique(y, return_inverse=True)[1] makes them so."
         )
     return len(values)
 

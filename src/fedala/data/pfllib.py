@@ -28,6 +28,8 @@ class Conversion(NamedTuple):
     train: int
     test: int
     shape: tuple[int, ...]
+    empty: tuple[int, ...]
+    """Clients without samples, which the file does not name."""
 
 
 class _Samples(NamedTuple):
@@ -60,8 +62,10 @@ def convert_pfllib(folder: Path, out: Path) -> Conversion:
         sizes = [len(own.y) for own in samples]
         arrays[f"client_{part}"] = np.repeat(np.array(clients, dtype=np.int64), sizes)
     _write(arrays, out)
-    shape = arrays["x_train"].shape[1:]
-    return Conversion(len(clients), len(arrays["y_train"]), len(arrays["y_test"]), shape)
+    pairs = zip(clients, *parts.values(), strict=True)
+    empty = tuple(client for client, *own in pairs if not any(len(samples.y) for samples in own))
+    train, test = (len(arrays[f"y_{part}"]) for part in _PARTS)
+    return Conversion(len(clients), train, test, arrays["x_train"].shape[1:], empty)
 
 
 def _list_clients(folder: Path) -> list[int]:
@@ -154,9 +158,14 @@ def _convert_samples(x: Any, stored: int, path: Path) -> Array:
             )
         if is_row:
             return _check_tokens(numbers, path)
+        if numbers.dtype == np.uint8:
+            return numbers
+        # Windows of sensors (HAR) stand there as images of one row, channels × 1 × steps.
+        if numbers.ndim == 4 and numbers.shape[2] == 1 < numbers.shape[3]:
+            numbers = numbers[:, :, 0]
         # PFLlib itself makes floats of everything that is not a text.
         with np.errstate(over="ignore"):
-            return numbers if numbers.dtype == np.uint8 else numbers.astype(np.float32)
+            return numbers.astype(np.float32)
     rows = _list_rows(x, path)
     longest = max(map(len, rows), default=0)
     check_expansion(4 * longest * len(rows), stored, str(path), _ADVICE)

@@ -211,11 +211,12 @@ def describe_classes(column: str, class_names: Sequence[str]) -> tuple[str, ...]
 
 
 def encode_targets(
-    values: Sequence[str], where: str, *, is_regression: bool = False
+    values: Sequence[str], where: str, *, is_regression: bool = False, are_of_texts: bool = False
 ) -> tuple[Array, tuple[str, ...]]:
     """Return labels and their names; numbers that are not all whole are targets to predict.
 
-    With `is_regression`, whole numbers are, too.
+    With `is_regression`, whole numbers are, too. Classes of texts are called as they are written:
+    `01` and `True` are not 1.
     """
     texts = set(values)
     numbers = {text: parse_number(text) for text in texts}
@@ -239,4 +240,5 @@ def encode_targets(
     if is_regression or (targets != np.floor(targets)).any():
         with np.errstate(over="ignore"):  # `Dataset` refuses what float32 cannot hold
             return targets.astype(np.float32), ()
-    return encode_labels([str(int(number)) for number in targets.tolist()])
+    written = [str(int(number)) for number in targets.tolist()]
+    return encode_labels(list(values) if are_of_texts else written)

@@ -237,6 +237,12 @@ def setting_prefixes(name: str) -> tuple[str, ...]:
     return PREFIXES.get(name) or tuple(name.split("+"))
 
 
+def list_options(prefix: str) -> tuple[str, ...]:
+    """Return the names of the settings with a prefix, such as `mu`."""
+    kinds = {name: entry.hyperparameters for name, entry in catalogue().items()} | {"ala": Settings}
+    return tuple(one.name for one in fields(kinds[prefix])) if prefix in kinds else ()
+
+
 def list_changed_defaults(names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
     """Return the settings of methods whose default has changed: the former one and the present.
 

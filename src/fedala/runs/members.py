@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from fedala.errors import UserError
 from fedala.lanes import UpdateRule
-from fedala.methods import Method, catalogue, make, setting_prefixes
+from fedala.methods import Method, catalogue, list_options, make, setting_prefixes
 from fedala.methods.server_optimizer import (
     ServerOptimizer,
     default_lr,
@@ -82,6 +82,9 @@ def check_settings(config: Config) -> None:
     swept = [("sweep", name) for name in config.sweep if "." in name]
     for option, key in [*(("set", key) for key in config.set), *swept]:
         prefix, dot, name = key.partition(".")
+        owners = [f"{one}.{key}" for one in sorted(prefixes) if key in list_options(one)]
+        if owners:
+            raise UserError(f"{option} {key}: write {' or '.join(owners)}.")
         if prefix not in known_prefixes:
             hint = suggest(prefix, known_prefixes)
             raise UserError(f"{option} {key}: there is no method {prefix!r}{hint}.")
