@@ -5,7 +5,7 @@ GPU does, and then takes them, but launches nothing. It prints a JSON object:
 
 - `shared`: for each kernel, the most bytes of shared memory of one block,
 - `late`: the kernels that were not compiled before they would have been launched,
-- `threads`: how many threads have compiled.
+- `together`: the most kernels that were compiled at the same time.
 """
 
 import json
@@ -68,15 +68,21 @@ class Compilation:
     def __init__(self) -> None:
         self.shared: Counter[str] = Counter()
         self.late: set[str] = set()
-        self.threads: set[str] = set()
+        #: Kernels that are being compiled now, and the most that have been at a time.
+        self.running = self.together = 0
+        self._lock = threading.Lock()
         self.is_rehearsed = False
         self._compile = compiler.compile
 
     def __call__(self, source, *args, **options):
+        with self._lock:
+            self.running += 1
+            self.together = max(self.together, self.running)
         compiled = self._compile(source, *args, **options)
         name = source.fn.__qualname__
         self.shared[name] = max(self.shared[name], compiled.metadata.shared)
-        self.threads.add(threading.current_thread().name)
+        with self._lock:
+            self.running -= 1
         if self.is_rehearsed:
             self.late.add(name)
         return compiled
@@ -125,8 +131,8 @@ def main(capability: int) -> None:
         torch.zeros(90, 512), order, order, counts, counts, counts, head, head, head,
         batch_size=10, eta=1.0, threshold=0.01, most=100, window=10,
     )  # fmt: skip
-    shared, threads = dict(compilation.shared), len(compilation.threads)
-    print(json.dumps({"shared": shared, "late": sorted(compilation.late), "threads": threads}))
+    found = {"shared": dict(compilation.shared), "late": sorted(compilation.late)}
+    print(json.dumps({**found, "together": compilation.together}))
 
 
 if __name__ == "__main__":

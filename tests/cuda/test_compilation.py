@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from fedala.cuda.compiling import drop_memory
 from fedala.cuda.late import find_place
+from fedala.io.child_processes import count_cores
 
 #: A GeForce RTX 40. Of all GPUs that have kernels, its generation and the one before have the least
 #: shared memory for a block.
@@ -42,9 +43,9 @@ def test_every_block_fits_into_the_shared_memory(compiled):
 
 
 def test_a_rehearsed_step_leaves_nothing_to_compile(compiled):
-    """With any number of lanes; and several threads have compiled."""
+    """With any number of lanes; and several threads have compiled, if there are several cores."""
     assert compiled["late"] == []
-    assert compiled["threads"] > 1
+    assert compiled["together"] > 1 or count_cores() == 1
 
 
 def test_tensors_without_memory_lie_as_those_with_it():

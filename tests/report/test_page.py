@@ -19,7 +19,7 @@ from fedala.records import HistoryRow, ModelFigures
 from fedala.report import html, page
 from fedala.report.arrays import mean_std
 from fedala.report.curves import find_target_rounds
-from fedala.report.page.models import KINDS, average_figures
+from fedala.report.page.models import KINDS, average_figures, view_models
 from fedala.report.page.views import MOST_POINTS, Cell, Table
 from fedala.report.runs import find_runs, read_run
 from fedala.report.series import list_series
@@ -123,6 +123,23 @@ def test_each_kind_of_model_has_a_table_of_its_own(tmp_path):
     assert any("Macro F1" in e["text"] and "AUC" not in e["text"] for e in found.all("dl"))
     (folder.path / "metrics.csv").unlink()  # a folder of an older version
     assert models_of(write_and_parse(folder)) == {}
+
+
+def test_shares_have_their_unit_also_beside_numbers():
+    def series(index, **figures):
+        row = {"seed": 0, "round": 0, "model": "global", "loss": 0.5, **figures}
+        result = MethodResult("a", "A", [HistoryRow(0, 0, 0.5, 1.0, 0.5)], metrics=[row])
+        return SimpleNamespace(result=result, index=index, label="A")
+
+    shares, numbers = series(0, accuracy=0.25), series(1, mse=4.0)
+    for given, heads, has_unit in (
+        ([shares], ["Accuracy", "Loss"], True),
+        ([numbers], ["Mean squared error", "Loss"], False),
+        ([shares, numbers], ["Accuracy, %", "Mean squared error", "Loss"], False),
+    ):
+        [table] = view_models(given).tables
+        assert table.heads == ["Method", *heads]
+        assert (", in %" in table.caption) == has_unit
 
 
 def test_the_figures_of_runs_that_stop_in_different_rounds_are_averaged():

@@ -27,7 +27,8 @@ class Parent:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         sys.stdout.flush()
-        self._lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        # Without a buffer: it would keep a line that nobody read, and its end would be a fault.
+        self._lines = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
         threading.Thread(target=self._wait, daemon=True).start()
 
@@ -39,7 +40,7 @@ class Parent:
     def send(self, **message: Any) -> None:
         """Send a message."""
         try:
-            print(json.dumps(message), file=self._lines, flush=True)
+            self._lines.write(f"{json.dumps(message)}\n".encode())
         except BrokenPipeError:  # its death is noticed here before `_wait` notices it
             self.stop_signals.append(signal.SIGTERM)
 

@@ -190,7 +190,9 @@ class TrainedRound:
         if traffic.shape != (runs, 2) or figures.shape not in ((runs, width), (runs, former)):
             raise ValueError("another run's state")
         if figures.shape[1] != width:
-            known = figures[:, : len(list_plain_figures(metric))]
+            # What they called the worst tenth were the lowest scores.
+            count = len(list_plain_figures(metric)) - (not metric.higher_is_better)
+            known = figures[:, :count]
             figures = np.full((runs, width), np.nan)
             figures[:, : known.shape[1]] = known
         return cls(traffic, figures, metric)

@@ -79,9 +79,10 @@ FIGURES = {
     "bytes_sent": ("Bytes received", "by a client in the last round"),
     "bytes_uploaded": ("Bytes uploaded", "by a client in the last round"),
 }
-#: Those that are no shares.
+#: Those that are not shares, and amounts.
 _NUMBERS = {name for metric in METRICS if not metric.is_share for name in _describe_score(metric)}
 _NUMBERS |= {"rmse", "r2", "rmse_mean", "r2_mean"}
+_AMOUNTS = {"loss", "bytes_sent", "bytes_uploaded"}
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,9 @@ def view_models(series: Sequence[Series]) -> Models | None:
     }
     present = {name for figures in found.values() for name in figures}
     names = [name for name in FIGURES if name in present]
+    # A page may show runs of different scores.
+    shares = [name for name in names if name not in _NUMBERS | _AMOUNTS]
+    is_mixed = bool(shares) and not _NUMBERS.isdisjoint(names)
     tables = []
     for kind, (title, meaning) in KINDS.items():
         rows: list[Row] = []
@@ -107,8 +111,9 @@ def view_models(series: Sequence[Series]) -> Models | None:
             if figures:
                 rows.append([label_cell(one), *(figures.get(name, Cell("–")) for name in names)])
         if rows:
-            heads = ["Method", *(FIGURES[name][0] for name in names)]
-            unit = ", in %" if not _NUMBERS.intersection(names) else ""
+            units = dict.fromkeys(shares, ", %") if is_mixed else {}
+            heads = ["Method", *(FIGURES[name][0] + units.get(name, "") for name in names)]
+            unit = ", in %" if shares and not is_mixed else ""
             caption = f"{title}{unit}: {meaning}."
             tables.append(Table(caption, heads, rows, style="figures"))
     if not tables:
