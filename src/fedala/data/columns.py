@@ -105,7 +105,7 @@ def assign_roles(
     free = [name for name in names if name != label]
     if label and wanted.clients and find([wanted.clients], [label]) and wanted.clients not in free:
         raise UserError(f"{where}: the column {label} cannot be both the label and the clients.")
-    clients = find_clients(free, wanted.clients, where)
+    clients = _find_named(wanted.clients, CLIENTS, free, where, "clients_by")
     free = [name for name in free if name != clients]
     split = find(SPLITS, free)
     free = [name for name in free if name != split]
@@ -121,27 +121,19 @@ def drop_columns(names: Sequence[str], wanted: Wanted, where: str) -> list[str]:
     return [name for name in names if name not in dropped]
 
 
-def find_clients(
-    names: Sequence[str], wanted: str | None, where: str, what: str = "column"
-) -> str | None:
-    """Return the column, or array, that names the clients: the wanted one, or a usual one."""
-    return _find_named(wanted, CLIENTS, names, where, "clients_by", what)
-
-
 def _find_named(
     wanted: str | None,
     usual: Sequence[str],
     names: Sequence[str],
     where: str,
     option: str,
-    what: str = "column",
 ) -> str | None:
     if wanted is None:
         return find(usual, names)
     found = find([wanted], names)
     if found is None:
         rest = suggest(wanted, [printable(name, 100) for name in names[:30]])
-        raise MissingColumn(f"{where} has no {what} {wanted}, which {option} names{rest}.", option)
+        raise MissingColumn(f"{where} has no column {wanted}, which {option} names{rest}.", option)
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedala.lanes.evaluation import PredictionLog, Score, score_lanes
-from fedala.lanes.features import FeatureBatches, Sharing, compute_features, select_rows
+from fedala.lanes.features import FeatureBatches, Sharing, compute_features
 from fedala.lanes.layers import Cut, Layered
 from fedala.lanes.messages import Message
 from fedala.lanes.optimizers import Numbers
@@ -358,10 +358,6 @@ class Cohort:
     def features(self, cut: Cut, params: Params, samples: Samples) -> tuple[Any, Tensor]:
         """Return a table of what enters the upper layers, and each sample's row in it."""
         return compute_features(self.task, cut, params, samples, self.sharing, range(len(self)))
-
-    def select_rows(self, table: Any, rows: Tensor) -> Any:
-        """Return rows of a table that `features` made."""
-        return select_rows(self.task, table, rows)
 
     def load_samples(self, rows: Iterable[np.ndarray]) -> Samples:
         """Return each lane's samples, brought to the device early if it is a GPU."""

@@ -88,7 +88,7 @@ def select_rows(task: Task, table: Any, rows: Tensor) -> Any:
 
 @dataclass
 class FeatureBatches:
-    """Batches of a training on features, in the order of an epoch."""
+    """Batches of a training on features, in the order of an epoch; at first, as they stand."""
 
     task: Task
     table: Any
@@ -96,6 +96,9 @@ class FeatureBatches:
     """[lane, sample]: rows of the table."""
     rows: Tensor
     """[lane, sample]: rows of the dataset."""
+
+    def __post_init__(self) -> None:
+        self._positions, self._rows = self.positions, self.rows
 
     def begin_epoch(self, order: Tensor) -> None:
         """Set the samples of an epoch, [lane, sample], counted among a lane's own, and padded."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
+from fedala.lanes.features import FeatureBatches
 from fedala.lanes.layers import Cut, Layered
 from fedala.lanes.losses import IGNORED_LABEL, CrossEntropy
 from fedala.lanes.parameters import list_few
@@ -236,7 +237,7 @@ class _LaneGroup:
     ) -> None:
         """`table` and `positions` are what `Cohort.features` returns."""
         self.problem, self.lanes = problem, lanes
-        cohort, task = problem.cohort, problem.cohort.task
+        task = problem.cohort.task
         self.part: slice | list[int] = lanes
         if task.backend.captures_steps and lanes == [*range(len(lanes))]:
             self.part = slice(len(lanes))  # a GPU would wait for a list
@@ -251,11 +252,6 @@ class _LaneGroup:
             "ungoverned": problem.ungoverned,
             "eta": problem.settings.eta,
         }
-
-        def read_batch(lanes: slice, columns: slice) -> tuple[Any, Any]:
-            x = cohort.select_rows(table, positions[lanes, columns])
-            return x, task.targets(rows[lanes, columns])
-
         self._runner = make_runner(
             task,
             (self._step,),
@@ -264,7 +260,7 @@ class _LaneGroup:
             take({name: problem.weights[name] for name in problem.update}, self.part),
             take(fixed, self.part),
             len(lanes),
-            read_batch=read_batch,
+            read_batch=FeatureBatches(task, table, positions, rows),
         )
         counts = [-(-length // task.batch_size) for length in self.lengths]
         self._batch_counts = to_device(task.device, counts)

@@ -8,8 +8,11 @@ from typing import Any, Self
 from torch import nn
 
 from fedala.lanes import Cohort, Message, Params, State, Task, UpdateRule, Uploads
-from fedala.lanes.heads import Head
 from fedala.methods.base import Method, ServerRound
+
+
+def _of_base(name: str) -> Any:
+    return property(lambda self: getattr(self.base, name))
 
 
 class Wrapper(Method):
@@ -17,45 +20,16 @@ class Wrapper(Method):
 
     base: Method
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.base.name
-
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        return self.base.title
-
-    @property
-    def summary(self) -> str:  # type: ignore[override]
-        return self.base.summary
-
-    @property
-    def has_personal_models(self) -> bool:  # type: ignore[override]
-        return self.base.has_personal_models
-
-    @property
-    def requires_all_clients(self) -> bool:  # type: ignore[override]
-        return self.base.requires_all_clients
-
-    @property
-    def sends_model_stack(self) -> bool:  # type: ignore[override]
-        return self.base.sends_model_stack
-
-    @property
-    def head(self) -> type[Head] | None:  # type: ignore[override]
-        return self.base.head
-
-    @property
-    def schedule_depends_on_rounds(self) -> bool:  # type: ignore[override]
-        return self.base.schedule_depends_on_rounds
-
-    @property
-    def refuses_newcomers(self) -> str:  # type: ignore[override]
-        return self.base.refuses_newcomers
-
-    @property
-    def metrics(self) -> frozenset[str]:  # type: ignore[override]
-        return self.base.metrics
+    name = _of_base("name")
+    title = _of_base("title")
+    summary = _of_base("summary")
+    has_personal_models = _of_base("has_personal_models")
+    requires_all_clients = _of_base("requires_all_clients")
+    sends_model_stack = _of_base("sends_model_stack")
+    head = _of_base("head")
+    schedule_depends_on_rounds = _of_base("schedule_depends_on_rounds")
+    refuses_newcomers = _of_base("refuses_newcomers")
+    metrics = _of_base("metrics")
 
     def check_model(self, model: nn.Module) -> None:
         self.base.check_model(model)

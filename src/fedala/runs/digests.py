@@ -27,10 +27,8 @@ LARGEST = 2**28  # bytes: a million saved models
 class RowHash:
     """Hash rows of a table one by one. Empty cells do not count: another method may add columns."""
 
-    def __init__(self, rows: Iterable[Mapping[str, str]] = ()) -> None:
+    def __init__(self) -> None:
         self.count, self._hash = 0, hashlib.sha256()
-        for row in rows:
-            self.add(row)
 
     def add(self, row: Mapping[str, str]) -> None:
         cells = sorted((name, text) for name, text in row.items() if text)
