@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from ala.common import FINE, X, Y, assert_same, entries, learn_on, mlp, twins
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fedala import ALA, UserError
 
@@ -152,6 +152,14 @@ def make_body_pair():
     local, received = twins(mlp)
     received[4].load_state_dict(local[4].state_dict())
     return local, received
+
+
+def test_a_batch_of_three_tensors_asks_which_are_the_targets():
+    local, received = twins(mlp)
+    loader = DataLoader(TensorDataset(X, X, Y), batch_size=7)
+    says = r"has 3 tensors: .*split=lambda batch: \(\(batch\[0\], batch\[1\]\), batch\[2\]\)"
+    with pytest.raises(UserError, match=says):
+        ALA().initialize(local, received, loader)
 
 
 def test_the_upper_layers_of_the_shared_part_are_blended():

@@ -43,6 +43,7 @@ class BatchSplitter:
 
     def __call__(self, batch: Any) -> Any:
         if self._split is None and not isinstance(batch, Mapping):
+            _refuse_many_parts(batch)
             return batch
         pair = self._split(batch) if self._split else self._split_dict(batch)
         self._model_computes_loss = self._loss is None and self._takes_targets(pair)
@@ -72,6 +73,17 @@ class BatchSplitter:
                 f"{', '.join(self._parameters) or 'nothing'}. {_hint(entries)}"
             )
         return chosen
+
+
+def _refuse_many_parts(batch: Any) -> None:
+    """Refuse a batch of more than two tensors: any of them may be the targets."""
+    is_tensors = isinstance(batch, tuple | list) and all(isinstance(one, Tensor) for one in batch)
+    if is_tensors and len(batch) > 2:
+        inputs = ", ".join(f"batch[{part}]" for part in range(len(batch) - 1))
+        raise UserError(
+            f"A batch has {len(batch)} tensors: say which ones are the inputs and the targets, "
+            f"such as split=lambda batch: (({inputs}), batch[{len(batch) - 1}])."
+        )
 
 
 def find_loss(output: Any, target: Any) -> Tensor:
