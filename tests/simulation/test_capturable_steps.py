@@ -7,11 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from small import EACH_KIND, ragged_task, simulate
+from small import EACH_KIND, ragged_task, simulate, start_of
 
+from fedala.lanes import row_gradients
 from fedala.lanes.training import EagerRunner, FitStep
 from fedala.lanes.trees import tree_map
 from fedala.lanes.weight_learning import HeadStep, WeightStep
+from fedala.methods import make
+from fedala.models import fasttext
+from fedala.models.lstm import token_lstm
+from fedala.simulation import Simulation
 
 
 def drop_memory(value):
@@ -40,6 +45,19 @@ def devices(monkeypatch):
 @pytest.mark.parametrize("name", EACH_KIND)
 def test_a_step_of_every_method(devices, name):
     simulate(name, ragged_task([5, 9, 4], dtype=torch.float32), rounds=1)
+    assert devices
+    assert all(found == {"meta"} for found in devices.values())
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "per-fedavg", "apple", "apfl", "scaffold"])
+@pytest.mark.parametrize("make_model", [fasttext, token_lstm])
+def test_a_step_on_rows_of_a_large_table(devices, monkeypatch, name, make_model):
+    monkeypatch.setattr(row_gradients, "LEAST_ROWS", 10)
+    task = ragged_task([5, 9, 4], dtype=torch.float32, model=make_model(30, 3, 4))
+    task.x = torch.arange(len(task.x) * 6).view(-1, 6) % 30
+    simulation = Simulation(make(name), task, start_of(task, lambda: make_model(30, 3, 4)))
+    simulation.step(1, train=True)
+    assert task.embeddings
     assert devices
     assert all(found == {"meta"} for found in devices.values())
 
