@@ -95,5 +95,5 @@ def test_clients_are_named_as_in_the_data(tmp_path):
         said = invoke(
             "evaluate", tmp_path / "run", "--client", client, "--data", tmp_path / "new.npz"
         )
-        loss = load(tmp_path / "run").evaluate((PIXELS[:8], Y[:8]), 1 - int(client)).loss
-        assert f"{loss:.4g}" in said
+        scores = load(tmp_path / "run").evaluate((PIXELS[:8], Y[:8]))
+        assert f"{scores.personal[1 - int(client)].loss:.4g}" in said

@@ -222,6 +222,31 @@ def test_clients_have_the_names_of_the_data(tmp_path):
     assert load(tmp_path / "iid").clients == (0, 1)
 
 
+@pytest.mark.parametrize("names", [("1", "2", "10"), ("1", "2", "ward")])
+def test_a_number_is_a_name_if_clients_are_called_by_numbers(names, tmp_path):
+    """The hospital called 2 has the number 1: Python and the command line mean the same one."""
+    data, owners = images(), torch.from_numpy(Y % 3)
+    named = Dataset("n", data.x, data.y, 4, NAMES, clients=owners, client_names=names)
+    run(tmp_path / "run", named, partition=None, clients=None, method="local")
+    trained = load(tmp_path / "run")
+    weights = [trained.personal(name).state_dict() for name in names]
+    assert not equal(trained.personal("1"), weights[1])
+    for client in (2, "2", np.int64(2)):
+        assert trained.find_client(client) == 1
+        assert equal(trained.personal(client), weights[1])
+    scores = trained.evaluate(named)
+    assert scores[2] == scores["2"] == scores.personal[1]
+    assert trained.evaluate(named, client=2)[2] == scores[2]
+    assert np.array_equal(trained.predict(PIXELS, 2), trained.predict(PIXELS, "2"))
+    for client in (0, "0"):
+        with pytest.raises(UserError, match=f"client 0; .* called 1, 2, {names[2]}"):
+            trained.predict(PIXELS, client)
+        with pytest.raises(KeyError, match="no score of '0'"):
+            scores[client]
+    with pytest.raises(UserError, match="no client 3"):
+        trained.export(tmp_path / "model.safetensors", 3)
+
+
 def test_an_older_folder_needs_its_data(both, tmp_path):
     run(tmp_path / "run")
     wanted = load(tmp_path / "run").predict(PIXELS, 0, probabilities=True)

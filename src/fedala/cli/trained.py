@@ -23,7 +23,7 @@ _SHOWN = 10  # predictions on the screen
 
 Run = Annotated[Path, typer.Argument(help="a run folder with saved models", metavar="RUN")]
 Client = Annotated[
-    str | None, typer.Option(help="the client whose model it is: number or name", metavar="CLIENT")
+    str | None, typer.Option(help="the client whose model it is: name or number", metavar="CLIENT")
 ]
 Global = Annotated[
     bool, typer.Option("--global", metavar="", help="the global model instead of a client's")

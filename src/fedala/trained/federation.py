@@ -22,14 +22,16 @@ from fedala.trained.answers import Answers
 from fedala.trained.export import export_model
 from fedala.trained.modules import ModelBuilder, list_saved_names, read_weights
 from fedala.trained.samples import NamedInputs, prepare_inputs, prepare_samples
-from fedala.trained.saved_run import SavedRun
+from fedala.trained.saved_run import SavedRun, list_few
 from fedala.trained.scores import (
     Client,
     Examiner,
     ModelScore,
     Scores,
+    as_name,
     compute_outputs,
     find_loss,
+    have_numbers,
 )
 
 #: Models that `predict` keeps ready.
@@ -149,17 +151,24 @@ class TrainedFederation:
         return self._skeletons[names]
 
     def find_client(self, client: int | str) -> int:
-        """Return the number of a client that is given by its name or number."""
+        """Return the number of a client that is given by its name or number.
+
+        If clients are called by numbers, such as hospitals 1, 2 and 10, a number is a name.
+        """
         if self._given is not None:
             raise UserError("These weights are those of one client: leave out the client.")
-        count = len(self.clients)
+        count, names = len(self.clients), self._client_names
         if isinstance(client, bool) or not isinstance(client, str | Integral):
             raise UserError(f"A client is a number or a name, not {type(client).__name__}.")
-        if isinstance(client, str) and client in self._client_names:
-            number = self._client_names.index(client)
+        name = as_name(client, names)
+        if name in names:
+            number = names.index(str(name))
+        elif have_numbers(names):
+            known = list_few([str(name) for name in self.clients])
+            raise UserError(f"There is no client {client}; the clients are called {known}.")
         elif isinstance(client, str) and not client.isdecimal():
             raise UserError(
-                f"There is no client {client!r}{suggest(client, self._client_names)}; "
+                f"There is no client {client!r}{suggest(client, names)}; "
                 f"the clients have the numbers 0 to {count - 1}."
             )
         else:

@@ -89,7 +89,7 @@ def _choose_method(
     if method is None:
         if len(labels) > 1:
             raise UserError(
-                f"{path} has models of several methods: name one of {_list_few(labels)}, as in "
+                f"{path} has models of several methods: name one of {list_few(labels)}, as in "
                 f'method="{labels[-1]}" (--method {labels[-1]}).'
             )
         return labels[0]
@@ -128,9 +128,10 @@ def _explain_missing(folder: RunFolder, config: Config, best: bool) -> str:
 def _enumerate(noun: str, values: Iterable[str]) -> str:
     values = list(values)
     verb = f"the only {noun} is" if len(values) == 1 else f"the {noun}s are"
-    return f"{verb} {_list_few(values)}"
+    return f"{verb} {list_few(values)}"
 
 
-def _list_few(values: list[str]) -> str:
+def list_few(values: list[str]) -> str:
+    """Return values as in a sentence, the first twelve of many."""
     shown = ", ".join(values[:12])
     return shown if len(values) <= 12 else f"{shown} and {len(values) - 12} more"

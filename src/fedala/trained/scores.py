@@ -1,8 +1,10 @@
 """What the models of a run score on new data, measured as the run measured it."""
 
 import html
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -48,16 +50,16 @@ class Scores:
 
     def __getitem__(self, client: Client) -> ModelScore:
         """Return what a client's model scores, by its name or number; with None, the global one."""
+        named = [one for one in self.personal if isinstance(one.client, str)]
+        names = [str(one.client) for one in named]
+        client = as_name(client, names)
         for one in self.models:
             if one.client == client:
                 return one
-        if isinstance(client, int) and 0 <= client < len(self.personal) == len(self._named()):
+        if isinstance(client, int) and 0 <= client < len(self.personal) == len(named):
             return self.personal[client]  # the clients have names
-        names = ", ".join(printable(str(one.client), 50) for one in self.models[:10])
-        raise KeyError(f"There is no score of {client!r}; there are those of {names}.")
-
-    def _named(self) -> list[ModelScore]:
-        return [one for one in self.personal if isinstance(one.client, str)]
+        known = ", ".join(printable(str(one.client), 50) for one in self.models[:10])
+        raise KeyError(f"There is no score of {client!r}; there are those of {known}.")
 
     def __iter__(self) -> Iterator[ModelScore]:
         return iter(self.models)
@@ -122,6 +124,16 @@ class Scores:
 
 def _title(client: Client) -> str:
     return "global model" if client is None else f"client {client}"
+
+
+def have_numbers(names: Iterable[str]) -> bool:
+    """Tell whether clients are called by whole numbers: then a number is a name, not a position."""
+    return any(re.fullmatch(r"-?\d+(\.0*)?", name) for name in names)
+
+
+def as_name(client: Client, names: Sequence[str]) -> Client:
+    """Return a client that is given by a number as a name, if clients are called by numbers."""
+    return str(client) if isinstance(client, Integral) and have_numbers(names) else client
 
 
 def find_loss(config: Config, metric: Metric, own: LossFunction | None) -> Loss:
