@@ -1,6 +1,8 @@
 """The command line: all commands, and how an error in any of them ends."""
 
+import contextlib
 import errno
+import os
 import re
 import sys
 import warnings
@@ -36,9 +38,29 @@ from fedala.cli.output import keep_lines, say
 from fedala.errors import CacheWarning, PluginWarning, RunError, UserError, printable
 from fedala.runs.provenance import versions
 
+#: The errors of a full disk, and of a user's share of one.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 
 class Commands(TyperGroup):
     """The commands, with one sentence and an exit code for every kind of error."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            try:
+                return super().main(*args, **options)
+            finally:
+                sys.stdout.flush()  # only here, a full disk may come to light
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                say(f"Error: The name of a file is too long: {printable(str(error.filename), 60)}.")
+                raise SystemExit(2) from None
+            if error.errno not in _NO_ROOM:
+                raise
+            place = f" to {printable(str(error.filename), 200)}" if error.filename else ""
+            say(f"Error: Nothing more can be written{place}: {error.strerror}.")
+            _drop_output()
+            raise SystemExit(1) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,14 +73,15 @@ class Commands(TyperGroup):
         except RunError as error:
             say(f"Error: {error}")
             raise typer.Exit(error.exit_code) from None
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            say(f"Error: The name of a file is too long: {printable(str(error.filename), 60)}.")
-            raise typer.Exit(2) from None
         except KeyboardInterrupt as interrupt:
             say(f"Interrupted{interrupt}.")
             raise typer.Exit(130) from None
+
+
+def _drop_output() -> None:
+    """Let what stdout still holds go nowhere: its last flush would fail once more, aloud."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _make_warner(show: Callable[..., None]) -> Callable[..., None]:

@@ -13,6 +13,7 @@ from fedala.bench.cases import CASES, QUICK, load_real_data
 from fedala.bench.measure import Measurement, format_markdown, measure
 from fedala.cli.output import keep_lines, print_line, say
 from fedala.errors import UserError
+from fedala.io.files import write_output
 from fedala.options import suggest
 from fedala.report import plots, tables
 from fedala.runs.config import Config
@@ -86,7 +87,7 @@ def bench(
         tables.show(_table(measurements[-1:]))
     tables.show(_table(measurements))
     if out:
-        out.write_text(format_markdown(measurements), encoding="utf-8")
+        write_output(out, format_markdown(measurements).encode())
     if plot:
         plots.save(plots.draw_bench(measurements), plot)
     for path in filter(None, (out, plot)):

@@ -11,6 +11,7 @@ import typer
 
 from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
+from fedala.io.files import write_folder
 from fedala.methods import catalogue
 
 app = typer.Typer(no_args_is_help=True, help="Write a method of your own to start from.")
@@ -142,7 +143,10 @@ def method(
     words = {"title": title, "module": module, "name": module.replace("_", "-")}
     _check_name(name, words["name"], module)
     files = {out / f"{module}.py": METHOD, out / f"test_{module}.py": TEST}
-    _write({path: template.substitute(words) for path, template in files.items()}, out)
+    for path in files:
+        if path.exists() or path.is_symlink():
+            raise UserError(f"{path} exists already: choose another --out or another name.")
+    write_folder(out, {path.name: text.substitute(words).encode() for path, text in files.items()})
     path = next(iter(files))
     print_line(f"Written: {', '.join(map(str, files))}")
     print_line(f"Test it with pytest {out}; run it with")
@@ -168,16 +172,3 @@ def _check_name(given: str, name: str, module: str) -> None:
         raise UserError(
             f"There is a Python module {module} already: give your method another name."
         )
-
-
-def _write(texts: dict[Path, str], out: Path) -> None:
-    """Write new files; refuse if one of them is there."""
-    for path in texts:
-        if path.exists() or path.is_symlink():
-            raise UserError(f"{path} exists already: choose another --out or another name.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to: {error.strerror}.") from None

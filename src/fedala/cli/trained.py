@@ -8,7 +8,7 @@ import typer
 
 from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
-from fedala.io.files import write_file
+from fedala.io.files import write_output
 from fedala.report import tables
 from fedala.trained.export import check_output
 from fedala.trained.federation import TrainedFederation
@@ -101,7 +101,7 @@ def predict(
     names = inputs.names or tuple(map(str, range(len(inputs.x))))
     table = PredictionTable(trained.answer(inputs, who), names, probabilities)
     if out:
-        write_file(out, table.csv().encode())
+        write_output(out, table.csv().encode())
     tables.console().print(tables.predictions(table.columns, table.first_rows(_SHOWN)))
     if len(names) > _SHOWN:
         print(f"… and {len(names) - _SHOWN:,} more samples.")

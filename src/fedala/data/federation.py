@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from fedala.data.natural import (
 )
 from fedala.data.partition import Indices, check_seed, needs_classes, partitioner
 from fedala.errors import UserError, first_line, printable
+from fedala.io.files import write_output
 from fedala.io.untrusted import read_json
 from fedala.lanes.randomness import draw
 
@@ -296,20 +295,7 @@ def write_partition(federation: Federation, path: Path | str) -> None:
     }
     if federation.client_names:
         content["names"] = list(federation.client_names)
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            try:
-                json.dump(content, file)
-                file.close()
-                temporary.chmod(0o644)  # temporary files are private, a partition is not
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"The partition cannot be written to {path} ({error.strerror}).") from None
+    write_output(path, json.dumps(content).encode())
 
 
 def _checksum(dataset: Dataset) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedala.errors import UserError
 from fedala.flower.experiment import EVALUATION_OPTIONS, SIMULATION_OPTIONS, Deployment
+from fedala.io.files import write_folder
 from fedala.io.user_code import module_name, read_source
 from fedala.runs.config import Config
 from fedala.runs.config_values import toml
@@ -88,21 +89,16 @@ def write_app(folder: Path, config: Config, deployment: Deployment) -> None:
     hyperparameters = [f"{toml(key)} = {toml(value)}" for key, value in config.set.items()]
     hidden = {"set", "imports", *SIMULATION_OPTIONS, *EVALUATION_OPTIONS}
     options = [*_list_options(config, hidden), *_list_options(deployment)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = PROJECT.format(
-            name=_make_project_name(folder),
-            method=config.method,
-            options="\n".join(options) + "\n",
-            hyperparameters="\n".join(hyperparameters),
-        )
-        (folder / "pyproject.toml").write_text(text, encoding="utf-8")
-        (folder / "app.py").write_text(_write_imports([name for name, _ in code]), "utf-8")
-        for name, source in code:
-            if source is not None:
-                (folder / f"{name}.py").write_bytes(source)
-    except OSError as error:
-        raise UserError(f"The app cannot be written to {folder}: {error.strerror}.") from None
+    project = PROJECT.format(
+        name=_make_project_name(folder),
+        method=config.method,
+        options="\n".join(options) + "\n",
+        hyperparameters="\n".join(hyperparameters),
+    )
+    program = _write_imports([name for name, _ in code])
+    contents = {"pyproject.toml": project.encode(), "app.py": program.encode()}
+    contents |= {f"{name}.py": source for name, source in code if source is not None}
+    write_folder(folder, contents)
 
 
 def _write_imports(modules: Collection[str]) -> str:

@@ -191,10 +191,7 @@ def export_personal(state: StoredState, path: Path) -> Path:
     tensors = {name: value.clone().contiguous() for name, value in read_personal(state).items()}
     metadata = {"format": "pt", "fedala": __version__, "experiment": state.experiment}
     metadata |= {"client": state.client, "round": str(state.round or "")}
-    try:
-        files.write_file(path, serialize(tensors, metadata))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
+    files.write_output(path, serialize(tensors, metadata))
     return path
 
 

@@ -53,6 +53,33 @@ def write_file(path: Path, data: bytes, *, private: bool = False, durable: bool 
         flush_folder(path.parent)
 
 
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that a user has asked for with `write_file`; a full disk is a sentence."""
+    try:
+        write_file(path, data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def write_folder(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write new files by name into a folder, and make it if need be: all of it, or nothing."""
+    new = [one for one in (folder, *folder.parents) if not os.path.exists(one)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in contents.items():
+            write_file(folder / name, data)
+    except BaseException as error:
+        for name in contents:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+        for one in new:
+            with contextlib.suppress(OSError):
+                one.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(f"{folder} cannot be written to: {error.strerror}.") from None
+        raise
+
+
 def link_or_copy(source: Path, path: Path) -> None:
     """Give a file a second name in one step: a hard link if the disk has them, or a copy.
 

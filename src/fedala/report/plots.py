@@ -1,5 +1,6 @@
 """Plots as image files, for print."""
 
+import io
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fedala.errors import UserError, import_optional
+from fedala.io.files import write_output
 from fedala.metrics import ACCURACY, Metric
 from fedala.report.arrays import Array, mean_std
 from fedala.report.curves import TITLES, collect_curves
@@ -43,10 +45,9 @@ def check(path: Path) -> None:
 
 def save(figure: "Figure", path: Path) -> None:
     """Write a figure in the format of the file's suffix."""
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UserError(f"The plot cannot be written to {path} ({error.strerror}).") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:].lower(), dpi=150)
+    write_output(path, picture.getvalue())
 
 
 def draw_split(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, first_line, import_optional
-from fedala.io.files import write_file
+from fedala.io.files import write_output
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
 
 #: Where a program's description is: an extra file of a .pt2, or a property of an .onnx file.
@@ -59,10 +59,7 @@ def export_model(
     """Write a model in the format of the path's ending; `about` says whose it is."""
     write = check_output(path)
     data = write(model, preprocessing, preprocessing.metadata(about))
-    try:
-        write_file(path, data)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
+    write_output(path, data)
     return path
 
 
