@@ -257,3 +257,18 @@ def test_a_hostile_folder_runs_nothing(browser, tmp_path):
     browser.open(page.write([folder.path]))
     assert browser.evaluate("document.title") != "hacked"
     assert browser.evaluate("document.querySelectorAll('img, script:not(#data)').length") == 1
+
+
+@pytest.mark.parametrize("width", [390, 700, 1200, 1600])
+def test_the_caption_of_a_wide_table_is_within_its_frame(browser, width):
+    browser.look(width=width)
+    outside = browser.evaluate(
+        "[...document.querySelectorAll('section > .scroll')].map((frame) => {"
+        " const span = frame.querySelector('caption span');"
+        " frame.querySelector('table').style.width = '3000px';"
+        " span.textContent = 'a long caption '.repeat(40);"
+        " const [own, all] = [span.getBoundingClientRect(), frame.getBoundingClientRect()];"
+        " return Math.max(all.left - own.left, own.right - all.right); })"
+    )
+    assert len(outside) > 2
+    assert max(outside) < 0
