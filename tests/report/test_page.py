@@ -15,16 +15,18 @@ from folders import accuracy, made_up
 from jinja2 import UndefinedError
 
 from fedala.errors import UserError
+from fedala.metrics import MSE
 from fedala.records import HistoryRow, ModelFigures
 from fedala.report import html, page
 from fedala.report.arrays import mean_std
 from fedala.report.curves import find_target_rounds
+from fedala.report.headline import format_figure
 from fedala.report.page.models import KINDS, average_figures, view_models
 from fedala.report.page.views import MOST_POINTS, Cell, Table
 from fedala.report.runs import find_runs, read_run
 from fedala.report.series import list_series
 from fedala.runs.digests import Digests
-from fedala.runs.results import MethodResult
+from fedala.runs.results import MethodResult, describe_spread
 from fedala.runs.seconds import sum_seconds
 
 LAST_ROW = HistoryRow(seed=0, round=6, score=0.5, loss=1.0, score_joined=0.5)
@@ -506,6 +508,33 @@ def test_means_skip_missing_values():
     mean, deviation = mean_std(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
     np.testing.assert_array_equal(mean, [2, 4, np.nan])
     np.testing.assert_array_equal(deviation, [1, 0, np.nan])
+
+
+def test_an_infinite_score_reads_the_same_everywhere(tmp_path):
+    """Seed 0 ends with an infinite error, seed 1 does not: so the mean is infinite, and no spread.
+
+    The chart draws no point there: the mean of the other run is not the method's.
+    """
+    folder = made_up(tmp_path / "run", ("fedavg", "local"), loss="mse")
+    for name, first in (("history.csv", "fedavg,0,6,"), ("clients.csv", "fedavg,0,6,0,10,")):
+        head, *lines = (folder.path / name).read_text().replace("accuracy", "mse").splitlines()
+        for i, line in enumerate(lines):
+            if line.startswith(first):
+                rest = line.removeprefix(first).split(",", 1)[1]
+                lines[i] = f"{first}inf,{rest}"
+        (folder.path / name).write_text("\n".join([head, *lines]) + "\n")
+    found = write_and_parse(folder)
+    rows = [row["text"].strip() for row in found.all("tr")]
+    assert any(row.startswith("FedAvg") and "inf––" in row for row in rows)  # the last round
+    assert any(row.startswith("6inf") for row in rows)  # the curve as a table
+    assert any(row.startswith("010inf") for row in rows)  # client 0 with its 10 test samples
+    assert "0+inf" in rows  # its difference to Local
+    assert not any("nan" in row for row in rows)
+    curve = data_of(found)["series"][0]["values"]["mse"]
+    assert [run[6] for run in curve] == [None, None]
+    assert None not in curve[0][:6]
+    figure = describe_spread(np.array([np.inf, 1.0]))
+    assert format_figure(MSE, figure) == "inf"
 
 
 EVIL = """</script><script>alert(1)</script><img src=x onerror="alert('2')">&amp;\u2028]]>"""

@@ -39,12 +39,15 @@ def to_array(rows: Rows, axes: Sequence[str], *values: str) -> tuple[Array, list
 
 
 def mean_std(values: Array, axis: int = 0) -> tuple[Array, Array]:
-    """Return mean and population deviation of the finite values; NaN if there is none."""
-    is_finite = np.isfinite(values)
-    count = is_finite.sum(axis)
+    """Return mean and population deviation of the values that are known; NaN if there is none.
+
+    Scores of runs that diverged may be infinite: so is their mean, which has no deviation.
+    """
+    is_known = ~np.isnan(values)
+    count = is_known.sum(axis)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(is_finite, values, 0).sum(axis) / count
-        squares = np.where(is_finite, values - np.expand_dims(mean, axis), 0) ** 2
+        mean = np.where(is_known, values, 0).sum(axis) / count
+        squares = np.where(is_known, values - np.expand_dims(mean, axis), 0) ** 2
         deviation = np.sqrt(squares.sum(axis) / count)
     return mean, deviation
 

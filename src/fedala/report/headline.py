@@ -43,7 +43,7 @@ def format_figure(metric: Metric, figure: Mapping[str, Any] | None) -> str:
     """Return a figure of a summary: mean ± standard deviation; a single run has no deviation."""
     if figure is None or not has_number(figure):
         return "–"
-    deviation = f" ± {metric.format(figure['std'])}" if len(figure["runs"]) > 1 else ""
+    deviation = f" ± {metric.format(figure['std'])}" if has_deviation(figure) else ""
     return metric.format(figure["mean"]) + deviation
 
 
@@ -60,6 +60,11 @@ def count_things(number: object, noun: str) -> str:
 def has_number(figure: Mapping[str, Any]) -> bool:
     """Tell whether a figure is a number: in summary.json, null stands for NaN."""
     return figure["mean"] is not None and not math.isnan(figure["mean"])
+
+
+def has_deviation(figure: Mapping[str, Any]) -> bool:
+    """Tell whether a figure has a standard deviation: not a single run, nor an infinite mean."""
+    return len(figure["runs"]) > 1 and figure["std"] is not None and math.isfinite(figure["std"])
 
 
 def rank_means(metric: Metric, means: Iterable[float]) -> dict[float, int]:

@@ -56,7 +56,9 @@ def _collect_curves(one: Series) -> dict[str, Any]:
     percents = [target / 100 for target in range(101)] if one.metric.is_share else []
     values = {}
     for name in list_columns(one.result):
-        values[name] = _round_values(collect_curves(one.result, name)[1][:, chosen])
+        curve = collect_curves(one.result, name)[1][:, chosen]
+        curve[:, np.isinf(curve).any(0)] = np.nan  # the mean of these rounds is infinite
+        values[name] = _round_values(curve)
     return {
         "label": one.label,
         "rounds": [rounds[index] for index in chosen],

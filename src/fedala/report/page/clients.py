@@ -72,7 +72,7 @@ def _make_score_table(series: Sequence[Series]) -> Table:
         cells = []
         for one in series:
             own = one.client_scores
-            has_value = client < len(own) and np.isfinite(own[client])
+            has_value = client < len(own) and not np.isnan(own[client])
             cells.append(metric.format(own[client]) if has_value else "–")
         rows.append([series[0].run.name_client(client), f"{samples[client]:.0f}", *cells])
     caption = f"{metric.heading.capitalize()} by client"
@@ -105,8 +105,7 @@ def _make_difference_tables(series: Sequence[Series], base: Series) -> list[Tabl
     differences = [_subtract(one, base) for one in compared]
     rows: list[Row] = []
     for client in range(min(MOST_CLIENTS, len(base.client_scores))):
-        own = [float(values[client]) for values in differences]
-        cells = [difference_cell(metric, value if np.isfinite(value) else None) for value in own]
+        cells = [difference_cell(metric, float(values[client])) for values in differences]
         rows.append([base.run.name_client(client), *cells])
     unit = f"in points of {metric.title}" if metric.is_share else metric.title
     caption = f"Difference to {base.label} by client, {unit}"

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from fedala.metrics import SHARES
 from fedala.records import HistoryRow
 from fedala.report.arrays import mean_std, pick_evenly
@@ -87,7 +89,7 @@ def _make_table(column: str, series: Sequence[Series]) -> Table:
             own = texts[one.label] = {}
             for i, round in enumerate(rounds):
                 own[round] = f"{mean[i]:{digits}}"
-                if len(values) > 1:
+                if len(values) > 1 and np.isfinite(deviation[i]):
                     own[round] += f" ± {deviation[i]:{digits}}"
     every = sorted({round for own in texts.values() for round in own})
     chosen = [every[index] for index in pick_evenly(len(every), MOST_ROWS)]

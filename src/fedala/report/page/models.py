@@ -137,10 +137,11 @@ def average_figures(one: Series, kind: str) -> dict[str, Cell]:
 def _make_cell(name: str, values: np.ndarray) -> Cell:
     """Return mean and deviation of a figure over the runs, in percent if it is a share."""
     mean, deviation = (float(part) for part in mean_std(values))
+    has_spread = values.size > 1 and np.isfinite(deviation)
     if name.startswith("bytes"):
         return Cell(f"{mean:,.0f}")
     if name in _NUMBERS:
-        return Cell(f"{mean:.4g}", f"{deviation:.2g}" if values.size > 1 else "")
+        return Cell(f"{mean:.4g}", f"{deviation:.2g}" if has_spread else "")
     scale, digits = (1, 4) if name == "loss" else (100, 2)
-    spread = f"{scale * deviation:.{digits}f}" if values.size > 1 else ""
+    spread = f"{scale * deviation:.{digits}f}" if has_spread else ""
     return Cell(f"{scale * mean:.{digits}f}", spread)

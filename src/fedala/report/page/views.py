@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedala.metrics import Metric
+from fedala.report.headline import has_deviation
 from fedala.report.series import Series
 
 #: The most points of a curve, rows of a table, and clients on the page; the csv files have all.
@@ -85,13 +86,16 @@ def score_cell(metric: Metric, figure: dict[str, Any] | None, best: float = np.i
     """Return a score of a summary; the `best` one is emphasised."""
     if figure is None:
         return Cell("–")
-    deviation = metric.format(figure["std"]) if len(figure["runs"]) > 1 else ""
+    deviation = metric.format(figure["std"]) if has_deviation(figure) else ""
     return Cell(metric.format(figure["mean"]), deviation, is_best=figure["mean"] == best)
 
 
 def difference_cell(metric: Metric, difference: float | None) -> Cell:
-    """Return a difference between two scores, in points if they are shares, with its sign."""
-    if difference is None:
+    """Return a difference between two scores, in points if they are shares, with its sign.
+
+    Two infinite scores have none.
+    """
+    if difference is None or np.isnan(difference):
         return Cell("–")
     sign = "+" if difference >= 0 else ""
     text = f"{sign}{metric.format(difference)}".replace("-", "−")
