@@ -106,6 +106,7 @@ def test_summary_agrees_with_the_history(finished):
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
     assert set(summary) == {
         "methods",
+        "majority_share",
         "note",
         "rounds",
         "seeds",
@@ -168,6 +169,7 @@ def test_the_table_says_what_it_shows(finished):
     assert "participants" not in result.stdout
     assert "The best round is picked on test data, as in the paper." in result.stdout
     assert "The accuracy is that of the initialised personal models" in result.stdout
+    assert result.stdout.count("For comparison, always the most frequent class: ") == 1
     assert result.stdout.splitlines()[-1] == f"Run folder: {folder.path}"
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fedala.metrics import ACCURACY, MSE
-from fedala.report.headline import format_figure, rank_means
+from fedala.report.headline import describe_majority, format_figure, rank_means
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,8 @@ def test_means_that_look_the_same_share_their_rank():
     ranks = rank_means(ACCURACY, means)
     assert [ranks[mean] for mean in means] == [3, 1, 1, 2, 4]
     assert rank_means(MSE, [2.0, 0.5]) == {2.0: 2, 0.5: 1}
+
+
+def test_runs_with_other_shares_have_the_least_and_the_most():
+    assert describe_majority([0.25, 0.25]) == "always the most frequent class: 25.00 %"
+    assert describe_majority([0.5, 0.25, 0.3]) == "always the most frequent class: 25.00 to 50.00 %"

@@ -120,7 +120,9 @@ def test_a_folder_that_cannot_be_reported_is_one_sentence(tmp_path, make, says):
 @pytest.mark.parametrize(
     "value", [None, True, -1, 0.5, 2**62, "x\n<b>", [], [[1]], {}, {"a": {"b": [None]}}]
 )
-@pytest.mark.parametrize("key", ["methods", "seconds", "command", "versions", "data"])
+@pytest.mark.parametrize(
+    "key", ["methods", "seconds", "command", "versions", "data", "majority_share"]
+)
 def test_a_summary_of_other_types_is_shown_as_text(tmp_path, key, value):
     folder = made_up(tmp_path / "run")
     for summary in (

@@ -4,7 +4,14 @@ import html
 from pathlib import Path
 
 from fedala.errors import printable
-from fedala.report.headline import HEADLINES, SCORES, count_things, format_figure, join_words
+from fedala.report.headline import (
+    HEADLINES,
+    SCORES,
+    count_things,
+    describe_majority,
+    format_figure,
+    join_words,
+)
 from fedala.runs.results import RunResult, find_leaders
 
 #: The most methods of a table, and letters of a name.
@@ -52,6 +59,8 @@ def _make_notes(result: RunResult, message: str) -> list[str]:
         best = f"the {metric.superlative} {metric.title} {meaning}"
         is_tie = len(leaders) > 1
         notes.append(f"{titles} are equal: {best}." if is_tie else f"{titles} has {best}.")
+    if result.majority_share is not None:
+        notes.append(f"For comparison, {describe_majority([result.majority_share])}.")
     return [*notes, *([message] if message else [])]
 
 

@@ -21,6 +21,7 @@ from fedala.ranks.lead import Leader, join_ranks, serve
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
 from fedala.report.gains import describe_gains
+from fedala.report.headline import describe_majority
 from fedala.report.progress_bars import ProgressBars
 from fedala.runs.build import build_simulation
 from fedala.runs.config import Config
@@ -316,6 +317,8 @@ def _show(result: RunResult) -> None:
         f"The {metric.title} is that of the initialised personal models, before they train "
         f"({formula} / Σ samples)."
     )
+    if result.majority_share is not None:
+        print(f"For comparison, {describe_majority([result.majority_share])}.")
     print("The best round is picked on test data, as in the paper.")
     print(MEANING)
     if config.holdout_clients is not None:

@@ -1,11 +1,11 @@
 """The headline of a method: which figure a table shows, how it is written, and which is better."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedala.metrics import Metric
+from fedala.metrics import ACCURACY, Metric
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ def join_words(words: Sequence[str]) -> str:
 def count_things(number: object, noun: str) -> str:
     """Return a number with its noun in the singular or the plural."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def describe_majority(shares: Collection[float]) -> str:
+    """Return what a model scores that always answers with one class: the least and the most."""
+    texts = dict.fromkeys(map(ACCURACY.format, (min(shares), max(shares))))
+    return f"always the most frequent class: {' to '.join(texts)}{ACCURACY.unit}"
 
 
 def has_number(figure: Mapping[str, Any]) -> bool:

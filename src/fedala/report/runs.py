@@ -96,6 +96,12 @@ class Run:
         """What the scores of all methods measure."""
         return next(iter(self.results.values())).metric
 
+    @property
+    def majority_share(self) -> float | None:
+        """Return the share of the most frequent class in the test samples, if it is recorded."""
+        share = self.summary.get("majority_share")
+        return share if isinstance(share, float) and 0 <= share <= 1 else None
+
     def last_round(self, method: str) -> int:
         """Return the last round of a method that was evaluated, in all of its runs."""
         last: dict[int, int] = {}

@@ -63,7 +63,7 @@ def execute(
                 "Only the models of the last evaluation are saved, because those of the best one "
                 "take much memory, or do not fit on the disk: --save-best saves them as well."
             )
-    result = RunResult(plan.config, {}, out, plan.federation.client_names)
+    result = RunResult(plan.config, {}, out, plan.federation.client_names, plan.majority_share)
     began = time.time()
     with ExitStack() as stack:
         stack.enter_context(use_device(plan.device))

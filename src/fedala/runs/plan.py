@@ -29,6 +29,7 @@ from fedala.lanes.parameters import model_state
 from fedala.lanes.task import Task
 from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, ServerRound, import_methods
+from fedala.metrics import ACCURACY
 from fedala.models import build_model
 from fedala.runs.all_methods import keep_possible, names_all
 from fedala.runs.changed_defaults import name_present_defaults
@@ -103,6 +104,17 @@ class Plan:
     @property
     def methods(self) -> list[Method]:
         return [member.method for member in self.members]
+
+    @property
+    def majority_share(self) -> float | None:
+        """The share of the most frequent class among the clients' test samples.
+
+        None if the score is not an accuracy, or if the samples are not here.
+        """
+        rows = np.concatenate(self.federation.known.test)
+        if self.loss.metric != ACCURACY or not len(rows):
+            return None
+        return float(np.bincount(self.federation.dataset.y.numpy()[rows]).max() / len(rows))
 
     def for_group(self, group: Group) -> "Plan":
         """Return the plan of one group alone. It has the swept options of the first member."""

@@ -120,12 +120,14 @@ def summarize(plan: Plan, result: RunResult, seconds: float) -> dict[str, Any]:
     """Return the content of `summary.json`."""
     sweeps = find_sweeps(result.config.sweep, result.methods)
     values = {member.label: hyperparameters(member.method) for member in plan.members}
+    share = result.majority_share
     return {
         "methods": {
             label: {**summary, "hyperparameters": values[label]}
             for label, summary in result.summaries().items()
         },
         **({"sweep": {one.method: one.summary() for one in sweeps}} if sweeps else {}),
+        **({"majority_share": share} if share is not None else {}),
         "note": "best: the best round, picked on test data as in the paper; final: the last round",
         "rounds": result.config.rounds,
         "seeds": result.config.seeds,

@@ -331,6 +331,8 @@ class RunResult:
     folder: Path | None = None
     client_names: tuple[str, ...] = ()
     """By client; empty if the data do not name them."""
+    majority_share: float | None = None
+    """What a model scores that always answers with the most frequent class of the test samples."""
 
     def summaries(self) -> dict[str, dict[str, Any]]:
         """Return the summary of each method."""
