@@ -2,15 +2,15 @@
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
-from fedala import run
-from fedala.data import load
+from fedala.cli.app import app as cli
 
 ROOT = Path(__file__).parent.parent
 #: Fewer steps than by default: what is shown is of the same kind.
@@ -72,10 +72,14 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     exec(second.replace("rounds=10", f"rounds=1, {QUICK}"), scope)
     assert set(scope["result"].models) >= {(0, None), (0, 7)}
     monkeypatch.chdir(tmp_path)
-    digits = load("digits")
-    np.savez("new.npz", x=digits.x[:20].numpy(), y=digits.y[:20].numpy())
-    quick = {"rounds": 1, "batch_size": 100, "set": {"fedala.max_epochs": 2}}
-    run(method="fedala", dataset="digits", clients=8, out="runs/mine", **quick)
-    exec(third, scope)
-    assert len(scope["trained"].predict("new.npz", client=7)) == 20
+    exec(third.replace("rounds=10", f"rounds=1, clients=8, {QUICK}"), scope)
+    assert len(scope["trained"].predict("new.npz", client=7)) == 200
     assert Path("model.safetensors").is_file()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    after = text.split("## After training")[1].split("\n## ")[0]
+    first, *commands = re.findall(r"^    fedala (.*)$", after, re.MULTILINE)
+    quick = "--rounds 1 --clients 8 --batch-size 100 --set fedala.max_epochs=2"
+    assert len(commands) == 4
+    for command in (f"{first} {quick}", *commands):
+        found = CliRunner().invoke(cli, shlex.split(command), prog_name="fedala")
+        assert found.exit_code == 0, found.output

@@ -15,9 +15,9 @@ app = typer.Typer()
 
 @app.command(
     epilog=keep_lines("""Examples:
-  fedala onboard runs/mine --data new.npz
-  fedala onboard runs/mine --data new.npz --method fedala --epochs 0,1,5,20
-  fedala onboard runs/mine --data clinics.npz --out models    # several""")
+  fedala onboard runs/mine --method fedala --data new.npz
+  fedala onboard runs/mine --method fedala --data new.npz --epochs 0,1,5,20
+  fedala onboard runs/one-method --data clinics.npz --out models    # several""")
 )
 def onboard(
     run: Annotated[Path, typer.Argument(help="the run folder", metavar="DIR")],

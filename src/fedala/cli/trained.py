@@ -61,9 +61,9 @@ RunData = Annotated[
 
 @app.command(
     epilog=keep_lines("""Examples:
-  fedala predict runs/mine --client 7 --data new.npz
-  fedala predict runs/mine --client 7 --data photos/ --out predictions.csv
-  fedala predict runs/mine --global --data new.csv --method fedala --best""")
+  fedala predict runs/mine --method fedala --client 7 --data new.npz
+  fedala predict runs/one-method --client 7 --data photos/ --out answers.csv
+  fedala predict runs/mine --method fedala --global --data new.csv --best""")
 )
 def predict(
     run: Run,
@@ -113,8 +113,8 @@ def predict(
 
 @app.command(
     epilog=keep_lines("""Examples:
-  fedala evaluate runs/mine --data new.npz              # all personal models and the global one
-  fedala evaluate runs/mine --data new.npz --client 7""")
+  fedala evaluate runs/mine --method fedala --data new.npz    # all models
+  fedala evaluate runs/mine --method fedala --data new.npz --client 7""")
 )
 def evaluate(
     run: Run,
@@ -157,9 +157,9 @@ def evaluate(
 
 @app.command(
     epilog=keep_lines("""Examples:
-  fedala export runs/mine --client 7 --out model.safetensors    # weights
-  fedala export runs/mine --client 7 --out model.pt2            # for torch.export.load
-  fedala export runs/mine --global --out model.onnx             # for any ONNX runtime""")
+  fedala export runs/mine --method fedala --client 7 --out model.safetensors    # weights
+  fedala export runs/mine --method fedala --client 7 --out model.pt2  # for torch.export.load
+  fedala export runs/mine --method fedala --global --out model.onnx   # for any ONNX runtime""")
 )
 def export(
     run: Run,
