@@ -12,6 +12,7 @@ from fedala.data.columns import LABELS, find
 from fedala.data.csv_files import read_rows
 from fedala.data.images import read_plain_images
 from fedala.data.tables import read_parquet_columns
+from fedala.data.tabular import refuse_word
 from fedala.errors import UserError, printable
 from fedala.io.untrusted import read_file
 
@@ -194,10 +195,7 @@ def encode_table(
     for column, words in known.items():
         for row, value in enumerate(table[column]):
             if str(value).strip() not in words:
-                raise UserError(
-                    f"{where[row]}: the word {printable(str(value), 100)!r} of the column {column} "
-                    f"was not there in training; it had {_list(sorted(words))}."
-                )
+                refuse_word(where[row], str(value), column, sorted(words))
     return x
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, stack
 
+from fedala.data.tabular import refuse_word
 from fedala.errors import UserError, printable, spreadsheet_safe
 
 
@@ -50,12 +51,14 @@ def name_numbers(
 def order_features(x: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:
     """Return the columns of a table in the order that they have in a run.
 
-    A column `colour=red` is 0 for data that have the column colour, and never the word red.
+    A column `colour=red` is 0 for data that have the column colour, and never the word red. A
+    sample with a word that the run does not have is refused.
     """
     if not wanted or not names or tuple(names) == tuple(wanted) or x.ndim != 2:
         return x
     place = {name: i for i, name in enumerate(names)}
     words = {name.partition("=")[0] for name in names if "=" in name}
+    _refuse_new_words(x, names, wanted)
     columns = []
     for name in wanted:
         if name not in place and not ("=" in name and name.partition("=")[0] in words):
@@ -65,3 +68,17 @@ def order_features(x: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Te
             )
         columns.append(x[:, place[name]] if name in place else x.new_zeros(len(x)))
     return stack(columns, 1)
+
+
+def _refuse_new_words(x: Tensor, names: Sequence[str], wanted: Sequence[str]) -> None:
+    """Refuse a sample that has a word of a column which the run has without this word."""
+    known: dict[str, list[str]] = {}
+    for name in wanted:
+        column, sign, word = name.partition("=")
+        if sign:
+            known.setdefault(column, []).append(word)
+    for place, name in enumerate(names):
+        column, _, word = name.partition("=")
+        rows = x[:, place].nonzero()
+        if column in known and name not in wanted and len(rows):
+            refuse_word(f"The data, sample {int(rows[0])}", word, column, known[column])

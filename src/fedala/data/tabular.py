@@ -4,7 +4,7 @@ import math
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -139,6 +139,14 @@ def refuse_missing(columns: Sequence[ColumnReader]) -> None:
         f"{first.where}: {total:,} missing {values}: {listed}; the first in {row} "
         f"{first.first_missing}, column {first.name}. Drop the {row}s or fill the values first, or "
         "leave columns out with --drop-columns."
+    )
+
+
+def refuse_word(where: str, word: str, column: str, known: Sequence[str]) -> NoReturn:
+    """Refuse a word of a column that a run has without it."""
+    raise UserError(
+        f"{where}: the word {printable(word, 100)!r} of the column {column} was not there in "
+        f"training; it had {list_names(sorted(known))}."
     )
 
 

@@ -26,7 +26,7 @@ from fedala.runs.server_state import FinishedRun
 def make_federation(finished: FinishedRun, data: Any, first: int) -> Federation:
     """Return the newcomers as the clients from a number on; the ones before have no samples."""
     if isinstance(data, Federation):
-        own, dataset = data, data.dataset
+        own, dataset = data, _match_features(data.dataset, finished.folder.preprocessing())
     else:
         dataset = _load(finished, data)
         own = _divide(dataset, finished.config, first)
@@ -66,16 +66,22 @@ def _load(finished: FinishedRun, data: Any) -> Dataset:
 
 def _match(data: Dataset, names: tuple[str, ...], fed: Preprocessing | None) -> Dataset:
     """Return a dataset with the numbers that its words, columns and classes have in the run."""
+    data = _match_features(data, fed)
+    if data.kind != "classes":
+        return data
+    y = match_classes(data.y.numpy(), data.class_names, names, data.name)
+    return replace(data, y=torch.from_numpy(y), classes=len(names), class_names=names)
+
+
+def _match_features(data: Dataset, fed: Preprocessing | None) -> Dataset:
+    """Return a dataset with the numbers that its words and columns have in the run."""
     if fed and fed.tokens and data.tokens:
         x = fit_ids(data.x, data.tokens, fed.tokens, fed.shape[0])
         data = replace(data, x=x, tokens=fed.tokens, vocabulary=fed.vocabulary)
     elif fed and fed.feature_names and data.feature_names:
         x = order_features(data.x, data.feature_names, fed.feature_names)
         data = replace(data, x=x, feature_names=fed.feature_names)
-    if data.kind != "classes":
-        return data
-    y = match_classes(data.y.numpy(), data.class_names, names, data.name)
-    return replace(data, y=torch.from_numpy(y), classes=len(names), class_names=names)
+    return data
 
 
 def _divide(dataset: Dataset, config: Config, first: int) -> Federation:

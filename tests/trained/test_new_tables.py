@@ -1,0 +1,87 @@
+"""Tables that come later: onboarding, prediction and evaluation read them as the run did."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import fedala
+from fedala.cli.app import app
+from fedala.errors import UserError
+
+NAMES = "age,pressure,diag,ward,grade,died,hospital"
+NEW = [
+    "61,120.5,A1,east,1,0,new",
+    "42,131,B2,west,x,1,new",
+    "75,118,B2,west,2,1,new",
+    "33,127.25,A1,east,y,0,new",
+]
+
+
+def write(path, rows, names=NAMES):
+    path.write_text("\n".join([names, *rows]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Train on a table of numbers and words: some words of the column grade look like numbers."""
+    place = tmp_path_factory.mktemp("tables")
+    random = np.random.default_rng(0)
+    rows = [
+        f"{random.integers(20, 90)},{random.normal(120, 9):.2f},{['A1', 'B2', 'C3'][i % 3]},"
+        f"{['east', 'west'][i % 2]},{'12xyz'[i % 5]},{int(i % 3 == 1)},{'nse'[i % 4 % 3]}"
+        for i in range(60)
+    ]
+    fedala.run(
+        dataset=write(place / "train.csv", rows),
+        label_column="died",
+        clients_by="hospital",
+        method="ditto",
+        rounds=1,
+        device="cpu",
+        normalize="standard",
+        out=place / "run",
+    )
+    return place / "run"
+
+
+def ask_all(folder, data):
+    """Return what onboarding, prediction and evaluation of some data are."""
+    trained = fedala.load(folder)
+    return [
+        lambda: fedala.onboard(folder, data, epochs=0, device="cpu"),
+        lambda: trained.predict(data, 0),
+        lambda: trained.evaluate(data, 0),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["path", "dataset", "federation"])
+def test_a_word_that_was_not_there_in_training_is_refused_in_one_sentence(folder, tmp_path, kind):
+    rows = [f"{40 + i},120,{'A1' if i else 'Z99'},east,x,{i % 2},{'nse'[i % 3]}" for i in range(36)]
+    path = data = write(tmp_path / "new.csv", rows)
+    if kind != "path":
+        data = fedala.data.load(str(path), label_column="died", clients_by="hospital")
+    if kind == "federation":
+        data = fedala.data.federate(data)
+    sentence = "the word 'Z99' of the column diag was not there in training; it had A1, B2, C3"
+    onboard, predict, evaluate = ask_all(folder, data)
+    for ask in (onboard, evaluate) if kind == "federation" else (onboard, predict, evaluate):
+        with pytest.raises(UserError, match=sentence):
+            ask()
+    if kind == "path":
+        answer = CliRunner().invoke(app, ["onboard", str(folder), "--data", str(data)])
+        assert answer.exit_code == 2
+
+
+def test_the_columns_of_a_federation_are_found_by_their_names(folder, tmp_path):
+    rows = [f"{40 + i},120,{'ABC'[i % 3]}{i % 3 + 1},east,x,{i % 2},new" for i in range(36)]
+    path = write(tmp_path / "new.csv", rows)
+    data = fedala.data.load(str(path), label_column="died", clients_by="hospital")
+    other = replace(data, x=data.x.flip(1), feature_names=data.feature_names[::-1])
+    found = [
+        fedala.onboard(folder, fedala.data.federate(one), epochs=0, device="cpu").clients[0].losses
+        for one in (data, other)
+    ]
+    assert found[0] == found[1]
