@@ -110,7 +110,7 @@ def test_a_table_is_read_by_the_names_of_its_columns():
     found = Preprocessing.of(dataset, FIVE)
     table = pd.DataFrame(raw, columns=list(names)).assign(other="x")[["other", *reversed(names)]]
     assert torch.equal(found.prepare(table), found.prepare(raw))
-    with pytest.raises(UserError, match="no column 'c'"):
+    with pytest.raises(UserError, match="no column c: its columns are other"):
         found.prepare(table.drop(columns="c"))
 
 

@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -11,12 +14,25 @@ from fedala.cli.app import app
 from fedala.errors import UserError
 
 NAMES = "age,pressure,diag,ward,grade,died,hospital"
+#: Too few rows to tell what a column holds.
 NEW = [
     "61,120.5,A1,east,1,0,new",
     "42,131,B2,west,x,1,new",
     "75,118,B2,west,2,1,new",
     "33,127.25,A1,east,y,0,new",
 ]
+
+
+#: The same as the features of the run: age, pressure, diag=A1, …, grade=z.
+ENCODED = np.array(
+    [
+        [61, 120.5, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0],
+        [42, 131, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0],
+        [75, 118, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0],
+        [33, 127.25, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0],
+    ],
+    np.float32,
+)
 
 
 def write(path, rows, names=NAMES):
@@ -30,13 +46,14 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("tables")
     random = np.random.default_rng(0)
     rows = [
-        f"{random.integers(20, 90)},{random.normal(120, 9):.2f},{['A1', 'B2', 'C3'][i % 3]},"
+        f"{i},{random.integers(20, 90)},{random.normal(120, 9):.2f},{['A1', 'B2', 'C3'][i % 3]},"
         f"{['east', 'west'][i % 2]},{'12xyz'[i % 5]},{int(i % 3 == 1)},{'nse'[i % 4 % 3]}"
         for i in range(60)
     ]
     fedala.run(
-        dataset=write(place / "train.csv", rows),
+        dataset=write(place / "train.csv", rows, f"id,{NAMES}"),
         label_column="died",
+        drop_columns="id",
         clients_by="hospital",
         method="ditto",
         rounds=1,
@@ -85,3 +102,59 @@ def test_the_columns_of_a_federation_are_found_by_their_names(folder, tmp_path):
         for one in (data, other)
     ]
     assert found[0] == found[1]
+
+
+def describe_newcomer(folder, data):
+    [client] = fedala.onboard(folder, data, epochs=1, device="cpu").clients
+    return client.train_samples, client.losses
+
+
+def test_a_newcomers_table_is_encoded_as_the_run_encoded_its_own(folder, tmp_path):
+    """Few rows, further columns and few words do not matter: the columns are known."""
+    path = write(tmp_path / "new.csv", NEW)
+    frame = pd.read_csv(path)
+    wider = frame[frame.columns[::-1]].assign(remark=[f"free {i}" for i in range(4)], empty=np.nan)
+    wider.to_csv(tmp_path / "wider.csv")  # with a column that has no name
+    pq.write_table(pa.Table.from_pandas(wider), tmp_path / "wider.parquet")
+    wanted = describe_newcomer(folder, (ENCODED, frame["died"].to_numpy()))
+    assert wanted[0] == 3
+    for data in (
+        path,
+        tmp_path / "wider.csv",
+        tmp_path / "wider.parquet",
+        frame,
+        wider,
+        wider.drop(columns="hospital"),
+        [wider],
+        (wider, wider["died"].to_numpy()),
+        {"new": wider.drop(columns="hospital")},
+    ):
+        assert describe_newcomer(folder, data) == wanted
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_one_row_is_enough(folder, tmp_path, place):
+    path = write(tmp_path / "new.csv", [NEW[place]])
+    [client] = fedala.onboard(folder, path, epochs=0, device="cpu").clients
+    trained = fedala.load(folder)
+    given = (ENCODED[[place]], [NEW[place].split(",")[5]])
+    assert client.name == "new"
+    assert (client.train_samples, client.test_samples) == (0, 1)
+    assert trained.evaluate(path, 0) == trained.evaluate(given, 0)
+
+
+def test_a_column_of_words_may_hold_numbers_alone(folder, tmp_path):
+    rows = ["61,120.5,A1,east,1,0,new", "61,120.5,A1,east,2,0,new"] * 4
+    path = write(tmp_path / "new.csv", rows)
+    frame = pd.read_csv(path)
+    assert frame["grade"].dtype.kind == "i"
+    pq.write_table(pa.Table.from_pandas(frame), tmp_path / "new.parquet")
+    x = np.repeat(ENCODED[:1], 8, axis=0)
+    x[1::2, 7:9] = 0, 1
+    wanted = describe_newcomer(folder, (x, np.zeros(8, int)))
+    for data in (path, tmp_path / "new.parquet", frame, frame.astype({"grade": float})):
+        assert describe_newcomer(folder, data) == wanted
+    trained = fedala.load(folder)
+    wanted = trained.predict(x, 0, probabilities=True)
+    for data in (path, tmp_path / "new.parquet", frame, frame.astype({"grade": float})):
+        assert np.array_equal(trained.predict(data, 0, probabilities=True), wanted)

@@ -145,7 +145,7 @@ def test_a_table_is_read_by_the_names_of_its_columns(tables, tmp_path):
     for old, new, sentence in (
         ("height", "size", "no column height: its columns are weight, other"),
         ("blue", "green", r"line 3: the word 'green' of the column colour .* it had blue, red"),
-        ("160", "tall", r"line 3, column height: 'tall' is not a number"),
+        ("160", "tall", r"line 3: 'tall' in the column height is not a number"),
     ):
         (tmp_path / "bad.csv").write_text(text.replace(old, new))
         with pytest.raises(UserError, match=sentence):

@@ -35,6 +35,8 @@ class Wanted(NamedTuple):
     """Columns that are not read."""
     is_regression: bool = False
     """Whether labels that are whole numbers are numbers to predict, and not classes."""
+    features: tuple[str, ...] = ()
+    """Those of a run that the table is further data for: no other columns are features."""
 
     @property
     def has_names(self) -> bool:
@@ -101,15 +103,36 @@ def assign_roles(
 ) -> Roles:
     """Tell which column of a table says what."""
     names = drop_columns(names, wanted, where)
-    label = _find_named(wanted.label, labels, names, where, "label_column")
-    free = [name for name in names if name != label]
+    features = find_columns(wanted.features, names, where)
+    free = [name for name in names if name not in features]
+    label = _find_named(wanted.label, labels, free, where, "label_column")
+    free = [name for name in free if name != label]
     if label and wanted.clients and find([wanted.clients], [label]) and wanted.clients not in free:
         raise UserError(f"{where}: the column {label} cannot be both the label and the clients.")
     clients = _find_named(wanted.clients, CLIENTS, free, where, "clients_by")
     free = [name for name in free if name != clients]
     split = find(SPLITS, free)
     free = [name for name in free if name != split]
+    if features:
+        return Roles(label, None, clients, split, tuple(features))
     return Roles(label, find(inputs, free), clients, split, tuple(free))
+
+
+def find_columns(features: Sequence[str], names: Sequence[str], where: str) -> list[str]:
+    """Return the columns that a run has made its features of: `colour=red` is of colour."""
+    columns = dict.fromkeys(_column_of(feature, names) for feature in features)
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise UserError(
+            f"{where} has no column {printable(missing[0], 100)}: its columns are "
+            f"{printable(', '.join(names), 200) or 'none'}."
+        )
+    return list(columns)
+
+
+def _column_of(feature: str, names: Sequence[str]) -> str:
+    column = feature.partition("=")[0]
+    return feature if feature in names or column not in names else column
 
 
 def drop_columns(names: Sequence[str], wanted: Wanted, where: str) -> list[str]:

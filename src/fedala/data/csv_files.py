@@ -12,13 +12,8 @@ import torch
 
 from fedala.data.columns import USUAL, Roles, Wanted, assign_roles, describe_clients, parse_parts
 from fedala.data.dataset import RawData
-from fedala.data.tabular import (
-    ColumnReader,
-    describe_classes,
-    encode_features,
-    encode_targets,
-    refuse_missing,
-)
+from fedala.data.known_columns import encode_columns, make_readers
+from fedala.data.tabular import ColumnReader, describe_classes, encode_targets
 from fedala.errors import UserError, first_line
 from fedala.io.untrusted import check_memory, open_file
 
@@ -43,7 +38,7 @@ def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
             "--label-column names another), and it names "
             f"{', '.join(name.lower() for name in names)[:200] or 'nothing'}."
         )
-    columns = _Columns(names, roles, path, is_regression=wanted.is_regression)
+    columns = _Columns(names, roles, path, wanted)
     for line, row in rows:
         columns.add(line, row)
     return columns.finish()
@@ -52,11 +47,8 @@ def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
 class _Columns:
     """The columns of a file, as far as they have been read."""
 
-    def __init__(
-        self, names: list[str], roles: Roles, path: Path, *, is_regression: bool = False
-    ) -> None:
-        self.names, self.roles, self.path = names, roles, path
-        self.is_regression = is_regression
+    def __init__(self, names: list[str], roles: Roles, path: Path, wanted: Wanted) -> None:
+        self.names, self.roles, self.path, self.wanted = names, roles, path, wanted
         self.texts: list[str] = []
         columns = {"label": roles.label, "client": roles.clients, "split": roles.split}
         self.places = {role: names.index(column) for role, column in columns.items() if column}
@@ -64,10 +56,11 @@ class _Columns:
         self.known: dict[str, str] = {}  # one object for each word
         self.features: list[tuple[int, ColumnReader]] = []
         if not roles.input:
-            self._check_header()
+            if not wanted.features:
+                self._check_header()
             check_memory(_TABLE_COST * path.stat().st_size, str(path))
-            for name in roles.features:
-                self.features.append((names.index(name), ColumnReader(name, str(path))))
+            for reader in make_readers(roles.features, str(path), features=wanted.features):
+                self.features.append((names.index(reader.name), reader))
 
     def _check_header(self) -> None:
         for place, name in enumerate(self.names):
@@ -119,15 +112,13 @@ class _Columns:
             notes += roles.describe_unread()
         else:
             readers = [reader for _, reader in self.features]
-            refuse_missing(readers)
-            features = [reader.finish() for reader in readers]
-            table, feature_names, about = encode_features(features, str(path))
+            table, feature_names, about = encode_columns(readers, str(path), self.wanted.features)
             x = torch.from_numpy(table)
             notes += about
         y, class_names = encode_targets(
             values["label"],
             f"{path}: the column {roles.label}",
-            is_regression=self.is_regression,
+            is_regression=self.wanted.is_regression,
             are_of_texts=roles.input is not None,
         )
         return RawData(

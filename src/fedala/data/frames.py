@@ -6,8 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from fedala.data.columns import Wanted, assign_roles, describe_clients, parse_parts
-from fedala.data.tabular import ColumnReader, Feature, encode_features, refuse_missing, to_words
+from fedala.data.columns import (
+    Wanted,
+    assign_roles,
+    describe_clients,
+    find_columns,
+    parse_parts,
+)
+from fedala.data.known_columns import encode_columns, make_readers
+from fedala.data.tabular import to_words
 from fedala.errors import UserError
 
 Array = np.ndarray[Any, Any]
@@ -23,20 +30,23 @@ class Table:
     def __len__(self) -> int:
         return self.rows
 
-    def encode(self, where: str) -> tuple[Array, tuple[str, ...], tuple[str, ...]]:
-        """Return the features as float32 N×D, their names, and sentences about them."""
-        readers = [ColumnReader(name, where, "row") for name in self.columns]
-        features: list[Feature | ColumnReader] = []
-        for reader, values in zip(readers, self.columns.values(), strict=True):
+    def encode(
+        self, where: str, known: Sequence[str] = ()
+    ) -> tuple[Array, tuple[str, ...], tuple[str, ...]]:
+        """Return the features as float32 N×D, their names, and sentences about them.
+
+        With `known`, they are these: those of a run that the table is further data for.
+        """
+        names = find_columns(known, list(self.columns), where) or list(self.columns)
+        readers = make_readers(names, where, "row", known)
+        for reader in readers:
+            values = self.columns[reader.name]
             if values.dtype.kind == "f":
-                features.append(reader.finish_numbers(values))
+                reader.add_numbers(values)
                 continue
             for place, value in enumerate(values.tolist()):
                 reader.add(str(value), place)
-            features.append(reader)
-        refuse_missing(readers)
-        done = [one.finish() if isinstance(one, ColumnReader) else one for one in features]
-        return encode_features(done, where)
+        return encode_columns(readers, where, known)
 
 
 class Frame:

@@ -88,19 +88,19 @@ def make_dataset(
         raise UserError(
             "label_column, clients_by and drop_columns are for a pandas DataFrame with its labels."
         )
-    dataset = build_dataset(name, _to_raw(part, name, is_regression=is_regression))
+    dataset = build_dataset(name, _to_raw(part, name, columns))
     return replace(dataset, vocabulary=part.vocabulary) if part.vocabulary else dataset
 
 
 def make_raw(data: Any, name: str, columns: Wanted = USUAL) -> RawData:
     """Read what `make_dataset` takes; its words and classes are not yet numbers."""
-    return _to_raw(_read(data, name, columns), name, is_regression=columns.is_regression)
+    return _to_raw(_read(data, name, columns), name, columns)
 
 
-def _to_raw(part: _Part, name: str, *, is_regression: bool) -> RawData:
-    notes, feature_names = part.notes, part.feature_names
+def _to_raw(part: _Part, name: str, columns: Wanted) -> RawData:
+    notes, feature_names, is_regression = part.notes, part.feature_names, columns.is_regression
     if isinstance(part.x, Table):
-        features, feature_names, about = part.x.encode(name)
+        features, feature_names, about = part.x.encode(name, columns.features)
         x: Tensor | list[str] = torch.from_numpy(features)
         notes += about
     else:

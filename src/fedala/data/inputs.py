@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from fedala.data.arrays import read_npz_inputs
-from fedala.data.columns import LABELS, find
+from fedala.data.columns import LABELS, find, find_columns
 from fedala.data.csv_files import read_rows
 from fedala.data.images import read_plain_images
+from fedala.data.known_columns import encode_columns, make_readers
 from fedala.data.tables import read_parquet_columns
-from fedala.data.tabular import refuse_word
 from fedala.errors import UserError, printable
 from fedala.io.untrusted import read_file
 
@@ -61,24 +61,11 @@ class Columns(NamedTuple):
             if text is None:
                 raise UserError(f"{where} has no column text: its columns are {_list(names)}.")
             return [text]
-        wanted = dict.fromkeys(column_of(feature, names) for feature in self.features)
-        missing = [name for name in wanted if name not in names]
-        if missing:
-            raise UserError(
-                f"{where} has no column {printable(missing[0], 100)}: its columns are "
-                f"{_list(names)}."
-            )
-        return list(wanted)
+        return find_columns(self.features, names, where)
 
 
 def _list(names: Sequence[str]) -> str:
     return printable(", ".join(names), 200) or "none"
-
-
-def column_of(feature: str, names: Sequence[str]) -> str:
-    """Return the column that a feature is made of."""
-    column = feature.partition("=")[0]
-    return feature if feature in names or column not in names else column
 
 
 def is_table(path: Path) -> bool:
@@ -157,8 +144,7 @@ def _read_csv(path: Path, columns: Columns) -> Inputs:
     if not columns.features:
         return Inputs([text for [text] in values], labels=labels)
     table = {name: [row[place] for row in values] for place, name in enumerate(wanted)}
-    where = [f"{path}, line {line}" for line in lines]
-    return Inputs(encode_table(table, columns.features, where), labels=labels)
+    return Inputs(_encode(table, columns.features, str(path), "line", lines), labels=labels)
 
 
 def _read_parquet(path: Path, columns: Columns, resize: int | None) -> Inputs:
@@ -173,36 +159,19 @@ def _read_parquet(path: Path, columns: Columns, resize: int | None) -> Inputs:
     if x is not None:
         return Inputs(x, labels=labels)
     count = len(next(iter(table.values()), []))
-    where = [f"{path}, row {row}" for row in range(count)]
-    return Inputs(encode_table(table, columns.features, where), labels=labels)
+    return Inputs(_encode(table, columns.features, str(path), "row", range(count)), labels=labels)
 
 
-def encode_table(
-    table: Mapping[str, Sequence[Any]], features: Sequence[str], where: Sequence[str]
+def _encode(
+    table: Mapping[str, Sequence[Any]],
+    features: Sequence[str],
+    where: str,
+    row: str,
+    places: Sequence[int],
 ) -> Array:
     """Return the features of a table as the run had them, N×D."""
-    x = np.empty((len(where), len(features)))
-    known: dict[str, set[str]] = {}
-    for place, feature in enumerate(features):
-        column = column_of(feature, list(table))
-        if column == feature:
-            for row, value in enumerate(table[column]):
-                x[row, place] = _read_number(value, f"{where[row]}, column {column}")
-            continue
-        word = feature.partition("=")[2]
-        known.setdefault(column, set()).add(word)
-        x[:, place] = [str(value).strip() == word for value in table[column]]
-    for column, words in known.items():
-        for row, value in enumerate(table[column]):
-            if str(value).strip() not in words:
-                refuse_word(where[row], str(value), column, sorted(words))
-    return x
-
-
-def _read_number(value: Any, where: str) -> float:
-    text = str(value).strip()
-    truth = {"true": 1.0, "false": 0.0}.get(text.lower())
-    try:
-        return float(text) if truth is None else truth
-    except ValueError:
-        raise UserError(f"{where}: {printable(text, 100)!r} is not a number.") from None
+    readers = make_readers(list(table), where, row, features)
+    for reader in readers:
+        for place, value in zip(places, table[reader.name], strict=True):
+            reader.add("" if value is None else str(value), place)
+    return encode_columns(readers, where, features)[0]

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedala.data.columns import find_columns
 from fedala.data.dataset import Dataset
+from fedala.data.frames import make_table
 from fedala.data.images import fit_images
-from fedala.data.inputs import column_of, encode_table
 from fedala.data.text import encode_texts
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import parse_json
@@ -191,22 +192,12 @@ class Preprocessing:
 
     def _choose_columns(self, table: Any) -> Any:
         """Return the columns of a table that are features, in the order of the model's."""
-        names = list(self.feature_names)
-        if not names:
+        if not self.feature_names:
             return table.to_numpy()
         present = [str(name) for name in table.columns]
-        used = [column_of(name, present) for name in names]
-        missing = [name for name in used if name not in present]
-        if missing:
-            raise UserError(
-                f"The table has no column {missing[0]!r}; the features of this model are "
-                f"{', '.join(names)}."
-            )
-        chosen = table.iloc[:, [present.index(name) for name in dict.fromkeys(used)]]
-        if used == names and all(kind.kind in "iuf" for kind in chosen.dtypes):
-            return chosen.to_numpy()
-        columns = {str(name): values.tolist() for name, values in chosen.items()}
-        return encode_table(columns, names, [f"The table, row {row}" for row in range(len(table))])
+        used = find_columns(self.feature_names, present, "The table")
+        chosen = table.iloc[:, [present.index(name) for name in used]]
+        return make_table(chosen, "The table").encode("The table", self.feature_names)[0]
 
     def _check_shape(self, shape: tuple[int, ...], what: str) -> None:
         if tuple(shape) != self.shape:

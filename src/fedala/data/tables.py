@@ -22,15 +22,8 @@ from fedala.data.columns import (
 )
 from fedala.data.dataset import RawData, encode_labels
 from fedala.data.images import decode_images
-from fedala.data.tabular import (
-    ColumnReader,
-    Feature,
-    describe_classes,
-    encode_features,
-    encode_targets,
-    refuse_missing,
-    to_words,
-)
+from fedala.data.known_columns import encode_columns, make_readers
+from fedala.data.tabular import ColumnReader, describe_classes, encode_targets, to_words
 from fedala.errors import UserError, first_line, import_optional
 from fedala.io.image_files import ImageSource
 from fedala.io.untrusted import check_expansion, check_memory, open_file
@@ -228,7 +221,10 @@ def _merge(
     read = [name for name in (roles.input, roles.label, roles.clients, roles.split) if name]
     try:
         content = {name: _values(tables, name, where, stored) for name in read}
-        features = [] if roles.input else _read_features(tables, roles.features, where, stored)
+        readers = []
+        if not roles.input:
+            readers = make_readers(roles.features, where, "row", wanted.features)
+            _read_features(tables, readers, where, stored)
     except UserError:
         raise
     except Exception as error:  # two columns of one name, text that is not UTF-8, wrong dates, …
@@ -246,7 +242,7 @@ def _merge(
         raw = raw._replace(clients=owners, notes=(describe_clients(roles.clients, owners),))
     raw = raw._replace(split=_find_split(tables, parts, roles, content, where))
     if not roles.input:
-        x, feature_names, notes = encode_features(features, where)
+        x, feature_names, notes = encode_columns(readers, where, wanted.features)
         raw = raw._replace(x=torch.from_numpy(x), feature_names=feature_names)
         raw = raw._replace(notes=(*raw.notes, *notes))
         targets = None
@@ -292,20 +288,17 @@ def _read_inputs(
 
 
 def _read_features(
-    tables: list[Any], names: Sequence[str], where: str, stored: int | None
-) -> list[Feature]:
+    tables: list[Any], readers: Sequence[ColumnReader], where: str, stored: int | None
+) -> None:
     """Read columns of numbers, and of a few words."""
     from pyarrow import types
 
-    check_memory(8 * len(names) * sum(table.num_rows for table in tables), where)
-    features: list[Feature | ColumnReader] = []
-    readers = []
-    for name in names:
+    check_memory(8 * len(readers) * sum(table.num_rows for table in tables), where)
+    for column in readers:
+        name = column.name
         kinds = [table.schema.field(name).type for table in tables]
-        column = ColumnReader(name, where, "row")
-        readers.append(column)
         if all(types.is_integer(k) or types.is_floating(k) or types.is_boolean(k) for k in kinds):
-            features.append(column.finish_numbers(_read_numbers(tables, name)))
+            column.add_numbers(_read_numbers(tables, name))
             continue
         for row, value in enumerate(_values(tables, name, where, stored)):
             if not isinstance(value, str | bool | int | float | None):
@@ -314,9 +307,6 @@ def _read_features(
                     f"few different words: leave it out with --drop-columns {name}."
                 )
             column.add("" if value is None else str(value), row)
-        features.append(column)
-    refuse_missing(readers)
-    return [one.finish() if isinstance(one, ColumnReader) else one for one in features]
 
 
 def _read_numbers(tables: list[Any], name: str) -> "np.ndarray[Any, Any]":

@@ -41,6 +41,8 @@ class ColumnReader:
     They count as numbers if at least half of them are. `row` says how messages call a place.
     """
 
+    may_be_dropped = True
+
     def __init__(self, name: str, where: str, row: str = "line") -> None:
         self.name, self.where, self.row = name, where, row
         self.numbers, self.codes = array("d"), array("h")
@@ -50,11 +52,12 @@ class ColumnReader:
         self.commas = 0  # numbers with a decimal comma
         self.missing = 0
         self.first_missing: int | None = None
+        self.given: Array | None = None
 
     def add(self, text: str, place: int) -> None:
         """Add the value of a line, or row."""
         text = text.strip()
-        if text.lower() in _MISSING:
+        if is_missing(text):
             self.note_missing(place)
             return
         number = parse_number(text)
@@ -78,17 +81,19 @@ class ColumnReader:
         self.missing += count
         self.first_missing = place if self.first_missing is None else self.first_missing
 
-    def finish_numbers(self, values: Array) -> Feature:
-        """Return a column that is given as numbers; NaN: missing."""
+    def add_numbers(self, values: Array) -> None:
+        """Take the whole column, which is given as numbers; NaN: missing."""
         missing = np.flatnonzero(np.isnan(values))
         if len(missing):
             self.note_missing(int(missing[0]), len(missing))
         for place in np.flatnonzero(np.isinf(values))[:1].tolist():
             self.add(str(values[place]), place)  # raises
-        return Feature(self.name, values)
+        self.given = values
 
     def finish(self) -> Feature:
         """Return the column as a feature, or raise `UserError` if it is neither kind."""
+        if self.given is not None:
+            return Feature(self.name, self.given)
         if self.first_word is None:
             return Feature(self.name, np.array(self.numbers))
         place, text = self.first_word
@@ -98,10 +103,7 @@ class ColumnReader:
                 "with a decimal comma; write numbers with a decimal point."
             )
         if 2 * self.count >= len(self.numbers):
-            raise UserError(
-                f"{self.where}, {self.row} {place}: {printable(text, 100)!r} in the column "
-                f"{self.name} is not a number."
-            )
+            self.refuse_number()
         if len(self.words) > MOST_WORDS or 2 * len(self.words) > len(self.numbers):
             many = "more than 64" if len(self.words) > MOST_WORDS else str(len(self.words))
             raise UserError(
@@ -112,6 +114,19 @@ class ColumnReader:
                 "clients, use --clients-by."
             )
         return Feature(self.name, np.array(self.codes), tuple(self.words))
+
+    def refuse_number(self) -> NoReturn:
+        """Refuse the first value that is not a number."""
+        place, text = self.first_word or (0, "")
+        raise UserError(
+            f"{self.where}, {self.row} {place}: {printable(text, 100)!r} in the column "
+            f"{self.name} is not a number."
+        )
+
+
+def is_missing(text: str) -> bool:
+    """Tell whether a value says that there is none."""
+    return text.lower() in _MISSING
 
 
 def to_words(values: list[Any], where: str) -> list[str]:
@@ -135,10 +150,12 @@ def refuse_missing(columns: Sequence[ColumnReader]) -> None:
     listed = list_names([f"{column.name} {column.missing:,}" for column in lacking])
     first = min(lacking, key=lambda column: (column.first_missing, columns.index(column)))
     values, row = "value" if total == 1 else "values", first.row
+    advice = f"Drop the {row}s or fill the values first"
+    if first.may_be_dropped:
+        advice += ", or leave columns out with --drop-columns"
     raise UserError(
         f"{first.where}: {total:,} missing {values}: {listed}; the first in {row} "
-        f"{first.first_missing}, column {first.name}. Drop the {row}s or fill the values first, or "
-        "leave columns out with --drop-columns."
+        f"{first.first_missing}, column {first.name}. {advice}."
     )
 
 
@@ -177,7 +194,7 @@ def encode_features(
         if not feature.words:
             with np.errstate(over="ignore"):  # `Dataset` refuses what float32 cannot hold
                 x[:, len(names)] = feature.values
-            names.append(feature.name)
+            names.append(printable(feature.name, 100))
             if _is_numbering(feature.values):
                 notes.append(
                     f"The column {feature.name} looks like a row number; "
@@ -187,12 +204,17 @@ def encode_features(
         ordered = sorted(feature.words)
         for word in ordered:
             x[:, len(names)] = feature.values == feature.words.index(word)
-            names.append(f"{feature.name}={word}")
+            names.append(name_word(feature.name, word))
         notes.append(
             f"The column {feature.name} holds words, each of which becomes a feature of zeros and "
             f"ones: {list_names(ordered)}."
         )
-    return x, tuple(printable(name, 100) for name in names), tuple(notes)
+    return x, tuple(names), tuple(notes)
+
+
+def name_word(column: str, word: str) -> str:
+    """Return the name of the feature that is 1 for a word of a column."""
+    return printable(f"{column}={word}", 100)
 
 
 def _is_numbering(values: Array) -> bool:

@@ -44,13 +44,15 @@ def _load(finished: FinishedRun, data: Any) -> Dataset:
     names = fed.class_names if fed and fed.class_names else finished.class_names
     if isinstance(data, Dataset):
         return _match(data, names, fed)
+    is_regression = config.loss in REGRESSIONS
+    features = fed.feature_names if fed else ()
+    dropped = () if features else config.dropped_columns  # the features say what is read
+    wanted = Wanted(config.clients_by, config.label_column, dropped, is_regression, features)
     known: dict[str, Any] = {
         "tokens": fed.tokens if fed else (),
         "length": fed.shape[0] if fed else LENGTH,
-        "feature_names": fed.feature_names if fed else (),
+        "feature_names": features,
     }
-    is_regression = config.loss in REGRESSIONS
-    wanted = Wanted(config.clients_by, config.label_column, config.dropped_columns, is_regression)
     if isinstance(data, str | Path):
         return load_more(str(data), names, config.resize, wanted, **known)
     if is_frame(data):
@@ -58,7 +60,7 @@ def _load(finished: FinishedRun, data: Any) -> Dataset:
         clients = wanted.clients if wanted.clients in columns else None
         raw = make_raw(data, "The new data", wanted._replace(clients=clients))
     else:
-        raw = make_raw(data, "The new data", Wanted(is_regression=is_regression))
+        raw = make_raw(data, "The new data", wanted._replace(clients=None))
     dataset = build_more("The new data", raw, names, **known)
     is_tokens = dataset.vocabulary is not None and fed is not None
     return replace(dataset, vocabulary=fed.vocabulary) if fed and is_tokens else dataset
