@@ -158,3 +158,47 @@ def test_a_column_of_words_may_hold_numbers_alone(folder, tmp_path):
     wanted = trained.predict(x, 0, probabilities=True)
     for data in (path, tmp_path / "new.parquet", frame, frame.astype({"grade": float})):
         assert np.array_equal(trained.predict(data, 0, probabilities=True), wanted)
+
+
+MISSING = "3 missing values: age 2, ward 1; the first in"
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "frame", "nullable"])
+def test_missing_values_are_counted_by_column(folder, tmp_path, form):
+    frame = pd.read_csv(write(tmp_path / "new.csv", NEW * 2))
+    frame.loc[[2, 5], "age"] = np.nan
+    frame.loc[3, "ward"] = None
+    path = tmp_path / f"holes.{form}"
+    if form == "csv":
+        frame.to_csv(path, index=False)
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pandas(frame), path)
+    data = {"frame": frame, "nullable": frame.convert_dtypes()}.get(form, path)
+    first = "line 4" if form == "csv" else "row 2"
+    asks = ask_all(folder, data)
+    for ask in asks if data is path else asks[:2]:
+        with pytest.raises(UserError, match=f"{MISSING} {first}, column age. Drop the") as error:
+            ask()
+        assert "--drop" not in str(error.value)
+
+
+def test_numbers_that_are_not_finite_are_counted_by_column(folder, tmp_path):
+    trained = fedala.load(folder)
+    x = ENCODED.astype(float)
+    x[1:3, 0], x[0, 1] = np.nan, 1e300
+    with pytest.raises(UserError, match=r"infinite values \(beyond float32\): age 2, pressure 1;"):
+        trained.predict(x, 0)
+    frame = pd.read_csv(write(tmp_path / "new.csv", NEW)).assign(age=[1, 2, np.inf, 4])
+    with pytest.raises(UserError, match="row 2: the column age holds inf; every value must be"):
+        trained.predict(frame, 0)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_missing_label_is_named(folder, tmp_path, ending):
+    frame = pd.read_csv(write(tmp_path / "new.csv", NEW))
+    frame.loc[1, "died"] = np.nan
+    frame.to_csv(tmp_path / "holes.csv", index=False)
+    pq.write_table(pa.Table.from_pandas(frame), tmp_path / "holes.parquet")
+    place = {"csv": "line 3", "parquet": "row 1"}[ending]
+    with pytest.raises(UserError, match=f"holes.{ending}, {place}: the label is empty"):
+        fedala.load(folder).evaluate(tmp_path / f"holes.{ending}", 0)

@@ -140,7 +140,9 @@ def _read_csv(path: Path, columns: Columns) -> Inputs:
             )
         lines.append(line)
         values.append([row[place] for place in places])
-    labels = np.array([row.pop().strip() for row in values]) if label else None
+    labels = None
+    if label:
+        labels = _read_labels([row.pop() for row in values], f"{path}, line", lines)
     if not columns.features:
         return Inputs([text for [text] in values], labels=labels)
     table = {name: [row[place] for row in values] for place, name in enumerate(wanted)}
@@ -155,11 +157,23 @@ def _read_parquet(path: Path, columns: Columns, resize: int | None) -> Inputs:
 
     x, table = read_parquet_columns(path, choose, resize, has_input=not columns.features)
     label = columns.find_label(list(table), str(path))
-    labels = np.array(list(map(str, table.pop(label)))) if label else None
+    labels = None
+    if label:
+        values = table.pop(label)
+        labels = _read_labels(values, f"{path}, row", range(len(values)))
     if x is not None:
         return Inputs(x, labels=labels)
     count = len(next(iter(table.values()), []))
     return Inputs(_encode(table, columns.features, str(path), "row", range(count)), labels=labels)
+
+
+def _read_labels(values: Sequence[Any], where: str, places: Sequence[int]) -> Array:
+    """Return labels as text."""
+    labels = ["" if value is None or value != value else str(value).strip() for value in values]
+    for place, label in zip(places, labels, strict=True):
+        if not label:
+            raise UserError(f"{where} {place}: the label is empty; every sample needs one.")
+    return np.array(labels)
 
 
 def _encode(

@@ -14,6 +14,7 @@ from fedala.data.columns import find_columns
 from fedala.data.dataset import Dataset
 from fedala.data.frames import make_table
 from fedala.data.images import fit_images
+from fedala.data.tabular import list_names
 from fedala.data.text import encode_texts
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import parse_json
@@ -167,7 +168,9 @@ class Preprocessing:
         )
 
     def _prepare_floats(self, raw: Any) -> Tensor:
+        names = self.feature_names
         if hasattr(raw, "columns"):
+            names = names or tuple(map(str, raw.columns))
             raw = self._choose_columns(raw)
         numbers = _to_array(raw)
         if numbers.dtype.kind not in "biuf":
@@ -184,9 +187,10 @@ class Preprocessing:
         with np.errstate(over="ignore", invalid="ignore"):
             numbers = numbers.astype(np.float32)
         if not np.isfinite(numbers).all():
+            columns = _count_not_finite(numbers, names)
             raise UserError(
-                "The input holds NaN or infinite values (beyond float32); every value must be a "
-                "finite number."
+                f"The input holds NaN or infinite values (beyond float32){columns}; every value "
+                "must be a finite number."
             )
         return torch.from_numpy(numbers)
 
@@ -336,6 +340,14 @@ def _to_array(raw: Any) -> Array:
         return np.asarray(raw)
     except ValueError:
         raise UserError("The samples of the input differ in shape: all must have one.") from None
+
+
+def _count_not_finite(numbers: Array, names: Sequence[str]) -> str:
+    """Say how many values of which columns are not finite, if there are columns."""
+    if numbers.ndim != 2 or len(names) != numbers.shape[1]:
+        return ""
+    counts = (~np.isfinite(numbers)).sum(0).tolist()
+    return ": " + list_names([f"{name} {k:,}" for name, k in zip(names, counts, strict=True) if k])
 
 
 def _name(dtype: torch.dtype) -> str:

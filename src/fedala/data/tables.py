@@ -302,9 +302,10 @@ def _read_features(
             continue
         for row, value in enumerate(_values(tables, name, where, stored)):
             if not isinstance(value, str | bool | int | float | None):
+                advice = f": leave it out with --drop-columns {name}" * column.may_be_dropped
                 raise UserError(
                     f"{where}: the column {name} holds {kinds[0]}; a feature must be numbers or a "
-                    f"few different words: leave it out with --drop-columns {name}."
+                    f"few different words{advice}."
                 )
             column.add("" if value is None else str(value), row)
 
