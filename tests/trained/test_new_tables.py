@@ -202,3 +202,40 @@ def test_a_missing_label_is_named(folder, tmp_path, ending):
     place = {"csv": "line 3", "parquet": "row 1"}[ending]
     with pytest.raises(UserError, match=f"holes.{ending}, {place}: the label is empty"):
         fedala.load(folder).evaluate(tmp_path / f"holes.{ending}", 0)
+
+
+def test_a_frame_is_tested_as_the_file_with_the_same_content(folder, tmp_path):
+    """Its label is in the column that the run had, or in the one that is named."""
+    path = write(tmp_path / "new.csv", NEW)
+    frame, trained = pd.read_csv(path), fedala.load(folder)
+    wanted = trained.evaluate((ENCODED, [0, 1, 1, 0]))
+    assert len({one.loss for one in wanted}) > 1
+    for data in (path, frame, frame[frame.columns[::-1]], frame.assign(remark="x", label=None)):
+        assert trained.evaluate(data) == wanted
+    renamed = frame.rename(columns={"died": "dead"})
+    assert trained.evaluate(renamed, label_column="dead") == wanted
+    with pytest.raises(UserError, match="The data has no died: its columns are age, pressure"):
+        trained.evaluate(renamed)
+    frame["died"] = [0, 1, None, 0]
+    with pytest.raises(UserError, match="The data, column died: row 2 holds None"):
+        trained.evaluate(frame)
+
+
+def test_a_frame_of_texts_is_read_by_its_text_column(tmp_path):
+    texts = [f"{'ab'[i % 2]} w{i % 5} x" for i in range(40)]
+    frame = pd.DataFrame({"title": "t", "text": texts, "kind": [f"k{i % 2}" for i in range(40)]})
+    fedala.run(
+        dataset=frame,
+        label_column="kind",
+        clients=2,
+        method="fedavg",
+        rounds=1,
+        device="cpu",
+        out=tmp_path / "run",
+    )
+    trained = fedala.load(tmp_path / "run")
+    wanted = trained.predict(texts, probabilities=True)
+    assert np.array_equal(trained.predict(frame, probabilities=True), wanted)
+    assert trained.evaluate(frame) == trained.evaluate((texts, frame["kind"].tolist()))
+    with pytest.raises(UserError, match="no column text: its columns are title, kind"):
+        trained.predict(frame.drop(columns="text"))

@@ -131,7 +131,8 @@ def evaluate(
     label_column: Annotated[
         str | None,
         typer.Option(
-            help="the column of the labels; without it, label, class, target or y", metavar="NAME"
+            help="the column of the labels; without it, the run's, or label, class, target or y",
+            metavar="NAME",
         ),
     ] = None,
     method: Method = None,

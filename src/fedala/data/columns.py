@@ -17,6 +17,7 @@ CLIENTS = (
 )  # fmt: skip
 SPLITS = ("split", "part")
 LABELS = ("label", "class", "target", "y")
+TEXTS = ("text", "sentence", "content")
 #: How files and columns call the parts, by their position in `PARTS`.
 PART_WORDS = {
     "train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1, "dev": 1, "test": 2,
@@ -116,6 +117,15 @@ def assign_roles(
     if features:
         return Roles(label, None, clients, split, tuple(features))
     return Roles(label, find(inputs, free), clients, split, tuple(free))
+
+
+def find_text(names: Sequence[str], where: str) -> str:
+    """Return the column of the texts."""
+    text = find(TEXTS, names)
+    if text is None:
+        listed = printable(", ".join(names), 200) or "none"
+        raise UserError(f"{where} has no column text: its columns are {listed}.")
+    return text
 
 
 def find_columns(features: Sequence[str], names: Sequence[str], where: str) -> list[str]:

@@ -88,16 +88,21 @@ class Frame:
         return named + self.roles.describe_unread()
 
     def _read_words(self, name: str) -> list[str]:
-        series = self.frame.iloc[:, self.names.index(name)]
-        values = series.astype(object).where(~series.isna(), None).tolist()
-        whole = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
-        return to_words(whole, f"{self.where}, column {name}")
+        return read_words(self.frame, name, self.where)
 
 
 def is_frame(data: Any) -> bool:
     """Tell whether this is a frame of pandas, without importing it."""
     kind = type(data)
     return kind.__name__ == "DataFrame" and kind.__module__.split(".")[0] == "pandas"
+
+
+def read_words(frame: Any, name: str, where: str) -> list[str]:
+    """Return a column as text."""
+    series = frame.iloc[:, list(map(str, frame.columns)).index(name)]
+    values = series.astype(object).where(~series.isna(), None).tolist()
+    whole = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
+    return to_words(whole, f"{where}, column {name}")
 
 
 def make_table(frame: Any, where: str, chosen: Sequence[str] | None = None) -> Table:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedala.data.arrays import read_npz_inputs
-from fedala.data.columns import LABELS, find, find_columns
+from fedala.data.columns import LABELS, find, find_columns, find_text
 from fedala.data.csv_files import read_rows
 from fedala.data.images import read_plain_images
 from fedala.data.known_columns import encode_columns, make_readers
@@ -18,7 +18,6 @@ from fedala.io.untrusted import read_file
 
 _TABLES = (".csv", ".parquet")
 _SUFFIXES = (".npz", *_TABLES)
-_TEXTS = ("text", "sentence", "content")
 _LARGEST_TEXT = 2**24  # bytes of a .txt file
 
 Array = np.ndarray[Any, Any]
@@ -57,10 +56,7 @@ class Columns(NamedTuple):
     def find_inputs(self, names: Sequence[str], where: str) -> list[str]:
         """Return the columns to read, without the label."""
         if not self.features:
-            text = find(_TEXTS, names)
-            if text is None:
-                raise UserError(f"{where} has no column text: its columns are {_list(names)}.")
-            return [text]
+            return [find_text(names, where)]
         return find_columns(self.features, names, where)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedala.data.columns import find_columns
+from fedala.data.columns import find_columns, find_text
 from fedala.data.dataset import Dataset
-from fedala.data.frames import make_table
+from fedala.data.frames import is_frame, make_table, read_words
 from fedala.data.images import fit_images
 from fedala.data.tabular import list_names
 from fedala.data.text import encode_texts
@@ -95,7 +95,8 @@ class Preprocessing:
         """Return the model's input for raw samples, one row for each.
 
         Images are arrays N×C×H×W, N×H×W×C or N×H×W, texts a list of strings or of rows of token
-        ids, and features an array N×…, or a table (DataFrame) with the columns `feature_names`.
+        ids, or a table (DataFrame) with a column of texts, and features an array N×…, or a table
+        with the columns `feature_names`.
         """
         dtype: torch.dtype = getattr(torch, self.precision)
         if self.kind == "texts":
@@ -110,6 +111,9 @@ class Preprocessing:
     def _prepare_texts(self, raw: Any) -> Tensor:
         if isinstance(raw, str):
             raise UserError("A single text was given: put it into a list, as in [text].")
+        if is_frame(raw):
+            names = [str(name) for name in raw.columns]
+            raw = read_words(raw, find_text(names, "The table"), "The table")
         rows = list(raw)
         if not all(isinstance(row, str) for row in rows):
             return self._check_ids(_to_array(rows))

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedala.data import Federation, hold_out_clients
+from fedala.data.frames import is_frame
 from fedala.data.inputs import is_table
 from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError
@@ -246,10 +247,11 @@ class TrainedFederation:
     ) -> Scores:
         """Return what models score on new data, with the metric and the loss of the run.
 
-        `data` is a path, a pair (inputs, targets), a `Dataset` or a `DataLoader`. Without a
-        client, all personal models and the global one are tested on all samples. With a
-        `Federation`, each client's model is tested on that client's own test samples. Of a table,
-        `label_column` is the column of the labels, if it does not have a usual name.
+        `data` is a path, a pair (inputs, targets), a DataFrame with labels, a `Dataset` or a
+        `DataLoader`. Without a client, all personal models and the global one are tested on all
+        samples. With a `Federation`, each client's model is tested on that client's own test
+        samples. Of a table, `label_column` is the column of the labels, if it is not that of the
+        run.
         """
         loss = find_loss(self.config, self.metric, self._loss)
         shares = self._list_shares(data)
@@ -274,7 +276,7 @@ class TrainedFederation:
     def _find_labels(self, data: Any) -> str | None:
         """Return the column of the labels of a table, as the run had it."""
         is_path = isinstance(data, str | Path) and is_table(Path(data))
-        return self.config.label_column if is_path else None
+        return self.config.label_column if is_path or is_frame(data) else None
 
     def _list_tested(self, client: int | str | None, *, has_shares: bool) -> list[int | None]:
         """Return whose models are tested; None: the global one."""

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from fedala.data import Dataset, load
 from fedala.data.arrays import read_npz
 from fedala.data.collect import collect_samples
+from fedala.data.frames import is_frame, read_words
 from fedala.data.images import read_image_folder
 from fedala.data.inputs import Columns, is_file, is_table, read_inputs
 from fedala.data.matching import match_classes, name_numbers, order_features
@@ -74,12 +75,14 @@ def prepare_samples(
 ) -> Samples:
     """Return the model's input, and the targets, for data with labels.
 
-    That is a path, a pair (inputs, targets), a `Dataset` of this package or of torch, or a
-    `DataLoader`.
+    That is a path, a pair (inputs, targets), a DataFrame with labels, a `Dataset` of this package
+    or of torch, or a `DataLoader`.
     """
     names: Sequence[str] = ()
     if isinstance(data, str | Path):
         x, y, names = _read_samples(data, preprocessing, label_column)
+    elif is_frame(data):
+        x, y = _read_frame(data, preprocessing, label_column)
     elif isinstance(data, Dataset):
         x, y, names = _prepare_dataset(data, preprocessing), data.y.numpy(), data.class_names
     elif isinstance(data, TorchDataset | DataLoader):
@@ -89,8 +92,8 @@ def prepare_samples(
         x, y = preprocessing.prepare(data[0]), _to_array(data[1])
     else:
         raise UserError(
-            "The data must be a path, a pair (inputs, targets), a Dataset or a DataLoader, "
-            f"not {type(data).__name__}."
+            "The data must be a path, a pair (inputs, targets), a DataFrame, a Dataset or a "
+            f"DataLoader, not {type(data).__name__}."
         )
     _refuse_empty(x)
     if y.ndim == 0 or len(y) != len(x):
@@ -118,6 +121,18 @@ def _read_samples(
         return preprocessing.prepare(raw.x), raw.y, raw.class_names
     named = load(str(data), resize=resize)
     return _prepare_dataset(named, preprocessing), named.y.numpy(), named.class_names
+
+
+def _read_frame(
+    frame: Any, preprocessing: Preprocessing, label_column: str | None
+) -> tuple[Tensor, Array]:
+    """Read samples and targets from a frame, as from a csv file of the same content."""
+    columns = Columns(preprocessing.feature_names, True, label_column)
+    names = [str(name) for name in frame.columns]
+    label = columns.find_label(names, "The data")
+    assert label is not None
+    others = frame.iloc[:, [place for place, name in enumerate(names) if name != label]]
+    return preprocessing.prepare(others), np.array(read_words(frame, label, "The data"))
 
 
 def _refuse_empty(x: Tensor) -> None:
