@@ -401,6 +401,9 @@ def test_newcomers_have_the_names_of_the_files_column_or_else_their_numbers(tmp_
     ]  # fmt: skip
     with safe_open(files[0], "pt") as file:
         assert file.metadata()["client"] == "kim"
+    new.write_text(new.read_text().replace("label", "kind"))
+    with pytest.raises(UserError, match=r"no label column: .* \(label, class, target or y\), and"):
+        fedala.onboard(tmp_path / "run", new)
     x, y = np.arange(20).reshape(20, 1) / 20, np.arange(20) % 2
     for data, names in (({"kim": (x, y)}, ["kim"]), ([(x, y), (x, y)], ["2", "3"])):
         found = fedala.onboard(tmp_path / "run", data, epochs=0, device="cpu").clients

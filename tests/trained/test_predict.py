@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from trained.worlds import NAMES, PIXELS, Y, features, images, linear, run
 
-from fedala import UserError, load
+from fedala import UserError, load, onboard
 from fedala.data import Dataset
 from fedala.data.text import encode_texts
 from fedala.metrics import ACCURACY
@@ -33,9 +33,14 @@ def reference(trained, client, x):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images") / "run"
-    run(folder)
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("images") / "run"
+    run(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
     return load(folder)
 
 
@@ -102,6 +107,25 @@ def test_images_come_from_files_with_and_without_labels(trained, tmp_path):
         for path in (tmp_path / name, str(tmp_path / name)):
             assert trained.predict(path, 2).tolist() == wanted, name
     assert trained.predict(images(), 2).tolist() == wanted
+
+
+def test_a_folder_of_each_client_is_refused_without_options_that_are_not_there(
+    folder, trained, tmp_path
+):
+    for client, rows in (("ada", range(8)), ("bob", range(8, 20))):
+        for row in rows:
+            path = tmp_path / "photos" / client / NAMES[Y[row]] / f"{row}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(PIXELS[row, 0]).save(path)
+    sentence = "if they are the clients, give the folder of a single one; otherwise, remove one"
+    photos = tmp_path / "photos"
+    for ask in (lambda: trained.evaluate(photos, 0), lambda: onboard(folder, photos)):
+        with pytest.raises(UserError, match=sentence) as error:
+            ask()
+        assert "--" not in str(error.value)
+    found = trained.evaluate(photos / "ada", 0)
+    assert found.loss == pytest.approx(trained.evaluate((PIXELS[:8], Y[:8]), 0).loss, rel=1e-5)
+    assert found.samples == 8
 
 
 def test_texts_come_from_files_and_unknown_words_are_unknown(readers, tmp_path):

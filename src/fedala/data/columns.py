@@ -38,6 +38,8 @@ class Wanted(NamedTuple):
     """Whether labels that are whole numbers are numbers to predict, and not classes."""
     features: tuple[str, ...] = ()
     """Those of a run that the table is further data for: no other columns are features."""
+    is_further: bool = False
+    """Whether the data are for a run that is over, so that no option says what they hold."""
 
     @property
     def has_names(self) -> bool:

@@ -33,9 +33,10 @@ def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
     names = [name.strip() for name in header]
     roles = assign_roles(names, wanted, str(path))
     if roles.label is None:
+        advice = "" if wanted.is_further else "; --label-column names another"
         raise UserError(
-            f"{path} has no label column: its first line must name one (label, class, target or y; "
-            "--label-column names another), and it names "
+            f"{path} has no label column: its first line must name one (label, class, target or y"
+            f"{advice}), and it names "
             f"{', '.join(name.lower() for name in names)[:200] or 'nothing'}."
         )
     columns = _Columns(names, roles, path, wanted)

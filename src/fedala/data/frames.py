@@ -57,9 +57,10 @@ class Frame:
         self.names = _check_names(frame, where)
         self.roles = assign_roles(self.names, wanted, where)
         if self.roles.label is None:
+            advice = "" if wanted.is_further else ": name the one with label_column=…"
             raise UserError(
-                f"{where} has no column label, class, target or y: name the one with "
-                f"label_column=…. It has {', '.join(self.names)[:200]}."
+                f"{where} has no column label, class, target or y{advice}. It has "
+                f"{', '.join(self.names)[:200]}."
             )
         if not (self.roles.input or self.roles.features):
             raise UserError(f"{where} has no columns besides the label and the client.")

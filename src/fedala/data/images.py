@@ -22,9 +22,10 @@ _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", 
 _TRANSPARENT = {"LA", "PA", "RGBA", "RGBa", "La"}
 #: What `clients_by` must be for an image tree.
 FOLDER = "folder"
+_PLAIN = "Images are read from class/x.png, train/class/x.png"
 _LAYOUTS = (
-    "Images are read from class/x.png, train/class/x.png and, with --clients-by folder, "
-    "client/class/x.png, train/client/class/x.png or client/train/class/x.png"
+    f"{_PLAIN} and, with --clients-by folder, client/class/x.png, train/client/class/x.png or "
+    "client/train/class/x.png"
 )
 
 
@@ -38,12 +39,16 @@ class _Place(NamedTuple):
 
 
 def read_image_folder(
-    folder: Path, resize: int | None = None, clients_by: str | None = None
+    folder: Path,
+    resize: int | None = None,
+    clients_by: str | None = None,
+    *,
+    is_further: bool = False,
 ) -> RawData:
     """Read a folder with one sub-folder per class, or the same in `train`, `val` and `test`.
 
     With `clients_by="folder"`, there is a folder for each client, with its classes in it. Parts may
-    be above the clients, or in them.
+    be above the clients, or in them. `is_further`: the samples are for a run that is over.
     """
     if clients_by not in (None, FOLDER):
         raise UserError(
@@ -80,7 +85,13 @@ def read_image_folder(
     if empty:
         where = folder / (f"…/{empty[0]}" if clients_by else empty[0])
         raise UserError(f"{where} holds no images (png, jpg, …); every class needs at least one.")
-    _refuse_hidden_level(folder, set(depths), has_clients=clients_by is not None)
+    if clients_by:
+        fix, layouts = "", _LAYOUTS
+    elif is_further:
+        fix, layouts = "give the folder of a single one", _PLAIN
+    else:
+        fix, layouts = "name them with --clients-by folder", _LAYOUTS
+    _refuse_hidden_level(folder, set(depths), fix, layouts)
     x, notes = decode_images(_list_sources(files), str(folder), resize)
     raw = RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names), notes=notes)
     if any(place.part is not None for place in places):
@@ -123,10 +134,13 @@ def _find_parts(folder: Path) -> list[tuple[Path, int]]:
     return sorted(parts, key=lambda part: part[1])
 
 
-def _refuse_hidden_level(folder: Path, depths: set[tuple[str, str]], *, has_clients: bool) -> None:
+def _refuse_hidden_level(
+    folder: Path, depths: set[tuple[str, str]], fix_clients: str, layouts: str
+) -> None:
     """Refuse folders in the folders of classes, if they look like classes themselves.
 
     `depths` are pairs: a class, and the folder in it that has images ("": none between).
+    `fix_clients` is what to do if the folders are clients; empty if they cannot be.
     """
     inner = [name for _, name in depths]
     names = sorted(set(inner))
@@ -134,11 +148,11 @@ def _refuse_hidden_level(folder: Path, depths: set[tuple[str, str]], *, has_clie
         return
     outer = _list_names(sorted({label for label, _ in depths}))
     fix = "remove one level of folders"
-    if not has_clients:
-        fix = "if they are the clients, name them with --clients-by folder; otherwise, " + fix
+    if fix_clients:
+        fix = f"if they are the clients, {fix_clients}; otherwise, {fix}"
     raise UserError(
         f"{folder}: the folders {outer} hold no images themselves, but folders of the same names "
-        f"({_list_names(names)}): {fix}. {_LAYOUTS}."
+        f"({_list_names(names)}): {fix}. {layouts}."
     )
 
 

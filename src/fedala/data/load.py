@@ -189,7 +189,7 @@ def _read_path(path: Path, name: str, wanted: Wanted, resize: int | None) -> Raw
             raise UserError(f"{name} names its clients itself, as users: leave clients_by out.")
         return read_leaf(files, name)
     if path.is_dir():
-        return read_image_folder(path, resize, wanted.clients)
+        return read_image_folder(path, resize, wanted.clients, is_further=wanted.is_further)
     if suffix == ".npz":
         return read_npz(path, wanted.clients)
     raise UserError(

@@ -47,7 +47,9 @@ def _load(finished: FinishedRun, data: Any) -> Dataset:
     is_regression = config.loss in REGRESSIONS
     features = fed.feature_names if fed else ()
     dropped = () if features else config.dropped_columns  # the features say what is read
-    wanted = Wanted(config.clients_by, config.label_column, dropped, is_regression, features)
+    wanted = Wanted(
+        config.clients_by, config.label_column, dropped, is_regression, features, is_further=True
+    )
     known: dict[str, Any] = {
         "tokens": fed.tokens if fed else (),
         "length": fed.shape[0] if fed else LENGTH,

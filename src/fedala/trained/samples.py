@@ -116,7 +116,8 @@ def _read_samples(
     if label_column is not None:
         raise UserError(f"label_column is for tables, .csv and .parquet, and {path} is not one.")
     if path.is_dir() or path.is_file():
-        raw = read_image_folder(path, resize) if path.is_dir() else read_npz(path)
+        is_folder = path.is_dir()
+        raw = read_image_folder(path, resize, is_further=True) if is_folder else read_npz(path)
         assert isinstance(raw.x, Tensor)
         return preprocessing.prepare(raw.x), raw.y, raw.class_names
     named = load(str(data), resize=resize)
