@@ -227,6 +227,7 @@ def test_a_frame_of_texts_is_read_by_its_text_column(tmp_path):
     fedala.run(
         dataset=frame,
         label_column="kind",
+        drop_columns="title",
         clients=2,
         method="fedavg",
         rounds=1,
@@ -237,5 +238,7 @@ def test_a_frame_of_texts_is_read_by_its_text_column(tmp_path):
     wanted = trained.predict(texts, probabilities=True)
     assert np.array_equal(trained.predict(frame, probabilities=True), wanted)
     assert trained.evaluate(frame) == trained.evaluate((texts, frame["kind"].tolist()))
+    [client] = fedala.onboard(tmp_path / "run", frame.drop(columns="title"), device="cpu").clients
+    assert (client.train_samples, client.test_samples) == (30, 10)
     with pytest.raises(UserError, match="no column text: its columns are title, kind"):
         trained.predict(frame.drop(columns="text"))

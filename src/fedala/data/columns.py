@@ -148,8 +148,9 @@ def _column_of(feature: str, names: Sequence[str]) -> str:
 
 
 def drop_columns(names: Sequence[str], wanted: Wanted, where: str) -> list[str]:
-    """Return the names of the columns that are read."""
-    dropped = [_find_named(name, (), names, where, "--drop-columns") for name in wanted.drop]
+    """Return the names of the columns that are read. Further data may lack the others."""
+    drop = [name for name in wanted.drop if not wanted.is_further or find([name], names)]
+    dropped = [_find_named(name, (), names, where, "--drop-columns") for name in drop]
     for option, kept in (("--label-column", wanted.label), ("--clients-by", wanted.clients)):
         if kept is not None and find([kept], names) in dropped:
             raise UserError(f"{where}: the column {kept} is in --drop-columns and in {option}.")

@@ -46,9 +46,13 @@ def _load(finished: FinishedRun, data: Any) -> Dataset:
         return _match(data, names, fed)
     is_regression = config.loss in REGRESSIONS
     features = fed.feature_names if fed else ()
-    dropped = () if features else config.dropped_columns  # the features say what is read
     wanted = Wanted(
-        config.clients_by, config.label_column, dropped, is_regression, features, is_further=True
+        config.clients_by,
+        config.label_column,
+        config.dropped_columns,
+        is_regression,
+        features,
+        is_further=True,
     )
     known: dict[str, Any] = {
         "tokens": fed.tokens if fed else (),
