@@ -208,12 +208,12 @@ def test_a_frame_is_tested_as_the_file_with_the_same_content(folder, tmp_path):
     """Its label is in the column that the run had, or in the one that is named."""
     path = write(tmp_path / "new.csv", NEW)
     frame, trained = pd.read_csv(path), fedala.load(folder)
-    wanted = trained.evaluate((ENCODED, [0, 1, 1, 0]))
+    wanted = trained.evaluate((ENCODED, [0, 1, 1, 0])).models
     assert len({one.loss for one in wanted}) > 1
     for data in (path, frame, frame[frame.columns[::-1]], frame.assign(remark="x", label=None)):
-        assert trained.evaluate(data) == wanted
+        assert trained.evaluate(data).models == wanted
     renamed = frame.rename(columns={"died": "dead"})
-    assert trained.evaluate(renamed, label_column="dead") == wanted
+    assert trained.evaluate(renamed, label_column="dead").models == wanted
     with pytest.raises(UserError, match="The data has no died: its columns are age, pressure"):
         trained.evaluate(renamed)
     frame["died"] = [0, 1, None, 0]
@@ -242,3 +242,49 @@ def test_a_frame_of_texts_is_read_by_its_text_column(tmp_path):
     assert (client.train_samples, client.test_samples) == (30, 10)
     with pytest.raises(UserError, match="no column text: its columns are title, kind"):
         trained.predict(frame.drop(columns="text"))
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "frame"])
+def test_each_client_is_tested_on_its_own_rows_of_a_table(folder, tmp_path, form):
+    rows = [line.replace("new", client) for line in NEW for client in ("n", "new", "e")]
+    path, trained = write(tmp_path / "new.csv", rows), fedala.load(folder)
+    frame = pd.read_csv(path)
+    pq.write_table(pa.Table.from_pandas(frame), tmp_path / "new.parquet")
+    data = frame if form == "frame" else tmp_path / f"new.{form}"
+    found = trained.evaluate(data)
+    assert [one.client for one in found] == ["e", "n", None]
+    given = (ENCODED, [0, 1, 1, 0])
+    for one in found.personal:
+        assert one == trained.evaluate(given, one.client)[one.client]
+    assert found[None].samples == 12
+    assert found[None].loss == pytest.approx(trained.evaluate(given)[None].loss, rel=1e-5)
+    assert found.notes[1:] == (
+        "The data has no samples of s.",
+        "Not among the clients of the run: new.",
+    )
+    assert trained.evaluate(data, "n").samples == 12
+    strange = trained.evaluate(frame.assign(hospital="new"))
+    assert [one.samples for one in strange] == [12] * 4
+    assert "Every model is tested on all samples." in strange.notes[0]
+    assert trained.evaluate(frame.drop(columns="hospital")).notes == ()
+    answer = CliRunner().invoke(app, ["evaluate", str(folder), "--data", str(path)])
+    assert "The data has no samples of s." in answer.output
+
+
+def test_a_feature_is_neither_the_label_nor_the_client(tmp_path):
+    """It may have a name that is usual for them, as `y` and `user` have here."""
+    rows = [f"{i % 7},{'pq'[i % 2]},{i % 3 == 0:d},{'ab'[i % 4 // 2]}" for i in range(40)]
+    path = write(tmp_path / "new.csv", rows, "y,user,label,client")
+    fedala.run(dataset=path, method="fedavg", rounds=1, device="cpu", out=tmp_path / "run")
+    trained, frame = fedala.load(tmp_path / "run"), pd.read_csv(path)
+    assert trained.clients == ("a", "b")
+    found = trained.evaluate(path)
+    assert [one.client for one in found] == ["a", "b", None]
+    frame.drop(columns="client").to_csv(path, index=False)
+    for data in (path, frame.drop(columns="client")):
+        assert trained.evaluate(data)[None] == found[None]
+        [client] = fedala.onboard(tmp_path / "run", data, device="cpu").clients
+        assert client.name == "2"
+    frame.drop(columns="label").to_csv(path, index=False)
+    with pytest.raises(UserError, match="no label column"):
+        trained.evaluate(path)

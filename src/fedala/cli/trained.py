@@ -154,6 +154,8 @@ def evaluate(
             f"{show(sum(figures) / len(figures))}{scores.metric.unit}, "
             f"from {show(worst)} to {show(top)}."
         )
+    for note in scores.notes:
+        print_line(note)
 
 
 @app.command(

@@ -30,11 +30,13 @@ class Inputs(NamedTuple):
     names: tuple[str, ...] = ()
     """Of each sample, if it is a file."""
     labels: Array | None = None
-    """Of each sample, as text or numbers; None if they were not read."""
+    """Of each sample, as text; None if they were not read."""
+    clients: Array | None = None
+    """Whose sample it is, by name; None if they were not read."""
 
 
 class Columns(NamedTuple):
-    """What is read from a table: features by their names, or texts, and the label if it is wanted.
+    """What is read from a table: features by their names, or texts, and what else is wanted.
 
     A feature `colour=red` is 1 for the word red in the column colour, and 0 for others.
     """
@@ -43,18 +45,25 @@ class Columns(NamedTuple):
     has_label: bool = False
     label: str | None = None
     """Its column; None: one with a usual name."""
+    clients: tuple[str, ...] = ()
+    """What the column that names the clients may be called; it need not be there."""
 
-    def find_label(self, names: Sequence[str], where: str) -> str | None:
-        if not self.has_label:
-            return None
-        found = find(LABELS if self.label is None else (self.label,), names)
-        if found is None:
-            wanted = self.label or f"label column ({', '.join(LABELS)}); name it"
-            raise UserError(f"{where} has no {wanted}: its columns are {_list(names)}.")
-        return found
+    def find_roles(self, names: Sequence[str], where: str) -> dict[str, str]:
+        """Return the columns of the label and of the client, if they are wanted."""
+        features = find_columns(self.features, names, where)
+        free = [name for name in names if name not in features]
+        roles: dict[str, str] = {}
+        if self.has_label:
+            label = find(LABELS if self.label is None else (self.label,), free)
+            if label is None:
+                wanted = self.label or f"label column ({', '.join(LABELS)}); name it"
+                raise UserError(f"{where} has no {wanted}: its columns are {_list(names)}.")
+            roles["label"] = label
+        client = find(self.clients, [name for name in free if name not in roles.values()])
+        return {**roles, "client": client} if client else roles
 
     def find_inputs(self, names: Sequence[str], where: str) -> list[str]:
-        """Return the columns to read, without the label."""
+        """Return the columns of the features, or of the texts."""
         if not self.features:
             return [find_text(names, where)]
         return find_columns(self.features, names, where)
@@ -125,8 +134,9 @@ def _read_csv(path: Path, columns: Columns) -> Inputs:
     rows = read_rows(path)
     _, header = next(rows, (1, []))
     names = [name.strip() for name in header]
-    label, wanted = columns.find_label(names, str(path)), columns.find_inputs(names, str(path))
-    places = [names.index(name) for name in [*wanted, *([label] if label else [])]]
+    roles, wanted = columns.find_roles(names, str(path)), columns.find_inputs(names, str(path))
+    chosen = [*wanted, *roles.values()]
+    places = [names.index(name) for name in chosen]
     lines, values = [], []
     for line, row in rows:
         if len(row) <= max(places):
@@ -136,40 +146,37 @@ def _read_csv(path: Path, columns: Columns) -> Inputs:
             )
         lines.append(line)
         values.append([row[place] for place in places])
-    labels = None
-    if label:
-        labels = _read_labels([row.pop() for row in values], f"{path}, line", lines)
-    if not columns.features:
-        return Inputs([text for [text] in values], labels=labels)
-    table = {name: [row[place] for row in values] for place, name in enumerate(wanted)}
-    return Inputs(_encode(table, columns.features, str(path), "line", lines), labels=labels)
+    table = {name: [row[place] for row in values] for place, name in enumerate(chosen)}
+    known = {
+        role: _read_role(role, table.pop(roles[role]), f"{path}, line", lines) for role in roles
+    }
+    texts = None if columns.features else table[wanted[0]]
+    x = _encode(table, columns.features, str(path), "line", lines) if texts is None else texts
+    return Inputs(x, (), known.get("label"), known.get("client"))
 
 
 def _read_parquet(path: Path, columns: Columns, resize: int | None) -> Inputs:
     def choose(names: Sequence[str]) -> list[str]:
-        label = columns.find_label(names, str(path))
+        roles = columns.find_roles(names, str(path))
         inputs = columns.find_inputs(names, str(path)) if columns.features else []
-        return [*inputs, *([label] if label else [])]
+        return [*inputs, *roles.values()]
 
     x, table = read_parquet_columns(path, choose, resize, has_input=not columns.features)
-    label = columns.find_label(list(table), str(path))
-    labels = None
-    if label:
-        values = table.pop(label)
-        labels = _read_labels(values, f"{path}, row", range(len(values)))
-    if x is not None:
-        return Inputs(x, labels=labels)
-    count = len(next(iter(table.values()), []))
-    return Inputs(_encode(table, columns.features, str(path), "row", range(count)), labels=labels)
+    rows = range(len(next(iter(table.values()), [])))
+    roles = columns.find_roles(list(table), str(path))
+    known = {role: _read_role(role, table.pop(roles[role]), f"{path}, row", rows) for role in roles}
+    if x is None:
+        x = torch.from_numpy(_encode(table, columns.features, str(path), "row", rows))
+    return Inputs(x, (), known.get("label"), known.get("client"))
 
 
-def _read_labels(values: Sequence[Any], where: str, places: Sequence[int]) -> Array:
-    """Return labels as text."""
-    labels = ["" if value is None or value != value else str(value).strip() for value in values]
-    for place, label in zip(places, labels, strict=True):
-        if not label:
-            raise UserError(f"{where} {place}: the label is empty; every sample needs one.")
-    return np.array(labels)
+def _read_role(role: str, values: Sequence[Any], where: str, places: Sequence[int]) -> Array:
+    """Return labels, or the names of clients, as text."""
+    words = ["" if value is None or value != value else str(value).strip() for value in values]
+    for place, word in zip(places, words, strict=True):
+        if not word:
+            raise UserError(f"{where} {place}: the {role} is empty; every sample needs one.")
+    return np.array(words)
 
 
 def _encode(

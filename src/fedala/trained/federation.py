@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedala.data import Federation, hold_out_clients
+from fedala.data.columns import CLIENTS
 from fedala.data.frames import is_frame
 from fedala.data.inputs import is_table
 from fedala.data.preprocessing import Preprocessing
@@ -22,7 +23,13 @@ from fedala.runs.holdout import count_known
 from fedala.trained.answers import Answers
 from fedala.trained.export import export_model
 from fedala.trained.modules import ModelBuilder, list_saved_names, read_weights
-from fedala.trained.samples import NamedInputs, prepare_inputs, prepare_samples
+from fedala.trained.samples import (
+    NamedInputs,
+    Shares,
+    divide_by_client,
+    prepare_inputs,
+    prepare_samples,
+)
 from fedala.trained.saved_run import SavedRun, list_few
 from fedala.trained.scores import (
     Client,
@@ -250,14 +257,24 @@ class TrainedFederation:
         `data` is a path, a pair (inputs, targets), a DataFrame with labels, a `Dataset` or a
         `DataLoader`. Without a client, all personal models and the global one are tested on all
         samples. With a `Federation`, each client's model is tested on that client's own test
-        samples. Of a table, `label_column` is the column of the labels, if it is not that of the
-        run.
+        samples, and with a table that names the run's clients as the run's data did, on that
+        client's rows; a `client` is tested on all of them. Of a table, `label_column` is the column
+        of the labels, if it is not that of the run.
         """
         loss = find_loss(self.config, self.metric, self._loss)
         shares = self._list_shares(data)
         if isinstance(data, Federation):
             data = data.dataset
-        samples = prepare_samples(data, self.preprocessing, label_column or self._find_labels(data))
+        is_divided = client is None and self._given is None
+        samples = prepare_samples(
+            data,
+            self.preprocessing,
+            label_column or self._find_labels(data),
+            self._name_clients_column() if is_divided else (),
+        )
+        notes: tuple[str, ...] = ()
+        if samples.clients is not None:
+            shares, notes = divide_by_client(samples.clients, self.clients)
         examiner = Examiner(self._get_skeleton({}), samples, self.config.precision, loss)
 
         def score(name: Client, number: int | None, rows: np.ndarray | None = None) -> ModelScore:
@@ -268,26 +285,32 @@ class TrainedFederation:
             number = None if client is None else self.find_client(client)
             return Scores(self.metric, (score(self._given[0], number),))
         found = []
-        for number in self._list_tested(client, has_shares=bool(shares)):
+        for number in self._list_tested(client, shares):
             name = None if number is None else self.clients[number]
             found.append(score(name, number, shares.get(number)))
-        return Scores(self.metric, tuple(found))
+        return Scores(self.metric, tuple(found), notes)
 
     def _find_labels(self, data: Any) -> str | None:
         """Return the column of the labels of a table, as the run had it."""
         is_path = isinstance(data, str | Path) and is_table(Path(data))
         return self.config.label_column if is_path or is_frame(data) else None
 
-    def _list_tested(self, client: int | str | None, *, has_shares: bool) -> list[int | None]:
+    def _name_clients_column(self) -> tuple[str, ...]:
+        """Return what the column may be called that names the clients as the run's data did."""
+        if not self._client_names:
+            return ()
+        return CLIENTS if self.config.clients_by is None else (self.config.clients_by,)
+
+    def _list_tested(self, client: int | str | None, shares: Shares) -> list[int | None]:
         """Return whose models are tested; None: the global one."""
         if client is not None:
             return [self.find_client(client)]
         # On the same samples, clients without models of their own would all score the same.
-        has_own = self.has_personal_models or has_shares
-        tested: list[int | None] = [*range(len(self.clients))] if has_own else []
+        numbers = range(len(self.clients)) if self.has_personal_models or shares else ()
+        tested: list[int | None] = [k for k in numbers if not shares or k in shares]
         return [*tested, None] if self.has_global_model else tested
 
-    def _list_shares(self, data: Any) -> dict[int | None, "np.ndarray[Any, Any]"]:
+    def _list_shares(self, data: Any) -> Shares:
         """Return the test samples of each client, and of all, if the data is divided."""
         if not isinstance(data, Federation):
             return {}

@@ -22,10 +22,13 @@ from fedala.data.images import read_image_folder
 from fedala.data.inputs import Columns, is_file, is_table, read_inputs
 from fedala.data.matching import match_classes, name_numbers, order_features
 from fedala.data.preprocessing import Preprocessing
+from fedala.data.tabular import list_names
 from fedala.data.text import fit_ids
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 
 Array = np.ndarray[Any, Any]
+Shares = dict[int | None, Array]
+"""The samples of each client, by its number; None: those on which the global model is tested."""
 
 
 class Samples(NamedTuple):
@@ -35,6 +38,8 @@ class Samples(NamedTuple):
     """The model's input."""
     y: Tensor
     """The targets."""
+    clients: Array | None = None
+    """Whose sample it is, by name, if a table says so."""
 
 
 class NamedInputs(NamedTuple):
@@ -71,18 +76,26 @@ def prepare_inputs(data: Any, preprocessing: Preprocessing) -> NamedInputs:
 
 @_refuse_too_much()
 def prepare_samples(
-    data: Any, preprocessing: Preprocessing, label_column: str | None = None
+    data: Any,
+    preprocessing: Preprocessing,
+    label_column: str | None = None,
+    clients_by: Sequence[str] = (),
 ) -> Samples:
     """Return the model's input, and the targets, for data with labels.
 
     That is a path, a pair (inputs, targets), a DataFrame with labels, a `Dataset` of this package
-    or of torch, or a `DataLoader`.
+    or of torch, or a `DataLoader`. The column of a table that names the clients has one of the
+    names `clients_by`, if it is to be read.
     """
     names: Sequence[str] = ()
-    if isinstance(data, str | Path):
-        x, y, names = _read_samples(data, preprocessing, label_column)
+    columns = Columns(preprocessing.feature_names, True, label_column, tuple(clients_by))
+    clients = None
+    if is_file(data) and is_table(Path(data)):
+        x, y, clients = _read_table(Path(data), preprocessing, columns)
     elif is_frame(data):
-        x, y = _read_frame(data, preprocessing, label_column)
+        x, y, clients = _read_frame(data, preprocessing, columns)
+    elif isinstance(data, str | Path):
+        x, y, names = _read_samples(data, preprocessing, label_column)
     elif isinstance(data, Dataset):
         x, y, names = _prepare_dataset(data, preprocessing), data.y.numpy(), data.class_names
     elif isinstance(data, TorchDataset | DataLoader):
@@ -100,7 +113,8 @@ def prepare_samples(
         count = len(y) if y.ndim else 1
         raise UserError(f"There are {len(x)} samples and {count} targets: each needs one.")
     is_dataset = isinstance(data, Dataset)
-    return Samples(x, convert_targets(y, names, preprocessing, is_dataset=is_dataset))
+    targets = convert_targets(y, names, preprocessing, is_dataset=is_dataset)
+    return Samples(x, targets, clients)
 
 
 def _read_samples(
@@ -108,11 +122,6 @@ def _read_samples(
 ) -> tuple[Tensor, Array, Sequence[str]]:
     """Read samples and targets from a file, a folder, or a dataset that has a name."""
     path, resize = Path(data).expanduser(), preprocessing.resize
-    if is_table(path):
-        columns = Columns(preprocessing.feature_names, True, label_column)
-        found = read_inputs(path, columns, resize)
-        assert found.labels is not None
-        return preprocessing.prepare(found.x), found.labels, ()
     if label_column is not None:
         raise UserError(f"label_column is for tables, .csv and .parquet, and {path} is not one.")
     if path.is_dir() or path.is_file():
@@ -124,16 +133,24 @@ def _read_samples(
     return _prepare_dataset(named, preprocessing), named.y.numpy(), named.class_names
 
 
+def _read_table(
+    path: Path, preprocessing: Preprocessing, columns: Columns
+) -> tuple[Tensor, Array, Array | None]:
+    """Read samples, targets and the names of clients from a .csv or .parquet file."""
+    found = read_inputs(path, columns, preprocessing.resize)
+    assert found.labels is not None
+    return preprocessing.prepare(found.x), found.labels, found.clients
+
+
 def _read_frame(
-    frame: Any, preprocessing: Preprocessing, label_column: str | None
-) -> tuple[Tensor, Array]:
-    """Read samples and targets from a frame, as from a csv file of the same content."""
-    columns = Columns(preprocessing.feature_names, True, label_column)
+    frame: Any, preprocessing: Preprocessing, columns: Columns
+) -> tuple[Tensor, Array, Array | None]:
+    """Read a frame as a csv file of the same content."""
     names = [str(name) for name in frame.columns]
-    label = columns.find_label(names, "The data")
-    assert label is not None
-    others = frame.iloc[:, [place for place, name in enumerate(names) if name != label]]
-    return preprocessing.prepare(others), np.array(read_words(frame, label, "The data"))
+    roles = columns.find_roles(names, "The data")
+    known = {role: np.array(read_words(frame, roles[role], "The data")) for role in roles}
+    others = [place for place, name in enumerate(names) if name not in roles.values()]
+    return preprocessing.prepare(frame.iloc[:, others]), known["label"], known.get("client")
 
 
 def _refuse_empty(x: Tensor) -> None:
@@ -157,6 +174,36 @@ def _prepare_dataset(data: Dataset, preprocessing: Preprocessing) -> Tensor:
     return preprocessing.prepare(
         order_features(data.x, data.feature_names, preprocessing.feature_names)
     )
+
+
+# --- clients --------------------------------------------------------------------------------------
+
+
+def divide_by_client(
+    names: Array, clients: Sequence[int | str | None]
+) -> tuple[Shares, tuple[str, ...]]:
+    """Return the samples of each client of a run, and sentences about them.
+
+    `names` say whose sample it is. Without any client of the run, there are no shares.
+    """
+    number = {str(client): position for position, client in enumerate(clients)}
+    shares: Shares = {}
+    strangers = []
+    for name in np.unique(names).tolist():
+        known = number.get(printable(name, 100))
+        if known is None:
+            strangers.append(name)
+        else:
+            shares[known] = np.flatnonzero(names == name)
+    others = f"Not among the clients of the run: {list_names(strangers)}."
+    if not shares:
+        return {}, (f"{others} Every model is tested on all samples.",)
+    notes = ["Each client's model is tested on that client's samples, the global one on all."]
+    if missing := [client for client, k in number.items() if k not in shares]:
+        notes.append(f"The data has no samples of {list_names(missing)}.")
+    if strangers:
+        notes.append(others)
+    return {**shares, None: np.arange(len(names))}, tuple(notes)
 
 
 # --- targets --------------------------------------------------------------------------------------

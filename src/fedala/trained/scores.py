@@ -47,6 +47,8 @@ class Scores:
 
     metric: Metric
     models: tuple[ModelScore, ...]
+    notes: tuple[str, ...] = ()
+    """Sentences: which samples the models were tested on, if it was not all of them."""
 
     def __getitem__(self, client: Client) -> ModelScore:
         """Return what a client's model scores, by its name or number; with None, the global one."""
@@ -111,7 +113,8 @@ class Scores:
             f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>"
             for row in rows
         )
-        return f"<table><tr>{head}</tr>{body}</table>"
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<table><tr>{head}</tr>{body}</table>{notes}"
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame: client (None: the global model), score, loss, samples."""
