@@ -144,20 +144,35 @@ def test_one_row_is_enough(folder, tmp_path, place):
 
 
 def test_a_column_of_words_may_hold_numbers_alone(folder, tmp_path):
-    rows = ["61,120.5,A1,east,1,0,new", "61,120.5,A1,east,2,0,new"] * 4
+    rows = ["61,120.5,A1,east,1,0,new", "61,120.5,A1,east,2,1,new"] * 4
     path = write(tmp_path / "new.csv", rows)
     frame = pd.read_csv(path)
     assert frame["grade"].dtype.kind == "i"
     pq.write_table(pa.Table.from_pandas(frame), tmp_path / "new.parquet")
+    dataset = fedala.data.make_dataset(frame, label_column="died", clients_by="hospital")
+    assert "grade" in dataset.feature_names
     x = np.repeat(ENCODED[:1], 8, axis=0)
     x[1::2, 7:9] = 0, 1
-    wanted = describe_newcomer(folder, (x, np.zeros(8, int)))
-    for data in (path, tmp_path / "new.parquet", frame, frame.astype({"grade": float})):
-        assert describe_newcomer(folder, data) == wanted
+    wanted = describe_newcomer(folder, (x, np.arange(8) % 2))
     trained = fedala.load(folder)
-    wanted = trained.predict(x, 0, probabilities=True)
-    for data in (path, tmp_path / "new.parquet", frame, frame.astype({"grade": float})):
-        assert np.array_equal(trained.predict(data, 0, probabilities=True), wanted)
+    chances = trained.predict(x, 0, probabilities=True)
+    kinds = (path, tmp_path / "new.parquet", frame, frame.astype({"grade": float}))
+    for data in kinds:
+        assert describe_newcomer(folder, data) == wanted
+        assert np.array_equal(trained.predict(data, 0, probabilities=True), chances)
+    # The dataset has one word for the other columns, and grade as numbers.
+    assert np.array_equal(trained.predict(dataset, 0, probabilities=True), chances)
+    for grade, word in ((3, "3"), (2.5, "2.5"), (True, "True")):
+        other = frame.assign(grade=grade)
+        sentence = f"the word '{word}' of the column grade was not there in training; it had 1, 2"
+        with pytest.raises(UserError, match=sentence):
+            trained.predict(other, 0)
+        with pytest.raises(UserError, match=sentence):
+            fedala.onboard(folder, other)
+        if grade is not True:  # which is 1 in a dataset
+            made = fedala.data.make_dataset(other, label_column="died", clients_by="hospital")
+            with pytest.raises(UserError, match=sentence):
+                trained.predict(made, 0)
 
 
 MISSING = "3 missing values: age 2, ward 1; the first in"

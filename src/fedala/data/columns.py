@@ -135,8 +135,9 @@ def find_columns(features: Sequence[str], names: Sequence[str], where: str) -> l
     columns = dict.fromkeys(_column_of(feature, names) for feature in features)
     missing = [name for name in columns if name not in names]
     if missing:
+        column = printable(missing[0].partition("=")[0], 100)
         raise UserError(
-            f"{where} has no column {printable(missing[0], 100)}: its columns are "
+            f"{where} has no column {column}: its columns are "
             f"{printable(', '.join(names), 200) or 'none'}."
         )
     return list(columns)

@@ -41,7 +41,7 @@ class Table:
         readers = make_readers(names, where, "row", known)
         for reader in readers:
             values = self.columns[reader.name]
-            if values.dtype.kind == "f":
+            if values.dtype.kind in "bf":
                 reader.add_numbers(values)
                 continue
             for place, value in enumerate(values.tolist()):
@@ -107,14 +107,17 @@ def read_words(frame: Any, name: str, where: str) -> list[str]:
 
 
 def make_table(frame: Any, where: str, chosen: Sequence[str] | None = None) -> Table:
-    """Read columns as float64, or as text; a missing value is NaN, or empty."""
+    """Read columns as float64, truth values or text; a missing value is NaN, or empty."""
     names = _check_names(frame, where)
     columns = {}
     for place, name in enumerate(names):
         if chosen is not None and name not in chosen:
             continue
         series = frame.iloc[:, place]
-        if getattr(series.dtype, "kind", "O") in "biuf":
+        kind = getattr(series.dtype, "kind", "O")
+        if kind == "b" and not series.isna().any():
+            columns[name] = series.to_numpy(bool)
+        elif kind in "biuf":
             columns[name] = series.to_numpy(np.float64, na_value=np.nan)
         else:
             columns[name] = series.astype(object).where(~series.isna(), "").to_numpy(object)

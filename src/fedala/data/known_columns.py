@@ -40,7 +40,8 @@ class KnownColumn(ColumnReader):
         elif is_missing(text):
             self.note_missing(place)
         else:
-            refuse_word(f"{self.where}, {self.row} {place}", text, self.name, self.known)
+            word = text.removesuffix(".0")
+            refuse_word(f"{self.where}, {self.row} {place}", word, self.name, self.known)
 
     def add_numbers(self, values: Array) -> None:
         if not self.known:

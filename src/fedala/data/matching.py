@@ -1,13 +1,14 @@
 """Samples that come later: their classes and columns get the numbers that they have in a run."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import nan
 from typing import Any
 
 import numpy as np
 from torch import Tensor, stack
 
-from fedala.data.tabular import refuse_word
+from fedala.data.tabular import parse_number, refuse_word
 from fedala.errors import UserError, printable, spreadsheet_safe
 
 
@@ -52,33 +53,52 @@ def order_features(x: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Te
     """Return the columns of a table in the order that they have in a run.
 
     A column `colour=red` is 0 for data that have the column colour, and never the word red. A
-    sample with a word that the run does not have is refused.
+    sample with a word that the run does not have is refused. A column of words that happen to be
+    numbers may have been read as numbers.
     """
     if not wanted or not names or tuple(names) == tuple(wanted) or x.ndim != 2:
         return x
-    place = {name: i for i, name in enumerate(names)}
-    words = {name.partition("=")[0] for name in names if "=" in name}
-    _refuse_new_words(x, names, wanted)
+    values = dict(zip(names, x.T, strict=True))
+    with_words = {name.partition("=")[0] for name in names if "=" in name}
+    _refuse_new_words(values, wanted)
     columns = []
     for name in wanted:
-        if name not in place and not ("=" in name and name.partition("=")[0] in words):
+        column, sign, word = name.partition("=")
+        if name in values:
+            columns.append(values[name])
+        elif sign and column in values:
+            columns.append(_is_word(values[column], word).to(x.dtype))
+        elif sign and column in with_words:
+            columns.append(x.new_zeros(len(x)))
+        else:
             raise UserError(
                 f"The data has no column {printable(name, 100)!r}; "
                 f"the features of this model are {printable(', '.join(wanted), 500)}."
             )
-        columns.append(x[:, place[name]] if name in place else x.new_zeros(len(x)))
     return stack(columns, 1)
 
 
-def _refuse_new_words(x: Tensor, names: Sequence[str], wanted: Sequence[str]) -> None:
+def _is_word(values: Tensor, word: str) -> Tensor:
+    """Tell which numbers a word stands for, if it stands for a number."""
+    number = parse_number(word)
+    return values == (nan if number is None else number)
+
+
+def _refuse_new_words(values: Mapping[str, Tensor], wanted: Sequence[str]) -> None:
     """Refuse a sample that has a word of a column which the run has without this word."""
     known: dict[str, list[str]] = {}
     for name in wanted:
         column, sign, word = name.partition("=")
         if sign:
             known.setdefault(column, []).append(word)
-    for place, name in enumerate(names):
-        column, _, word = name.partition("=")
-        rows = x[:, place].nonzero()
-        if column in known and name not in wanted and len(rows):
-            refuse_word(f"The data, sample {int(rows[0])}", word, column, known[column])
+    for name in values.keys() - set(wanted):
+        column, sign, word = name.partition("=")
+        if column not in known:
+            continue
+        is_new = values[name] != 0
+        if not sign:
+            is_new = ~stack([_is_word(values[name], word) for word in known[column]]).any(0)
+        if is_new.any():
+            row = int(is_new.nonzero()[0])
+            shown = word if sign else f"{float(values[name][row]):g}"
+            refuse_word(f"The data, sample {row}", shown, column, known[column])

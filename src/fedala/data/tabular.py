@@ -82,7 +82,8 @@ class ColumnReader:
         self.first_missing = place if self.first_missing is None else self.first_missing
 
     def add_numbers(self, values: Array) -> None:
-        """Take the whole column, which is given as numbers; NaN: missing."""
+        """Take the whole column, which is given as numbers or truth values; NaN: missing."""
+        values = values.astype(np.float64, copy=False)
         missing = np.flatnonzero(np.isnan(values))
         if len(missing):
             self.note_missing(int(missing[0]), len(missing))
