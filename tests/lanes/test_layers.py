@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from fedala import UserError
+from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layers import Cut, layers_of, upper
 from fedala.models import cnn, fasttext, resnet18
 
@@ -394,3 +396,33 @@ def test_a_parametrised_weight_and_its_bias_are_one_layer():
     )
     alone = weight_norm(nn.Linear(6, 3))
     assert len(layers_of(alone)) == 1
+
+
+class LanguageModel(nn.Module):
+    """Scores each next word with the table that also embeds the words."""
+
+    def __init__(self, score: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True)
+        self.head, self.score = nn.Linear(4, 9), score
+        self.head.weight = self.table.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.score(self, self.body(self.table(words))[0])
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda model, h: model.head(h),  # h is not contiguous: torch multiplies, and then adds
+        lambda model, h: model.head(h.contiguous()),
+        lambda model, h: model.head(h[:, -1]),
+        lambda model, h: F.linear(h, model.table.weight, model.head.bias),
+    ],
+    ids=["every word", "contiguous", "last word", "function"],
+)
+def test_a_tied_weight_and_the_bias_beside_it_are_one_layer(score):
+    model = LanguageModel(score)
+    learn_order(model, torch.randint(9, (2, 6)))
+    assert upper(model, 1) == ("table.weight", "head.bias")
+    assert len(layers_of(model)) == 2

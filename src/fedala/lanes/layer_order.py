@@ -1,9 +1,10 @@
 """Find out which layer is last: run the model once, and follow its samples through the layers.
 
 The forward pass is watched operation by operation. An operation on values that come from a sample
-and from a parameter *uses* the parameter's layer. A layer feeds another if the other uses a result
-of it. Layers that feed no other layer are layer 1; those that feed only layer 1 are layer 2, and so
-on: a layer's number is one more than the most layers on a way from it to the output. So
+and from a parameter *uses* the parameter's layer. All operations of one call of a function are one
+use: torch may split `linear` into a product and a sum. A layer feeds another if the other uses a
+result of it. Layers that feed no other layer are layer 1; those that feed only layer 1 are layer 2,
+and so on: a layer's number is one more than the most layers on a way from it to the output. So
 
 - a layer that is used several times (tied weights, a recurrence) counts where it is used last;
 - layers side by side (two heads, the branches of a sum) are one layer together;
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -83,8 +85,8 @@ def _find_order(model: nn.Module, x: Any) -> list[list[str]]:
         plain_attention(model),
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),
-        torch._C.DisableTorchFunction(),  # kernels for lanes on a GPU, while the model is elsewhere
         trace,
+        _Calls(trace),
     ):
         output = call(model, state, x)
     levels = trace.sort_units(output)
@@ -111,6 +113,19 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class _Calls(TorchFunctionMode):
+    """Makes all operations of one call of a function of torch one use."""
+
+    def __init__(self, trace: "_Trace") -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Kernels for lanes on a GPU must not take over: the model may be elsewhere.
+        with self._trace.as_one_use(), torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which units each operation on the samples uses. Units are numbers."""
 
@@ -123,6 +138,9 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: Of each use: its units, and all uses before it that it depends on. Sets are bits.
         self._units_used: list[int] = []
         self._before: list[int] = []
+        #: Whether a function is being called, and the use that it has made; None before that.
+        self._is_calling = False
+        self._use_of_call: int | None = None
         self._kept: list[Any] = []  # so that no memory is used twice
 
     def add_parameter(self, value: Tensor, unit: int) -> None:
@@ -131,6 +149,15 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add_sample(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._uses[self._memory(value)] = 0
+
+    @contextmanager
+    def as_one_use(self) -> Iterator[None]:
+        """Count what happens inside as one use."""
+        self._is_calling, self._use_of_call = True, None
+        try:
+            yield
+        finally:
+            self._is_calling = False
 
     def _memory(self, value: Tensor) -> Any:
         self._kept.append(value)
@@ -151,14 +178,24 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         before = _unite(self._uses.get(key, 0) for key in inputs)
         if units:
-            self._before.append(before | _unite(self._before[use] for use in _list(before)))
-            self._units_used.append(units)
-            before = 1 << len(self._units_used) - 1
+            before = self._note_use(units, before)
         for key in outputs:
             if changed or key not in self._units:
                 self._units.pop(key, None)
                 self._uses[key] = before
         return result
+
+    def _note_use(self, units: int, before: int) -> int:
+        """Note that some units are used on a result of the uses `before`; return the use's bit."""
+        if not self._is_calling or self._use_of_call is None:
+            self._use_of_call = len(self._units_used)
+            self._units_used.append(0)
+            self._before.append(0)
+        use = self._use_of_call
+        before |= _unite(self._before[earlier] for earlier in _list(before))
+        self._units_used[use] |= units
+        self._before[use] |= before & ~(1 << use)
+        return 1 << use
 
     def sort_units(self, output: Any) -> list[list[int]]:
         """Return the units that the output depends on, by their number of layers above."""
