@@ -3,7 +3,9 @@
 import csv
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,6 +215,66 @@ def test_an_own_loss_on_labels_is_scored_by_accuracy():
     assert result.history[0].metric == ACCURACY
     assert result.history[0].accuracy == plain.history[0].accuracy  # of the initial model
     assert result.history[0].loss != plain.history[0].loss
+
+
+class AutoEncoder(nn.Module):
+    """Scores, and the samples reconstructed from what the scores are made of."""
+
+    def __init__(self, arrange):
+        super().__init__()
+        self.encoder, self.decoder, self.head = nn.Linear(5, 4), nn.Linear(4, 5), nn.Linear(4, 3)
+        self.arrange = arrange
+
+    def forward(self, x):
+        features = self.encoder(x).relu()
+        return self.arrange(self.head(features), (self.decoder(features) - x).square())
+
+
+@pytest.mark.parametrize(
+    ("arrange", "parts"),
+    [
+        (lambda logits, errors: {"logits": logits, "errors": errors}, ("logits", "errors")),
+        (lambda *parts: parts, (0, 1)),
+    ],
+    ids=["dict", "tuple"],
+)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_an_own_loss_on_labels_gets_the_whole_output(arrange, parts, lanes):
+    """The loss is that of a model that returns both parts side by side, in one tensor."""
+
+    def add_errors(logits, errors, y):
+        return F.cross_entropy(logits, y) + errors.mean()
+
+    def of_parts(output, y):
+        return add_errors(*(output[part] for part in parts), y)
+
+    def of_columns(output, y):
+        return add_errors(output[:, :3], output[:, 3:], y)
+
+    options = {**OPTIONS, "dataset": classes(), "rounds": 2, "lanes": lanes, "method": "fedala"}
+    result = fedala.run(**options, model=lambda: AutoEncoder(arrange), loss=of_parts)
+    columns = partial(AutoEncoder, lambda *parts: torch.cat(parts, 1))
+    expected = fedala.run(**options, model=columns, loss=of_columns)
+    losses = [[row.loss for row in one.history] for one in (result, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert result.history[0].metric == ACCURACY
+
+
+@pytest.mark.parametrize(
+    ("arrange", "says"),
+    [
+        (lambda *parts: SimpleNamespace(logits=parts[0]), "This model returns a SimpleNamespace"),
+        (lambda logits, errors: (logits, errors.mean()), r"its '1' is a tensor of shape \(\)"),
+    ],
+)
+def test_an_output_that_cannot_be_taken_sample_by_sample_is_refused(arrange, says):
+    with pytest.raises(UserError, match=says):
+        fedala.run(
+            **OPTIONS,
+            dataset=classes(),
+            model=lambda: AutoEncoder(arrange),
+            loss=lambda output, y: F.cross_entropy(output[0], y),
+        )
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedala.data import Dataset, Federation
 from fedala.errors import UserError, first_line
 from fedala.lanes.layers import call
-from fedala.lanes.losses import Loss
+from fedala.lanes.losses import Loss, OwnLoss
+from fedala.lanes.outputs import keep_tensors, scores_of
 from fedala.lanes.parameters import model_state
 from fedala.lanes.task import Task
+from fedala.lanes.trees import leaves
 from fedala.metrics import OWN_LOSS
 
 MakeModel = Callable[[], nn.Module]
@@ -86,11 +88,13 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
     except Exception as error:  # whatever the user's own code may raise
         samples = f"samples of shape {tuple(data.x.shape[1:])}"
         raise UserError(f"The model cannot be run on {samples}: {first_line(error)}.") from error
-    if loss.metric == OWN_LOSS:
-        return  # only the user's loss knows what it takes
-    output = loss.select(output)
-    shape = getattr(output, "shape", None)
     count, is_right = len(data.y[:2]), False
+    if isinstance(loss, OwnLoss):
+        _check_parts(output, count)
+    if loss.metric == OWN_LOSS:
+        return  # only the user's loss knows which scores it takes
+    output = scores_of(output)
+    shape = getattr(output, "shape", None)
     if shape is not None and data.kind == "classes":
         is_right = len(shape) == 2 and shape[1] >= data.classes
     elif shape is not None:
@@ -106,6 +110,24 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
             f"The model turns {count} samples into {actual}; it must give {wanted}: "
             f"({count}, {data.classes})."
         )
+
+
+def _check_parts(output: Any, count: int) -> None:
+    """Refuse an output whose parts an evaluation cannot take sample by sample."""
+    if isinstance(output, Tensor):
+        return
+    wanted = (
+        "A loss of your own gets the whole output of the model: a tensor, or a dict or tuple of "
+        "tensors with a row for each sample"
+    )
+    for name, part in leaves(keep_tensors(output)):
+        if not isinstance(part, Tensor):
+            raise UserError(f"{wanted}. This model returns a {type(part).__name__}.")
+        if part.shape[:1] != (count,):
+            raise UserError(
+                f"{wanted}. Of {count} samples, its {name!r} is a tensor of shape "
+                f"{tuple(part.shape)}."
+            )
 
 
 def try_batch_of_one(model: nn.Module, federation: Federation, batch_size: int) -> None:
