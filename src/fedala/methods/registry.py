@@ -85,10 +85,11 @@ def _find_methods(module: ModuleType) -> list[type[Method]]:
 
 def register(cls: type[M]) -> type[M]:
     """Make a method known that is defined elsewhere, as if it were in this folder: a decorator."""
-    known = _classes().get(cls.name)
+    known = _classes().get(getattr(cls, "name", ""))
     is_same = known is not None and known.__module__ == cls.__module__  # a notebook runs it twice
-    if cls.name in catalogue() and not is_same:
+    if known is not None and not is_same:
         raise UserError(f"There is a method {cls.name} already: give yours another name.")
+    _check_class(cls)
     _classes()[cls.name] = cls
     if cls.__module__ in _pending:
         _packages[cls] = _pending[cls.__module__]
@@ -100,7 +101,6 @@ def register_module(module: ModuleType) -> list[str]:
     """Register all methods of a module, with or without the decorator; return their names."""
     found = _find_methods(module)
     for cls in found:
-        _check_class(cls)
         if _classes().get(cls.name) is not cls:
             register(cls)
     return [cls.name for cls in found]
@@ -142,19 +142,25 @@ def _check_not_installed(name: str) -> None:
 
 def _check_class(cls: type[Method]) -> None:
     """Refuse a class with a mistake that would show only later, or never."""
+    for text in ("name", "title", "summary"):
+        if not isinstance(getattr(cls, text, None), str):
+            raise UserError(f"{cls.__name__} lacks its {text}, a text for tables and lists.")
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", cls.name) or cls.name in ("all", "ala"):
         raise UserError(
             f"{cls.__name__} has the name {cls.name!r}: a name has lower-case letters, digits and "
             "hyphens only, and is not all or ala."
         )
-    for text in ("title", "summary"):
-        if not isinstance(getattr(cls, text, None), str):
-            raise UserError(f"{cls.__name__} lacks its {text}, a text for tables and lists.")
     if any(isinstance(value, Field) for value in vars(cls).values()):
         raise UserError(f"{cls.__name__} lacks @dataclass(frozen=True) above the class.")
     for one in fields(cls):
         if one.default is MISSING:
             raise UserError(f"{cls.__name__}.{one.name} needs a default value.")
+    numbers = [one.name for one in fields(cls) if "float" in str(one.type)]
+    for name in sorted(cls.lane_numbers - set(numbers)):
+        raise UserError(
+            f"{cls.__name__}.lane_numbers has {name!r}, which is not a field of type float"
+            f"{suggest(name, numbers)}."
+        )
 
 
 def _load_plugins() -> None:
@@ -188,7 +194,6 @@ def _load_plugin(point: EntryPoint) -> None:
     if isinstance(loaded, ModuleType):
         found = [_classes()[name] for name in register_module(loaded)]
     elif isinstance(loaded, type) and issubclass(loaded, Method):
-        _check_class(loaded)
         found = [register(loaded)]
     else:
         found = []

@@ -9,8 +9,10 @@ from fedala.lanes import Cohort, Message, Params, State, Task, local_aggregation
 from fedala.lanes.heads import extend_model
 from fedala.lanes.layers import upper
 from fedala.lanes.local_aggregation import Outcome
+from fedala.lanes.trees import count_lanes
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method
+from fedala.methods.returned import check_init_client, check_trained
 from fedala.methods.wrapper import Wrapper
 
 
@@ -33,7 +35,9 @@ class InitializedByALA(Wrapper):
     def init_client(self, task: Task, initial: Params) -> State:
         governed = self._list_governed(task, self.base.shared_part(task, initial))
         learned = local_aggregation.init_state(initial, governed)
-        return _keep(self.base.init_client(task, initial), initial, learned)
+        own = self.base.init_client(task, initial)
+        check_init_client(self.base, own, count_lanes(initial))
+        return _keep(own, initial, learned)
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         local = state["base"].get("local", state.get("local"))
@@ -79,7 +83,8 @@ class InitializedByALA(Wrapper):
     def train(
         self, cohort: Cohort, initialized: Params, received: Message, state: State
     ) -> tuple[Message, State]:
-        upload, base = self.base.train(cohort, initialized, received, state["base"])
+        trained = self.base.train(cohort, initialized, received, state["base"])
+        upload, base = check_trained(self.base, trained)
         return upload, _keep(base, upload.model, state["ala"])
 
     def model_when_absent(self, upload: Message, state: State) -> Params:

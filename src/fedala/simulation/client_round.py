@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.evaluation import PredictionLog, Predictions
-from fedala.lanes.trees import leaves, matches, take
+from fedala.lanes.trees import count_lanes
 from fedala.methods import Method
+from fedala.methods.returned import (
+    check_client_state,
+    check_init_client,
+    check_initialized,
+    check_trained,
+    check_upload,
+)
 from fedala.simulation.client_states import Lane
 from fedala.simulation.divergence import find_finite_lanes
 from fedala.simulation.evaluated_models import ModelStack
@@ -78,7 +84,7 @@ class CohortResult:
 def init_client_state(method: Method, task: Task, initial: Params) -> State:
     """Return a client's state before its first round, with the optimiser's slots if they stay."""
     method.check_task(task, initial)
-    state = method.init_client(task, initial)
+    state = check_init_client(method, method.init_client(task, initial), count_lanes(initial))
     if not (task.keeps_optimizer and task.rule.keeps_slots):
         return state
     slots = {
@@ -97,10 +103,11 @@ def run_client_round(
     parts: Sequence[str],
 ) -> CohortResult:
     """Do a cohort's part of a round, starting from the clients' states."""
-    before, received = state, cohort.received
+    received = cohort.received
     cohort.tests_absent = request.evaluate_after_training
-    state = take_slots(cohort, state)
-    initialized, state = method.initialize(cohort, received, state)
+    before = state
+    own = take_slots(cohort, before)
+    initialized, state = check_initialized(method, method.initialize(cohort, received, own))
     result = CohortResult(lanes, cohort.metrics)
     if request.record_weights:
         result.weights = method.ala_weights(state)
@@ -113,10 +120,9 @@ def run_client_round(
     if request.train:
         # Initialising may add to a client's first state; what was there before stays as it was.
         result.state_before = {**state, **before}
-        result.upload, result.state = method.train(cohort, initialized, received, state)
+        result.upload, result.state = _train(method, cohort, initialized, own, state)
         if cohort.kept_slots is not None:
             result.state = {**result.state, SLOTS: cohort.kept_slots}
-        _check_upload(method, cohort, initialized, result.upload)
         result.is_finite = find_finite_lanes(cohort, result.upload, result.state)
         if request.evaluate_after_training:
             model = method.model_when_absent(result.upload, result.state)
@@ -127,6 +133,20 @@ def run_client_round(
                 [scores] = _test(result, cohort, request, "trained", model, ["test"])
                 result.further_scores["trained"] = scores
     return result
+
+
+def _train(
+    method: Method, cohort: Cohort, initialized: Params, before: State, state: State
+) -> tuple[Message, State]:
+    """Train, and check what that returns; `before` is the state before `initialize`."""
+    received = cohort.received
+    trained = method.train(cohort, initialized, received, state)
+    upload, after = check_trained(method, trained)
+    # If all clients take part in every round, nobody's state is still that of `init_client`.
+    template = {**state, **before} if method.requires_all_clients else before
+    check_client_state(method, template, after, len(cohort))
+    check_upload(method, cohort, initialized, upload)
+    return upload, after
 
 
 def take_slots(cohort: Cohort, state: State) -> State:
@@ -183,29 +203,3 @@ def score_model(
         )
         for part in parts
     ]
-
-
-def check_message(method: Method, message: Message, clients: int) -> None:
-    """Refuse a message that is neither one lane for all clients nor one for each."""
-    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
-    if len(widths) > 1 or not widths <= {1, clients}:
-        raise UserError(
-            f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
-            "All tensors of a message must have one lane for all clients, or one for each."
-        )
-
-
-def _check_upload(method: Method, cohort: Cohort, initialized: Params, upload: Message) -> None:
-    """Refuse tensors without a lane for each client, and extra tensors that were not announced."""
-    widths = {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(upload)}
-    if widths - {len(cohort)}:
-        raise UserError(
-            f"{method.title} uploads tensors of {sorted(widths)} lanes for {len(cohort)} clients. "
-            "All tensors of an upload must have one lane for each client."
-        )
-    template = method.extra_template(cohort.task, take(initialized, slice(0, 1)))
-    extra = take(upload.extra, slice(0, 1))
-    if not (matches(extra, template) and matches(template, extra)):
-        raise UserError(
-            f"The extra tensors that {method.title} uploads are not those of its extra_template."
-        )

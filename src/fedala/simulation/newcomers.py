@@ -19,6 +19,7 @@ from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State
 from fedala.lanes.trees import count_lanes
 from fedala.methods import Method, ServerRound
+from fedala.methods.returned import check_trained
 from fedala.records import NewcomerScores
 from fedala.simulation.client_round import score_model, take_slots
 from fedala.simulation.client_states import Lane
@@ -180,7 +181,8 @@ def run_arrival(
         )
         own = method.scale_epochs(Fraction(count, usual))
         with torch.random.fork_rng(devices=devices):  # every training draws from the same state
-            upload, trained = own.train(longer, initialized, received, state)
+            found = own.train(longer, initialized, received, state)
+            upload, trained = check_trained(own, found)
             arrival.is_finite[count] = find_finite_lanes(longer, upload, trained)
             test(count, own.trained_model(longer, received, upload, trained))
     return arrival

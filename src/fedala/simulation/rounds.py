@@ -20,8 +20,9 @@ from fedala.lanes.heads import extend_task
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import matches, tree_map
 from fedala.methods import Method, ServerRound
+from fedala.methods.returned import check_aggregated, check_message
 from fedala.records import INITIALIZED, Evaluation, Fault, NewcomerScores, PersonalModel
-from fedala.simulation.client_round import CohortResult, check_message
+from fedala.simulation.client_round import CohortResult
 from fedala.simulation.client_states import Lane, States
 from fedala.simulation.evaluated_models import EvaluatedModels, RunModels
 from fedala.simulation.further_models import FurtherModels
@@ -249,14 +250,7 @@ class Simulation:
         began = time.perf_counter()
         joined = self._draw_round(round)
         servers = [self._server_round(run, round, own) for run, own in enumerate(joined)]
-        sent = [
-            self.setup.reset_transient(run, self.methods[run].send(self.servers[run], server_round))
-            if server_round.clients
-            else Message()
-            for run, server_round in enumerate(servers)
-        ]
-        for message, server_round in zip(sent, servers, strict=True):
-            check_message(self.method, message, len(server_round.clients))
+        sent = [self._send(run, server_round) for run, server_round in enumerate(servers)]
         request = self.further_models.make_request(
             round, sent, train=train, evaluates_absent=self._evaluates_absent
         )
@@ -265,6 +259,13 @@ class Simulation:
         keeps_absent = absent if absent and train else None
         log = self.further_models.make_log()
         return RoundResults(request, joined, servers, sent, scores, keeps_absent, began, log)
+
+    def _send(self, run: int, server_round: ServerRound) -> Message:
+        if not server_round.clients:
+            return Message()
+        message = self.methods[run].send(self.servers[run], server_round)
+        check_message(self.method, message, len(server_round.clients))
+        return self.setup.reset_transient(run, message)
 
     def _server_round(self, run: int, round: int, clients: Sequence[int]) -> ServerRound:
         return ServerRound(self.seeds[run], round, self.rounds, clients, self._sizes)
@@ -302,9 +303,8 @@ class Simulation:
             run, client = lane = result.lanes[position]
             step = None
             if lane not in self._explained:
-                step = self.transport.find_first_bad_step(
-                    lane, work.request, work.sent, work.joined
-                )
+                find = self.transport.find_first_bad_step
+                step = find(lane, work.request, work.sent, work.joined)
                 work.explained.add(lane)
             variant = self.variants[run]
             fault = Fault(self.seeds[run], client, work.request.round - 1, position, step, variant)
@@ -327,9 +327,8 @@ class Simulation:
             work.uploads = []
             return servers
         if work.uploads and work.request.evaluate:
-            work.uploaded = max(
-                self.further_models.count_numbers(upload) for _, upload in work.uploads
-            )
+            counts = [self.further_models.count_numbers(upload) for _, upload in work.uploads]
+            work.uploaded = max(counts)
         for run, server_round in enumerate(work.servers):
             clients = sorted(client for other, client in counted if other == run)
             sizes = [self.task.size(client) for client in clients]
@@ -338,7 +337,8 @@ class Simulation:
                 pieces = work.list_pieces(run, partial(self.setup.reset_transient, run))
                 uploads = self.transport.collect_uploads(run, clients, weights, pieces)
                 method = self.methods[run]
-                servers[run] = method.aggregate(servers[run], uploads, server_round)
+                after = method.aggregate(servers[run], uploads, server_round)
+                servers[run] = check_aggregated(method, servers[run], after)
         return servers
 
     def _finish_round(self, work: RoundResults, servers: list[State]) -> None:
