@@ -350,6 +350,16 @@ def test_overlaps_and_empty_training_parts_are_refused_before_a_run(train, test,
         fedala.run(dataset=own)
 
 
+def test_a_federation_that_nobody_can_test_is_refused_before_a_run(tmp_path):
+    own = Federation(dataset(6, 2), pieces([0, 1], [2]), pieces([], []), pieces([3], [4]))
+    alone = replace(dataset(6, 2), split=torch.zeros(6, dtype=torch.uint8))  # all for training
+    divided = {"partition": "iid", "clients": 2}
+    for data, options in ((own, {}), (alone, divided)):
+        with pytest.raises(UserError, match="No client has test samples"):
+            fedala.run(dataset=data, method="fedavg", out=tmp_path / "run", **options)
+        assert not (tmp_path / "run").exists()
+
+
 def test_the_checks_are_quick_for_very_many_clients():
     clients = 50_000
     rows = np.arange(2 * clients).reshape(2, clients, 1)

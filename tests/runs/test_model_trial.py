@@ -73,6 +73,22 @@ def test_a_loss_without_a_mean_is_refused():
         with_data(Net, loss=nn.CrossEntropyLoss(reduction="none"))
 
 
+@pytest.mark.parametrize("make", [lambda: Net().requires_grad_(False), nn.Flatten])
+def test_a_model_that_cannot_learn_is_refused(make, tmp_path):
+    with pytest.raises(UserError, match="has no parameters that learn"):
+        with_data(make, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_whose_last_layer_learns_is_taken():
+    def make() -> nn.Module:
+        model = Net().requires_grad_(False)
+        model.out.requires_grad_(True)
+        return model
+
+    assert len(with_data(make).history) == 2
+
+
 @pytest.mark.parametrize("method", ["fedala", "fedrep"])
 def test_the_order_of_registration_does_not_matter(method):
     """The head comes first in `HeadFirst`, and is the last layer all the same."""

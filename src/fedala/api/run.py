@@ -14,6 +14,7 @@ from torch import nn
 from fedala.api.display import announce, choose_progress, describe_plan, is_interactive
 from fedala.api.result import Result
 from fedala.data import Dataset, Federation, make_dataset
+from fedala.data.holdout import check_tested
 from fedala.errors import UserError
 from fedala.lanes.losses import LossFunction
 from fedala.records import HistoryRow
@@ -140,6 +141,7 @@ def _plan(
     if isinstance(dataset, Federation):
         _check_no_partition(options)
         dataset.check()
+        check_tested(dataset)
     if isinstance(dataset, str):
         options["dataset"] = dataset
     elif dataset is not None and not resume:

@@ -31,6 +31,15 @@ def hold_out_clients(federation: Federation, which: str, seed: int = 1) -> Feder
     return replace(federation, **parts, client_names=names, held_out=len(chosen), original=original)
 
 
+def check_tested(federation: Federation) -> None:
+    """Refuse a federation if none of the clients that take part can be tested."""
+    if not any(map(len, federation.known.test)):
+        raise UserError(
+            "No client has test samples, so no model could be tested: put some of the samples into "
+            "the test part."
+        )
+
+
 def check_holdout(which: str) -> None:
     """Refuse a text that does not say which clients to hold out."""
     _parse(which)

@@ -82,7 +82,12 @@ def first_output(model: nn.Module, data: Dataset, count: int = 2, *, training: b
 
 
 def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
-    """Refuse a model that does not turn samples into a score for each class, or target."""
+    """Refuse a model that cannot learn, or gives no score for each class, or target."""
+    if not any(value.requires_grad for value in model.parameters()):
+        raise UserError(
+            "The model has no parameters that learn: all of them have requires_grad=False, or "
+            "there are none. At least those of its last layer must learn."
+        )
     try:
         output = first_output(model, data)
     except Exception as error:  # whatever the user's own code may raise

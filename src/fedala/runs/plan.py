@@ -10,6 +10,7 @@ from torch import nn
 
 from fedala.data import Dataset, Federation, federate, hold_out_clients, load, resize_images
 from fedala.data.feature_shift import parse_feature_shift, shift_features
+from fedala.data.holdout import check_tested
 from fedala.data.standardization import fit_normalization
 from fedala.errors import UserError, printable
 from fedala.io.untrusted import free_memory
@@ -202,6 +203,8 @@ def plan(
         federation = _federate(config, dataset)
     if config.holdout_clients is not None:
         federation = hold_out_clients(federation, config.holdout_clients, config.partition_seed)
+    if not isinstance(dataset, Federation):  # on Flower, the tests are elsewhere
+        check_tested(federation)
     if config.resize is not None:  # without effect on data that was loaded with it
         images = resize_images(federation.dataset, config.resize)
         federation = replace(federation, dataset=images)
