@@ -31,8 +31,13 @@ def test_the_tests_that_it_writes_pass_and_can_fail(own_code, tmp_path, monkeypa
     assert len([name for name in vars(tests) if name.startswith("test_")]) == 3
     assert make("fed-mine", {"fed-mine.keep": 0.25}).keep == 0.25
     assert catalogue()["fed-mine"].takes_ala
-    # A method whose lanes depend on each other is found out.
+    # It does not matter whether a round depends on the number of rounds.
     method = sys.modules["fed_mine"].FedMine
+    with monkeypatch.context() as patch:
+        patch.setattr(method, "schedule_depends_on_rounds", True)
+        (tmp_path / "scheduled").mkdir()
+        tests.test_a_resumed_run_is_the_same_to_the_bit(tmp_path / "scheduled")
+    # A method whose lanes depend on each other is found out.
     initialize = method.initialize
 
     def mix_lanes(self, cohort, received, state):

@@ -5,18 +5,24 @@ import re
 import sys
 import textwrap
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small import Net, assert_close, ragged_task, same_rows, simulate
+from small import Net, assert_close, ragged_task, same_rows, simulate, start_of
 from typer.testing import CliRunner
 
+import fedala.lanes
 from fedala.cli.app import app
 from fedala.errors import UserError
+from fedala.lanes import Message, Uploads, features, trees
 from fedala.lanes.heads import Head, extend_model
-from fedala.methods import Method, catalogue, find_code, make, register, registry
+from fedala.lanes.layers import Cut
+from fedala.lanes.uploads import Piece
+from fedala.methods import Method, ServerRound, catalogue, find_code, make, register, registry
+from fedala.simulation import Simulation
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "your-own.md"
 SIZES = [5, 22, 13, 3, 8, 17, 0]
@@ -27,7 +33,7 @@ def find_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-METHOD, USE, EXCERPT, HEAD, TEST = find_blocks("python")
+METHOD, USE, FEATURES, EXCERPT, MESSAGES, HEAD, TEST = find_blocks("python")
 [PROJECT] = find_blocks("toml")
 COMMANDS = "".join(find_blocks("sh")).splitlines()
 SCAFFOLD = Path(__file__).parents[2] / "src" / "fedala" / "methods" / "scaffold.py"
@@ -108,6 +114,65 @@ def test_the_excerpt_is_part_of_a_tested_method():
     source = SCAFFOLD.read_text(encoding="utf-8")
     functions = EXCERPT.strip().split("\n\n\n")
     assert all(textwrap.indent(function, "    ") in source for function in functions)
+
+
+def add_method(block, **attributes):
+    """Return a method with a block's functions; everything that it uses is known to it."""
+    namespace = {**vars(fedala.lanes), **vars(features), **vars(trees), "torch": torch}
+    namespace |= {"dataclass": dataclass, "Cut": Cut, "Tensor": torch.Tensor}
+    namespace["ServerRound"] = ServerRound
+    before = set(namespace)
+    exec(block, namespace)
+    names = {"name": "mine", "title": "Mine", "summary": "of the page", **attributes}
+    own = {name: value for name, value in namespace.items() if name not in before}
+    return type("Mine", (Method,), names | own)()
+
+
+def run_method(method, **options):
+    """Return the simulation after all rounds, its scores and its models."""
+    task, models = ragged_task(SIZES), {}
+    simulation = Simulation(method, task, start_of(task), seeds=(3,), **options)
+    rows = [
+        one.row
+        for one in simulation.run(lambda personal: models.update({personal.client: personal.model}))
+    ]
+    return simulation, rows, models
+
+
+def test_the_pages_objective_on_features_makes_them_small():
+    plain, small = (run_method(add_method(FEATURES, lam=lam), rounds=2)[0] for lam in (0.0, 1.0))
+    expected = run_method(make("fedavg"), rounds=2)[0].servers[0]["global"]
+    assert_close(plain.servers[0]["global"], expected, 1e-12)
+
+    def measure(simulation):
+        task, model = simulation.task, simulation.servers[0]["global"]
+        cut = features.find_last_cut(task, model, "Mine")
+        lower = cut.lower({name: value[0] for name, value in model.items()}, task.x.double())
+        return lower.square().mean().item()
+
+    assert measure(small) < 0.7 * measure(plain)
+
+
+@pytest.mark.parametrize("join_ratio", [1.0, 0.5])
+def test_the_pages_server_sends_each_client_its_own_model(join_ratio):
+    """A client gets the mean of what it has uploaded and of all uploads, in any cohort."""
+    method = add_method(MESSAGES)
+    options = {"rounds": 3, "join_ratio": join_ratio}
+    _, rows, models = run_method(method, **options)
+    _, other_rows, other_models = run_method(method, lanes=1, **options)
+    same_rows(rows, other_rows, 1e-9)
+    for client in models:
+        assert_close(models[client], other_models[client], 1e-10)
+    uploads = Uploads(
+        [1, 4],
+        torch.tensor([1.0, 3.0]).double(),
+        [Piece(Message({"w": torch.tensor([[4.0], [8.0]])}), [0, 1], [1, 4])],
+    )
+    server = {"global": {"w": torch.zeros(1, 1)}, "models": {"w": torch.zeros(5, 1)}}
+    after = method.aggregate(server, uploads, None)
+    assert after["global"]["w"].tolist() == [[7.0]]
+    sent = method.send(after, ServerRound(0, 1, 1, [4, 0, 1], [1] * 5))
+    assert sent.model["w"].tolist() == [[7.5], [0.0], [5.5]]
 
 
 def test_the_pages_head_adds_parameters():

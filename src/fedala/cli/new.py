@@ -63,6 +63,7 @@ class $title(Method):
 TEST = Template('''\
 """$title: a value worked out by hand, lanes against one lane, resumed against undisturbed."""
 
+import pytest
 import torch
 from fedala import run
 from fedala.data import Dataset
@@ -105,11 +106,24 @@ def test_lanes_are_independent():
             assert (value - expected[key][name]).abs().max() < 1e-10
 
 
+def interrupt(method, row):
+    """Stop a run in its third round, as Ctrl-C does."""
+    if row.round == 2:
+        raise KeyboardInterrupt
+
+
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     """All that a client keeps is in its state, so a run continues as if it had never stopped."""
-    whole = run(**OPTIONS, model=make_model, rounds=4, out=tmp_path / "whole")
-    run(**OPTIONS, model=make_model, rounds=2, out=tmp_path / "parts")
-    parts = run(resume=tmp_path / "parts", dataset=DATA, model=make_model, rounds=4)
+    options = {**OPTIONS, "model": make_model, "rounds": 4, "checkpoint_every": 1}
+    whole = run(**options, out=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(**options, out=tmp_path / "parts", on_row=interrupt)
+    rounds = []
+    parts = run(
+        resume=tmp_path / "parts", dataset=DATA, model=make_model,
+        on_row=lambda method, row: rounds.append(row.round),
+    )  # fmt: skip
+    assert rounds == [2, 3, 4]  # it has not begun again
     losses = [[row.loss for row in one.methods["$name"].history] for one in (whole, parts)]
     assert losses[0] == losses[1]
     files = sorted((tmp_path / "whole" / "models").rglob("*.safetensors"))
