@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from fedala import ALA, UserError, run
 from fedala.data import Dataset, Federation
 from fedala.runs.config import Config
+from fedala.runs.execute import execute
 from fedala.runs.model_trial import first_output
+from fedala.runs.observer import RunObserver
 from fedala.runs.plan import plan
 
 QUICK = {"rounds": 1, "clients": 2, "partition": "iid", "batch_size": 10}
@@ -99,6 +101,33 @@ def test_the_order_of_registration_does_not_matter(method):
         assert planned.methods[0].ala_parameters(model, 1) == ("head.weight", "head.bias")
     else:
         assert planned.methods[0].ala_parameters(model, 1) == ("body.weight", "body.bias")
+
+
+@pytest.mark.parametrize(
+    ("methods", "options", "lines"),
+    [
+        ("fedala", {}, ["head.weight, head.bias: 18 of 203 parameters"]),
+        ("fedala,ditto+ala,fedavg", {}, ["head.weight, head.bias: 18 of 203 parameters"]),
+        ("fedala", {"server_optimizer": "adam"}, ["head.weight, head.bias: 18 of 203 parameters"]),
+        (
+            "fedala,ditto+ala,fedrep+ala",
+            {"set": {"fedala.layers": 2}},
+            [
+                "head.weight, head.bias, body.weight, body.bias: 203 of 203 parameters (fedala)",
+                "head.weight, head.bias: 18 of 203 parameters (ditto+ala)",
+                "body.weight, body.bias: 185 of 203 parameters (fedrep+ala)",
+            ],
+        ),
+        ("fedavg", {}, []),
+    ],
+)
+def test_a_run_says_what_ala_blends(methods, options, lines):
+    config = Config.from_values({**QUICK, "method": methods, **options})
+    planned = plan(config, small_dataset(), HeadFirst)
+    assert planned.blended == tuple(f"ALA blends {line}." for line in lines)
+    said = []
+    execute(planned, None, observer=RunObserver(on_message=said.append))
+    assert [line for line in said if line.startswith("ALA blends")] == list(planned.blended)
 
 
 def test_a_server_without_samples_finds_the_same_order_as_its_clients():

@@ -33,7 +33,7 @@ class InitializedByALA(Wrapper):
         self.ala_parameters(model, self.ala.layers)
 
     def init_client(self, task: Task, initial: Params) -> State:
-        governed = self._list_governed(task, self.base.shared_part(task, initial))
+        governed = self.list_governed(task, self.base.shared_part(task, initial))
         learned = local_aggregation.init_state(initial, governed)
         own = self.base.init_client(task, initial)
         check_init_client(self.base, own, count_lanes(initial))
@@ -48,13 +48,13 @@ class InitializedByALA(Wrapper):
             state["ala"],
             local,
             model,
-            governed=self._list_governed(cohort.task, model),
+            governed=self.list_governed(cohort.task, model),
             start=self.complete_model(cohort, model, local),
         )
         self.report(cohort, outcome)
         return initialized, {**state, "base": base, "ala": learned}
 
-    def _list_governed(self, task: Task, received: Params) -> tuple[str, ...]:
+    def list_governed(self, task: Task, received: Params) -> tuple[str, ...]:
         """Return the names that ALA blends.
 
         If the base names any that it does not receive, layers count among those that it does.

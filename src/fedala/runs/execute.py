@@ -50,7 +50,7 @@ def execute(
     has the results so far.
     """
     observer = observer or RunObserver()
-    for sentence in (*plan.federation.notes, *plan.notes):
+    for sentence in (*plan.federation.notes, *plan.notes, *(() if resume else plan.blended)):
         observer.on_message(sentence)
     source = resume if isinstance(resume, Path) else out
     if source and resume:

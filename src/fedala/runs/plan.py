@@ -1,6 +1,6 @@
 """Check a run from end to end before it starts: a `Plan` is a run that has been accepted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from fedala.errors import UserError, printable
 from fedala.io.untrusted import free_memory
 from fedala.io.user_code import is_reference
 from fedala.lanes.augmentation import parse_augmentation
-from fedala.lanes.heads import Head, extend_model, extend_task
+from fedala.lanes.heads import Head, extend_model
 from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layer_units import Layers, note_layers
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction
@@ -27,9 +27,8 @@ from fedala.lanes.normalization import (
     parse_normalization,
 )
 from fedala.lanes.parameters import model_state
-from fedala.lanes.task import Task
 from fedala.lanes.trees import count_bytes
-from fedala.methods import Method, ServerRound, import_methods
+from fedala.methods import Method, import_methods
 from fedala.metrics import ACCURACY
 from fedala.models import build_model
 from fedala.runs.all_methods import keep_possible, names_all
@@ -37,7 +36,7 @@ from fedala.runs.changed_defaults import name_present_defaults
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
 from fedala.runs.devices import choose_device
-from fedala.runs.holdout import check_options, rehearse_newcomers
+from fedala.runs.holdout import check_options
 from fedala.runs.losses import REGRESSIONS, describe_large_targets, make_loss
 from fedala.runs.members import (
     Group,
@@ -58,9 +57,9 @@ from fedala.runs.model_trial import (
     try_loss,
     try_model,
 )
-from fedala.runs.own_code import check_personal_models, fit_model, load_model_function
+from fedala.runs.own_code import fit_model, load_model_function
+from fedala.runs.rehearsal import Rehearsal, describe_blended, rehearse
 from fedala.runs.sweep import SWEPT_OPTIONS
-from fedala.simulation.client_round import init_client_state
 
 #: How much memory the models of the best evaluation may take, unless `client_memory` says so.
 _BEST_MODELS_BYTES = 2**31
@@ -86,6 +85,8 @@ class Plan:
     """What scales the samples on their way to the model; None: bytes as usual, floats as is."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: which methods were left out, and why."""
+    blended: tuple[str, ...] = ()
+    """Sentences: what ALA blends."""
     ranks: int = 1
     """The number of processes that share the work."""
 
@@ -239,7 +240,7 @@ def plan(
         notes += more
     if loss is not None:
         try_loss(chosen_loss, rehearsed, federation.dataset)
-    state_bytes = _check_methods(config, skeleton, rehearsed, federation, chosen_loss)
+    rehearsals = _check_methods(config, skeleton, rehearsed, federation, chosen_loss)
     notes += describe_large_targets(chosen_loss, federation)
     checked = Plan(
         config,
@@ -247,11 +248,12 @@ def plan(
         make_model,
         group_members(make_members(config)),
         device,
-        state_bytes,
+        {label: rehearsal.state_bytes for label, rehearsal in rehearsals.items()},
         loss=chosen_loss,
         layers=layers,
         normalization=normalization,
         notes=notes,
+        blended=describe_blended(rehearsals),
     )
     _check_memory(checked)
     return checked
@@ -270,14 +272,14 @@ def _check_methods(
     rehearsed: nn.Module,
     federation: Federation,
     loss: Loss,
-) -> dict[str, int]:
-    """Refuse methods that do not go with model and loss; return the bytes of a client's state."""
+) -> dict[str, Rehearsal]:
+    """Refuse methods that do not go with model and loss; rehearse the others."""
     members = make_members(config)
     check_optimizers(members)
     for member in members:
         member.method.check_model(skeleton)
         check_schedule(member.config)
-    return _rehearse(members, rehearsed, federation, loss)
+    return rehearse(members, rehearsed, federation, loss)
 
 
 def load_dataset(config: Config) -> Dataset:
@@ -316,39 +318,6 @@ def _make_normalization(config: Config, federation: Federation) -> Normalization
     given = replace(given, is_channels_last=is_last)
     given.check(federation.dataset.x, federation.dataset.name)
     return given
-
-
-def _rehearse(
-    members: Sequence[Member], model: nn.Module, federation: Federation, loss: Loss
-) -> dict[str, int]:
-    """Make server and client once, with two samples, so that a method can refuse model or loss.
-
-    Returns the bytes of a client's state, by label.
-    """
-    data, rows = federation.dataset, [np.arange(2)]
-    initial = model_state(model)
-    state_bytes = {}
-    for member in members:
-        method, config = member.method, member.config
-        task = Task(
-            model,
-            data.x[:2],
-            data.y[:2],
-            rows,
-            rows,
-            loss=loss,
-            optimizer=config.recipe().optimizer,
-            keeps_optimizer=config.keep_optimizer,
-        )
-        task, begin = extend_task(task, lambda seed: dict(initial), method.head, method.title)
-        start = begin(0)
-        method.init_server(task, method.shared_part(task, start), ServerRound(0, 0, 1, [0], [2]))
-        if federation.held_out:
-            rehearse_newcomers(method, task, start)
-        state = init_client_state(method, task, start)
-        check_personal_models(method, state)
-        state_bytes[member.label] = count_bytes(state)
-    return state_bytes
 
 
 def _check_memory(plan: Plan) -> None:
