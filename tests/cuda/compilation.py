@@ -29,7 +29,7 @@ from fedala.cuda.backend import CudaBackend
 from fedala.cuda.graphs import CapturedSteps
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.task import Task
-from fedala.models import cnn, resnet18
+from fedala.models import cnn, fasttext, resnet18
 
 
 class Gpu:
@@ -93,7 +93,9 @@ def train(model: nn.Module, shape: tuple[int, ...], lanes: int, **options) -> No
     size = options.setdefault("batch_size", 10)
     ends = np.cumsum([0, *(size * (lanes - lane) for lane in range(lanes))])
     parts = [np.arange(*bounds) for bounds in pairwise(ends)]
-    x, y = torch.zeros(ends[-1], *shape), torch.zeros(ends[-1], dtype=torch.int64)
+    kind = torch.int32 if len(shape) == 1 else torch.float32  # texts, or images
+    x = torch.zeros(ends[-1], *shape, dtype=kind)
+    y = torch.zeros(ends[-1], dtype=torch.int64)
     task = Task(model, x, y, parts, [part[:0] for part in parts], **{"lr": 0.1, **options})
     task.backend = Backend()
     start = {name: value.expand(lanes, *value.shape) for name, value in model.state_dict().items()}
@@ -125,6 +127,7 @@ def main(capability: int) -> None:
     train(cnn((1, 28, 28), 10), (1, 28, 28), 20)
     train(cnn((3, 32, 32), 100), (3, 32, 32), 5, batch_size=64)
     train(resnet18((3, 64, 64), 200), (3, 64, 64), 2)
+    train(fasttext(3000, 4, 32), (200,), 20)
     head = Head(torch.zeros(20, 100, 512), torch.zeros(20, 100))
     order, counts = torch.zeros(20, 30, dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
     learn_weights(

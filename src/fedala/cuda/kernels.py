@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedala.cuda import convolution, entropy, linear, normalization, pooling
+from fedala.cuda import convolution, entropy, linear, normalization, pooling, words
 from fedala.cuda.late import LateGradients
 from fedala.lanes.blocks import conv_pool_relu, linear_relu
 from fedala.lanes.stacked import call_stacked
+from fedala.lanes.words import keep_word_gradient, mean_embedding
 
 
 class LaneKernels(TorchFunctionMode):
@@ -46,6 +47,8 @@ class LaneKernels(TorchFunctionMode):
             F.max_pool2d: pooling.match_call,
             F.cross_entropy: entropy.match_call,
             F.batch_norm: normalization.match_call,
+            keep_word_gradient: words.match_call,
+            mean_embedding: words.match_mean,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -110,8 +110,10 @@ class RowGradients(TorchFunctionMode):
         found = None if _current.name is None else self.found.get(_current.name)
         if found is not None:
             indices, table = args[:2]
-            if func is mean_embedding and table.device.type == "cpu":
-                return keep_word_gradient(indices, table, args[2], found)
+            if func is mean_embedding:
+                means = keep_word_gradient(indices, table, args[2], found)
+                if means is not None:
+                    return means
             if func in (F.embedding, mean_embedding):
                 rows = call_stacked(_Lookup.apply, (table, indices.long()), (found,))
                 return rows if func is F.embedding else rows.mean(1)

@@ -1,13 +1,13 @@
-"""Means of word embeddings on a CPU: only the words of a text are read, and not its padding.
+"""Means of word embeddings: only the words of a text are read, and not its padding.
 
 A text of forty words stands in two hundred places. Looked up as it stands, with one row for each
 place, a batch is mostly padding, and its gradient, too. Here the rows of real words are added up as
-they are read, for all lanes at once, and padding is counted. A GPU cannot do that: the number of
-words depends on the batch, and a captured step needs shapes that do not.
+they are read, for all lanes at once, and padding is counted. `Words` does so on a CPU. On a GPU, a
+captured step needs shapes that do not depend on the batch, and `fedala.cuda.words` has kernels.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,19 +30,18 @@ class Words:
     """[word]: rows of the text's table."""
     counts: Tensor
     """[lane, text]: words of each text."""
-    padded: Tensor | None
-    """[lane, text, 1]: places without a word; None if there is no padding."""
     places: int
     """Places of each text."""
+    padding: int | None
+    """The row for places without a word."""
 
     @classmethod
     def find(cls, texts: Tensor, padding: int | None) -> "Words":
-        places = texts.shape[2]
+        texts, places = texts.long(), texts.shape[2]
         if padding is None:
-            return cls(texts.flatten(), torch.full(texts.shape[:2], places), None, places)
+            return cls(texts.flatten(), torch.full(texts.shape[:2], places), places, None)
         real = texts != padding
-        counts = real.sum(2)
-        return cls(texts[real], counts, (places - counts).unsqueeze(2), places)
+        return cls(texts[real], real.sum(2), places, padding)
 
     def find_rows(self, tables: Tensor) -> Tensor:
         """Return [word]: rows of the tables of all lanes, one table after the other."""
@@ -51,21 +50,32 @@ class Words:
         first = torch.arange(len(tables)) * tables.shape[1]
         return self.rows + first.repeat_interleave(self.counts.sum(1), output_size=len(self.rows))
 
-    def average(self, tables: Tensor, padding: int | None) -> Tensor:
+    def average(self, tables: Tensor) -> Tensor:
         """Return the mean over each text's places, [lane, text, …]; padding is a row, too."""
         flat = tables[0] if is_shared(tables) else tables.flatten(0, 1)
         counts = self.counts.flatten()
         starts = counts.cumsum(0) - counts
         total = F.embedding_bag(self.find_rows(tables), flat, starts, mode="sum")
         total = total.view(*self.counts.shape, -1)
-        if self.padded is not None:
-            total.addcmul_(self.padded.to(total.dtype), tables[:, padding].unsqueeze(1))
+        if self.padding is not None:
+            padded = (self.places - self.counts).unsqueeze(2).to(total.dtype)
+            total.addcmul_(padded, tables[:, self.padding].unsqueeze(1))
         return total.div_(self.places)
+
+    def add(self, tables: Tensor, values: Tensor, factors: Tensor) -> None:
+        """Add `values`, [lane, text, …], times `factors`, [lane], to the rows of each text's words.
+
+        The order of addition is fixed: the result is always the same.
+        """
+        scaled = values * broadcast_lanes(factors, values).to(values.dtype)
+        texts = torch.repeat_interleave(self.counts.flatten())
+        flat = tables.view(-1, tables.shape[2])
+        flat.index_add_(0, self.find_rows(tables), scaled.flatten(0, 1).index_select(0, texts))
 
 
 @dataclass(eq=False)
 class WordGradient(SparseGradient):
-    """The gradient of tables whose rows were added up: `values`, [text, …], for all its words."""
+    """The gradient of tables whose rows were added up: `values`, [lane, text, …]."""
 
     names: tuple[str, ...]
     words: Words
@@ -76,17 +86,15 @@ class WordGradient(SparseGradient):
         return self.words.find_rows(table)
 
     def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
-        """Add the gradient. The order of addition is fixed: the result is always the same."""
         [table] = targets
-        values = self.values.view(len(table), -1, table.shape[2])
-        scaled = values * broadcast_lanes(factors, values).to(values.dtype)
-        texts = torch.repeat_interleave(self.words.counts.flatten())
-        flat = table.view(-1, table.shape[2])
-        flat.index_add_(0, self.find_rows(table), scaled.flatten(0, 1).index_select(0, texts))
+        self.words.add(table, self.values, factors)
 
 
-class _MeanOfWords(torch.autograd.Function):
-    """The mean over all places of a text. The gradient of the tables goes to `found.means`."""
+class MeanOfWords(torch.autograd.Function):
+    """The mean over all places of a text. The gradient of the tables goes to `found.means`.
+
+    `find` returns the words of texts, as `Words.find` does.
+    """
 
     @staticmethod
     def forward(
@@ -95,25 +103,35 @@ class _MeanOfWords(torch.autograd.Function):
         texts: Tensor,
         padding: int | None,
         found: Any,
+        find: Callable[[Tensor, int | None], Any],
     ) -> Tensor:
-        ctx.words = words = Words.find(texts, padding)
-        result: Tensor = found.read(ctx, tables, lambda tables: words.average(tables, padding))
+        ctx.words = words = find(texts, padding)
+        result: Tensor = found.read(ctx, tables, words.average)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
         ctx.found.add_slopes(ctx, grad)
-        ctx.found.means.append((ctx.words, grad.flatten(0, 1) / ctx.words.places))
-        return None, None, None, None
+        ctx.found.means.append((ctx.words, grad / ctx.words.places))
+        return None, None, None, None, None
 
 
-def keep_word_gradient(x: Tensor, weight: Tensor, padding: int | None, found: Any) -> Tensor:
-    """Return `mean_embedding`. Its words and their gradients go to the list `found.means`."""
-    return call_stacked(_MeanOfWords.apply, (weight, x.long()), (padding, found))
+def keep_word_gradient(x: Tensor, weight: Tensor, padding: int | None, found: Any) -> Tensor | None:
+    """Return `mean_embedding`. Its words and their gradients go to the list `found.means`.
+
+    Return None on a GPU that has no kernel for it.
+    """
+    if has_torch_function_variadic(x, weight):
+        arguments = x, weight, padding, found
+        kept: Tensor | None = handle_torch_function(keep_word_gradient, (x, weight), *arguments)
+        return kept
+    if weight.device.type != "cpu":
+        return None
+    return call_stacked(MeanOfWords.apply, (weight, x), (padding, found, Words.find))
 
 
 def _average(tables: Tensor, texts: Tensor, padding: int | None) -> Tensor:
-    return Words.find(texts, padding).average(tables, padding)
+    return Words.find(texts, padding).average(tables)
 
 
 class _Reading(threading.local):
@@ -141,7 +159,7 @@ def mean_embedding(x: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         result: Tensor = handle_torch_function(mean_embedding, (x, weight), x, weight, padding)
         return result
     if _reading.skips_padding and not torch.is_grad_enabled():
-        return call_stacked(_average, (weight, x.long()), (padding,))
+        return call_stacked(_average, (weight, x), (padding,))
     return F.embedding(x, weight, padding).mean(1)
 
 
