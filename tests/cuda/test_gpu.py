@@ -94,8 +94,8 @@ def test_lanes_on_the_gpu_are_each_client_alone_on_the_cpu(name):
 @pytest.mark.parametrize("name", EACH_KIND)
 def test_any_number_of_lanes_gives_the_same_on_the_gpu(name):
     model = model_of(name)
-    _, together = go(name, image_task("cuda", model=model), model)
-    _, single = go(name, image_task("cuda", model=model), model, lanes=1)
+    _, together = go(name, image_task("cuda", model=model, lr=0.05), model)
+    _, single = go(name, image_task("cuda", model=model, lr=0.05), model, lanes=1)
     for key in single:
         assert_close(together[key], single[key], 2e-4)
 

@@ -81,6 +81,7 @@ MANY_CHANNELS = [  # the other kernels, which take seconds
     ((32, 6, 64, 3, 1, 0, 2, 2), True),
     ((32, 7, 32, 3, 2, 1, 2, 3), False),
     ((64, 2, 64, 3, 1, 1, 3, 2), True),
+    ((16, 8, 16, 3, 1, 1, 4, 2), True),  # the sums of its weights' gradient have parts
     ((32, 6, 32, 1, 2, 0, 2, 2), False),  # the short cut of a residual network
 ]
 
@@ -153,19 +154,20 @@ def test_nan_passes_through_pooling_and_relu():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_late_gradients_add_what_they_would_be(bias):
+@pytest.mark.parametrize("side", [8, 18], ids=["whole sums", "sums in parts"])
+def test_late_gradients_add_what_they_would_be(bias, side):
     """For a convolution of each kind and a linear layer: w + f·∂L/∂w, and ∂L/∂w itself."""
     shapes = {"first": (16, 3, 3, 3), "second": (16, 16, 3, 3), "last": (5, 64)}
     params = {f"{name}.weight": random(2, *shape) for name, shape in shapes.items()}
     if bias:
         params |= {f"{n}.bias": random(2, s[0], seed=3) for n, s in shapes.items()}
     params = {name: make_buffer(value.to(DEVICE), 2).copy_(value) for name, value in params.items()}
-    x = random(2, 4, 3, 8, 8).to(DEVICE)
+    x = random(2, 4, 3, side, side).to(DEVICE)
 
     def network(own, x):
         x = conv_pool_relu(x, own["first.weight"], own.get("first.bias"), 1, 0)
         x = F.conv2d(x, own["second.weight"], own.get("second.bias"), 1, 1)
-        x = F.max_pool2d(x, 2).flatten(1).repeat(1, 4)
+        x = F.max_pool2d(x, 2).mean((2, 3)).repeat(1, 4)
         return F.linear(x, own["last.weight"], own.get("last.bias")).sigmoid().mean()
 
     def gradients(own):

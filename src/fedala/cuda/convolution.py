@@ -135,7 +135,9 @@ class Convolution(torch.autograd.Function):
         y = x.new_empty(lanes, batch, p, q, o)
         winners = torch.empty_like(y, dtype=torch.int8) if pool else y
         rows = batch * p * q * (4 if pool else 1)
-        tile = find_forward_tile(rows, shape.width, o, lanes, special=special, pad=pad)
+        tile = find_forward_tile(
+            rows, shape.width, o, lanes, special=special, pad=pad, is_few=shape.is_few
+        )
         grid = triton.cdiv(rows, tile["BM"]), triton.cdiv(o, tile["BO"]), lanes
         kernels.forward[special][grid](
             x, w, w if bias is None else bias.contiguous(), y, winners, batch,
@@ -189,15 +191,22 @@ def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Te
     count = triton.cdiv(rows, share)
     is_wide = max(dy[0].numel(), x[0].numel()) >= FIRST_WIDE
 
-    def multiply() -> Tensor:
-        parts = x.new_empty(count, lanes, size)
+    def multiply(dw: Tensor, db: Tensor | None, factors: Tensor | None, is_whole: bool) -> None:
+        given = (dw, 0) if factors is None else (factors, factors.stride(0))
         kernels.backward_weight[ctx.special][(tiles, count, lanes)](
-            dy, x, parts, shape.batch, share, *shape.arguments(), is_wide,
+            dy, x, dw, dw if db is None else db, *given, shape.batch, share, *shape.arguments(),
+            is_wide, is_whole, factors is not None, not is_whole or db is not None,
             PRECISION=ctx.precision, **tile,
         )  # fmt: skip
+
+    def begin() -> Tensor:
+        parts = x.new_empty(count, lanes, size)
+        multiply(parts, None, None, is_whole=False)
         return parts
 
-    def write(parts: Tensor, dw: Tensor, db: Tensor | None, factors: Tensor | None) -> None:
+    def write(parts: Tensor | None, dw: Tensor, db: Tensor | None, factors: Tensor | None) -> None:
+        if parts is None:
+            return multiply(dw, db, factors, is_whole=True)
         given = (parts, 0) if factors is None else (factors, factors.stride(0))
         weights = dw[0].numel()
         together = min(16, triton.next_power_of_2(count))
@@ -208,7 +217,9 @@ def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Te
             ADD=factors is not None, HAS_BIAS=db is not None, PARTS=together, BLOCK=block,
         )  # fmt: skip
 
-    return give_gradients(ctx, write, multiply)
+    # Gradients that are larger than what they are computed from are never written.
+    is_large = count == 1 and not shape.is_few and size > rows * (o + width)
+    return give_gradients(ctx, write, None if is_large else begin)
 
 
 def match_call(

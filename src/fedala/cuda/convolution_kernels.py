@@ -274,19 +274,21 @@ def backward_input(
 
 @_make_versions
 def backward_weight(
-    dy, x, parts, B, SHARE,
+    dy, x, dw, db, factors, factor_stride, B, SHARE,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     O: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     R: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, FEW: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dw[lane, o, n] = Σ dy[lane, k, o] · x[lane, k, n], and the bias's gradient.
 
     Weights are n = (r, s, c), the sum is over k = (b, p, q). With padding, BN must divide C. Each
     program adds up SHARE terms.
-    `add_parts` adds the parts in a fixed order, so that the bits are always the same. With WIDE,
-    the offsets in a lane's x or dy do not fit into 32 bits.
+    If they are the WHOLE sum, dw and db are the gradients; with ADD, these times the lane's factor
+    are added to what is there. If not, dw has the parts of both gradients. `add_parts` adds them in
+    a fixed order, so that the bits are always the same. With WIDE, the offsets in a lane's x or dy
+    do not fit into 32 bits.
     """
     lane = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
@@ -325,10 +327,22 @@ def backward_weight(
         )
         acc = dot(tl.trans(grad), patch, acc, PRECISION)
         bias += tl.sum(grad, 0)
-    out = parts + (part * tl.num_programs(2) + lane) * (O * N + O)
-    tl.store(out + o[:, None] * N + n[None, :], acc, mask=(o[:, None] < O) & (n[None, :] < N))
-    if first == 0:
-        tl.store(out + O * N + o, bias, mask=o < O)
+    if WHOLE:
+        dw += lane * (O * N)
+        db += lane * O + o
+    else:
+        dw += (part * tl.num_programs(2) + lane) * (O * N + O)
+        db = dw + O * N + o
+    dw += o[:, None] * N + n[None, :]
+    mask = (o[:, None] < O) & (n[None, :] < N)
+    if ADD:
+        factor = tl.load(factors + lane * factor_stride)
+        acc = tl.load(dw, mask=mask, other=0.0) + factor * acc
+    tl.store(dw, acc, mask=mask)
+    if HAS_BIAS and first == 0:
+        if ADD:
+            bias = tl.load(db, mask=o < O, other=0.0) + factor * bias
+        tl.store(db, bias, mask=o < O)
 
 
 @Kernel

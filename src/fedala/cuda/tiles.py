@@ -24,7 +24,9 @@ _FORWARD = (
     (600, (64, 64, 32, 4, 4)),
     (math.inf, (128, 64, 32, 8, 3)),
 )
+#: Of images with few channels, whose unfolded rows are 8 or 16 numbers, and of those with more.
 _FORWARD_NARROW = ((math.inf, (64, 32, 16, 2, 2)),)
+_FORWARD_UNFOLDED = ((math.inf, (64, 32, 32, 2, 3)),)
 _BACKWARD = (
     (100, (16, 32, 64, 2, 3)),
     (280, (32, 32, 64, 2, 3)),
@@ -35,20 +37,23 @@ _BACKWARD_FOLDED = (
     (600, (32, 64, 64, 4, 3)),
     (math.inf, (32, 32, 16, 2, 4)),
 )
-_GENERAL = ((math.inf, (64, 64, 32, 4, 4)),)
-_SHORT = ((math.inf, (16, 64, 64, 2, 3)),)
+#: Of kernels for all sizes. A few rows are less than a block of the others.
+_GENERAL_FORWARD = ((math.inf, (64, 64, 64, 4, 3)),)
+_GENERAL_FORWARD_FEW_ROWS = ((math.inf, (16, 128, 32, 4, 4)),)
+_GENERAL_FORWARD_WIDE = ((math.inf, (128, 128, 32, 8, 3)),)
+_GENERAL_BACKWARD = ((math.inf, (32, 64, 64, 4, 3)),)
 _Table = tuple[tuple[float, tuple[int, ...]], ...]
 
 
 def find_forward_tile(
-    rows: int, inner: int, outer: int, lanes: int, *, special: bool, pad: int
+    rows: int, inner: int, outer: int, lanes: int, *, special: bool, pad: int, is_few: bool
 ) -> Tile:
     """Return the block sizes of the forward pass.
 
-    There are so many `rows` of outputs, and sums over so many channels, `inner`.
+    There are so many `rows` of outputs, and sums over so many channels, `inner`: of an image with
+    few of them, those of an unfolded row.
     """
-    table = _FORWARD_NARROW if inner % 32 else _choose(_FORWARD, rows, inner, special)
-    tile = _pick(table, rows, outer, lanes)
+    tile = _pick(_choose_forward(rows, inner, outer, special, is_few), rows, outer, lanes)
     if pad and inner % tile["BK"]:
         tile["BK"] = 32
     return tile | {"BO": find_block(outer, tile.pop("BN"))}
@@ -59,7 +64,7 @@ def find_backward_tile(
 ) -> Tile:
     """Return the block sizes of the gradient of the input, or of its rows if these are folded."""
     table = _BACKWARD_FOLDED if is_folded else _BACKWARD
-    tile = _pick(_choose(table, rows, inner, special), rows, outer, lanes)
+    tile = _pick(table if special else _GENERAL_BACKWARD, rows, outer, lanes)
     tile["BK"] = find_block(inner, tile["BK"])
     tile["BC"] = find_block(outer, tile.pop("BN"))
     # Two warps have registers for the sums of five small blocks.
@@ -81,13 +86,20 @@ def find_weight_tile(weights: int, inner: int, outer: int, lanes: int, *, pad: i
 
 def count_parts(rows: int, programs: int) -> int:
     """Return into how many parts a sum over `rows` is split, so that programs fill the device."""
-    return max(1, min(triton.cdiv(512, programs), rows // 128))
+    enough = 1024 if rows >= 8192 else 512
+    return max(1, min(triton.cdiv(enough, programs), rows // 128))
 
 
-def _choose(special_table: _Table, rows: int, inner: int, special: bool) -> _Table:
+def _choose_forward(rows: int, inner: int, outer: int, special: bool, is_few: bool) -> _Table:
+    if inner % 32:
+        return _FORWARD_NARROW
+    if is_few:
+        return _FORWARD_UNFOLDED
     if special:
-        return special_table
-    return _SHORT if rows <= 64 and inner % 64 == 0 else _GENERAL
+        return _FORWARD
+    if rows <= 64:
+        return _GENERAL_FORWARD_FEW_ROWS
+    return _GENERAL_FORWARD_WIDE if rows >= 512 and outer >= 128 else _GENERAL_FORWARD
 
 
 def _pick(table: _Table, rows: int, outer: int, lanes: int) -> Tile:
