@@ -71,11 +71,9 @@ def _add_words(
                 place = first + tl.arange(0, OTHERS)
                 other = text * PLACES + place
                 also = tl.load(texts + other, mask=place < PLACES, other=-1).to(tl.int64)
-                are_words = (place < PLACES) & (also != PADDING)
-                if tl.max(are_words.to(tl.int32), 0) > 0:
-                    is_same = (word[:, None] == also[None, :]) & are_words[None, :]
-                    count += is_same.to(tl.int32)
-                    earlier += (is_same & (other[None, :] < own[:, None])).to(tl.int32)
+                is_same = (word[:, None] == also[None, :]) & (place[None, :] < PLACES)
+                count += is_same.to(tl.int32)
+                earlier += (is_same & (other[None, :] < own[:, None])).to(tl.int32)
             value = tl.load(values + (lane * TEXTS + text) * W + w, mask=w < W, other=0.0)
             total += tl.sum(count, 1).to(tl.float32)[:, None] * value[None, :]
         is_first = is_real & (tl.sum(earlier, 1) == 0)
