@@ -5,6 +5,7 @@ GPU does, and then takes them, but launches nothing. It prints a JSON object:
 
 - `shared`: for each kernel, the most bytes of shared memory of one block,
 - `late`: the kernels that were not compiled before they would have been launched,
+- `twice`: the kernels of which one version was compiled more than once,
 - `together`: the most kernels that were compiled at the same time.
 """
 
@@ -68,6 +69,8 @@ class Compilation:
     def __init__(self) -> None:
         self.shared: Counter[str] = Counter()
         self.late: set[str] = set()
+        self.twice: set[str] = set()
+        self._versions: set[tuple[str, str]] = set()
         #: Kernels that are being compiled now, and the most that have been at a time.
         self.running = self.together = 0
         self._lock = threading.Lock()
@@ -78,6 +81,10 @@ class Compilation:
         with self._lock:
             self.running += 1
             self.together = max(self.together, self.running)
+            version = source.hash(), str(options)
+            if version in self._versions:
+                self.twice.add(source.fn.__qualname__)
+            self._versions.add(version)
         compiled = self._compile(source, *args, **options)
         name = source.fn.__qualname__
         self.shared[name] = max(self.shared[name], compiled.metadata.shared)
@@ -135,6 +142,7 @@ def main(capability: int) -> None:
         batch_size=10, eta=1.0, threshold=0.01, most=100, window=10,
     )  # fmt: skip
     found = {"shared": dict(compilation.shared), "late": sorted(compilation.late)}
+    found["twice"] = sorted(compilation.twice)
     print(json.dumps({**found, "together": compilation.together}))
 
 

@@ -6,7 +6,6 @@ memory (PyTorch's meta device), with which no kernel is launched. Those that wou
 compiled then, each in a thread.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,9 +24,9 @@ from fedala.lanes.trees import tree_map
 ALIGNMENT = 256
 
 
-Compilation = Callable[[], object]
-#: What the work that is being rehearsed needs compiled.
-_rehearsed: ContextVar[dict["Kernel", list[Compilation]]] = ContextVar("rehearsed")
+Version = tuple[Any, ...]
+#: What the work that is being rehearsed needs compiled, each version of a kernel once.
+_rehearsed: ContextVar[dict[Version, Callable[[], object]]] = ContextVar("rehearsed")
 
 
 class Kernel:
@@ -39,11 +38,26 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
             if any(isinstance(value, Tensor) and value.is_meta for value in args):
-                compilation = partial(self.jitted.warmup, *args, grid=grid, **options)
-                return _rehearsed.get()[self].append(compilation)
+                compile = partial(self.jitted.warmup, *args, grid=grid, **options)
+                return _rehearsed.get().setdefault(self._name_version(args, options), compile)
             return self.jitted[grid](*args, **options)
 
         return launch
+
+    def _name_version(self, args: tuple[Any, ...], options: dict[str, Any]) -> Version:
+        """Return what Triton compiles a kernel for, apart from the GPU."""
+        given = zip(self.jitted.params, args, strict=False)
+        return self, *(_describe(*pair) for pair in given), *sorted(options.items())
+
+
+def _describe(param: Any, value: Any) -> Any:
+    """Return what the code of a kernel depends on, of the value of a parameter."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if param.is_constexpr or not isinstance(value, int):
+        return value
+    fits = -(2**31) <= value < 2**31
+    return fits if param.do_not_specialize else (fits, value == 1, value % 16 == 0)
 
 
 def drop_memory(tree: Any) -> Any:
@@ -75,20 +89,19 @@ def compile_kernels(rehearsals: Iterable[Callable[[], object]]) -> None:
     """
     if not hasattr(triton, "AsyncCompileMode"):  # it is from 3.6 on that threads can compile
         return
-    kernels: dict[Kernel, list[Compilation]] = defaultdict(list)
-    token = _rehearsed.set(kernels)
+    versions: dict[Version, Callable[[], object]] = {}
+    token = _rehearsed.set(versions)
     for rehearse in rehearsals:
         with suppress(Exception):
             rehearse()
     _rehearsed.reset(token)
 
-    def compile_versions(compilations: list[Compilation]) -> None:
-        for compile in compilations:  # of one version, all but the first find it there
-            with suppress(Exception):
-                compile()
+    def compile_version(compile: Callable[[], object]) -> None:
+        with suppress(Exception):
+            compile()
 
     current = (torch.cuda.current_device(),)
     with ThreadPoolExecutor(
         count_cores(), initializer=torch.cuda.set_device, initargs=current
     ) as pool:
-        pool.map(compile_versions, kernels.values())
+        pool.map(compile_version, versions.values())
