@@ -198,6 +198,29 @@ def test_late_gradients_add_what_they_would_be(bias, side):
             params[name].copy_(old)
 
 
+def test_nothing_of_a_step_outlives_it():
+    """Late gradients hold what they are computed from. Not even a collector would find a circle."""
+    shapes = {"conv.weight": (16, 16, 3, 3), "conv.bias": (16,), "fc.weight": (5, 16)}
+    params = {n: random(2, *s).to(DEVICE).requires_grad_() for n, s in shapes.items()}
+    params = {n: make_buffer(v, 2).copy_(v).detach().requires_grad_() for n, v in params.items()}
+
+    def network(own, x):
+        x = F.conv2d(x, own["conv.weight"], own["conv.bias"], 1, 1).relu().mean((2, 3))
+        return F.linear(x, own["fc.weight"], None).square().mean()
+
+    for side in (6, 18):  # gradients as a whole, and in parts
+        known = {find_place(value): name for name, value in params.items()}
+        with LaneKernels() as kernels, kernels.keep_late(known) as late:
+            losses = vmap(network)(params, random(2, 4, 16, side, side).to(DEVICE))
+            torch.autograd.grad(
+                losses, list(params.values()), torch.ones_like(losses), allow_unused=True
+            )
+        assert set(late.found) == set(params)
+        held = weakref.ref(late), weakref.ref(late.found["conv.weight"][0])
+        del late, losses, kernels
+        assert [one() for one in held] == [None, None]
+
+
 def test_what_runs_beside_the_backward_pass_keeps_what_it_reads(monkeypatch):
     """Freed earlier, the memory would be used again while the other stream still reads it."""
     waited = []

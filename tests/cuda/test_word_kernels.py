@@ -54,6 +54,24 @@ def test_a_mean_is_the_mean_over_all_places(padding, is_shared):
     assert_close({"": alone}, {"": expected[1]}, 1e-6)
 
 
+@pytest.mark.parametrize("width", [1, 300])
+def test_a_narrow_and_a_wide_table_that_stand_in_columns(width):
+    """Means of a transposed table, and a step on one, are those of a plain one."""
+    texts, plain = draw_texts(2, 3, 5), draw_tables(2, ROWS, width)
+    columns = plain.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    words, values = PlacedWords.find(texts, 0), draw_tables(2, 3, width)
+    expected = torch.stack([t[x].mean(1) for t, x in zip(plain, texts.long(), strict=True)])
+    assert_close({"": words.average(columns)}, {"": expected}, 1e-6)
+    factors = torch.tensor([0.5, -2.0], device=DEVICE)
+    wanted = plain.clone()
+    for lane, text, place in torch.cartesian_prod(*map(torch.arange, texts.shape)).tolist():
+        if row := int(texts[lane, text, place]):
+            wanted[lane, row] += factors[lane] * values[lane, text]
+    for tables in (columns, plain):
+        words.add(tables, values, factors)
+        assert_close({"": tables}, {"": wanted}, 1e-5)
+
+
 def test_a_table_in_another_type_takes_the_usual_way():
     texts, table = draw_texts(5, PLACES), draw_tables(ROWS, WIDTH).double()
     with torch.no_grad(), LaneKernels():

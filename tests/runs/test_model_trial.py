@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedala import ALA, UserError, run
 from fedala.data import Dataset, Federation
+from fedala.models import fasttext
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.model_trial import first_output
@@ -151,6 +152,17 @@ def test_short_tokens_and_labels_become_indices():
     run(method="fedavg", dataset=Dataset("own", x, y, 3, vocabulary=9), model=OneHot, **QUICK)
     report = ALA(max_epochs=1).initialize(OneHot(), OneHot(), (x, y.to(torch.int32)))
     assert report.epochs == 1
+
+
+def test_a_table_of_too_few_words_is_refused():
+    """The highest word is in the last text: two texts of a trial would not find it."""
+    x, y = torch.zeros(40, 4, dtype=torch.int32), torch.arange(40) % 3
+    x[-1, 2] = 3000
+    words = Dataset("words", x, y, 3)
+    with pytest.raises(UserError, match=r"highest word is 3,000, so a table needs .* 3,001 rows"):
+        run(method="fedavg", dataset=words, model=lambda: fasttext(3000, 3), **QUICK)
+    done = run(method="fedavg", dataset=words, model=lambda: fasttext(3001, 3), **QUICK)
+    assert len(done.history) == 2
 
 
 def test_a_model_that_nobody_has_run_says_that_its_order_is_not_known():

@@ -1,6 +1,7 @@
 """The convolution with other weights in every lane, forward and backward."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,22 +205,29 @@ def _backward_weight(ctx: Any, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Te
         multiply(parts, None, None, is_whole=False)
         return parts
 
-    def write(parts: Tensor | None, dw: Tensor, db: Tensor | None, factors: Tensor | None) -> None:
-        if parts is None:
-            return multiply(dw, db, factors, is_whole=True)
-        given = (parts, 0) if factors is None else (factors, factors.stride(0))
-        weights = dw[0].numel()
-        together = min(16, triton.next_power_of_2(count))
-        block = max(128, 1024 // together)
-        kernels.add_parts[(triton.cdiv(weights + o, block), lanes)](
-            parts, dw, dw if db is None else db, *given, lanes, count, weights, o, size,
-            width, shape.r, shape.s, shape.few,
-            ADD=factors is not None, HAS_BIAS=db is not None, PARTS=together, BLOCK=block,
-        )  # fmt: skip
+    def write_whole(_: None, dw: Tensor, db: Tensor | None, factors: Tensor | None) -> None:
+        multiply(dw, db, factors, is_whole=True)
 
-    # Gradients that are larger than what they are computed from are never written.
-    is_large = count == 1 and not shape.is_few and size > rows * (o + width)
-    return give_gradients(ctx, write, None if is_large else begin)
+    # A gradient that is larger than what it is computed from need not be written before the step.
+    if count == 1 and not shape.is_few and size > rows * (o + width):
+        return give_gradients(ctx, write_whole)
+    return give_gradients(ctx, partial(_write_parts, shape), begin)
+
+
+def _write_parts(
+    shape: Shape, parts: Tensor, dw: Tensor, db: Tensor | None, factors: Tensor | None
+) -> None:
+    """Add up the parts of the gradients, or add them times the factors to what is there."""
+    count, lanes, size = parts.shape
+    given = (parts, 0) if factors is None else (factors, factors.stride(0))
+    weights = dw[0].numel()
+    together = min(16, triton.next_power_of_2(count))
+    block = max(128, 1024 // together)
+    kernels.add_parts[(triton.cdiv(weights + shape.o, block), lanes)](
+        parts, dw, dw if db is None else db, *given, lanes, count, weights, shape.o, size,
+        shape.width, shape.r, shape.s, shape.few,
+        ADD=factors is not None, HAS_BIAS=db is not None, PARTS=together, BLOCK=block,
+    )  # fmt: skip
 
 
 def match_call(

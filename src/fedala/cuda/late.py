@@ -97,11 +97,12 @@ def give_gradients(
     They can be if both learn. `write` takes what `begin`, if there is something to begin with,
     returned.
     """
+    late, ctx.late = ctx.late, None  # a gradient may hold `ctx`: nothing would ever free the circle
     like = [param for param in ctx.params if param is not None]
     learns = all(ctx.needs_input_grad[1 : 1 + len(like)])
-    if ctx.late and learns and (names := ctx.late.name(like)):
-        begun = ctx.late.begin(begin) if begin else None
-        ctx.late.add(ProductGradient(names, like, write, begun))
+    if late and learns and (names := late.name(like)):
+        begun = late.begin(begin) if begin else None
+        late.add(ProductGradient(names, like, write, begun))
         return None, None
     own, *added = ProductGradient((), like, write, begin() if begin else None).densify()
     return own, added[0] if added else None

@@ -1,8 +1,8 @@
 """Block sizes of the convolution's kernels, by measurement on an H200.
 
 A large block reads less and computes more. With few lanes, large blocks leave most of the GPU idle:
-there, small ones are faster. So the sizes depend on how many blocks of 64 rows there are. A kernel
-that is compiled for all sizes has one block size for all, so that it is compiled once.
+there, small ones are faster. So the sizes depend on how many blocks of 64 rows there are. Those of
+a kernel for all sizes do not depend on the lanes, so that each layer needs one version of it.
 """
 
 import math

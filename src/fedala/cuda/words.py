@@ -45,12 +45,13 @@ def _average_words(
         )
         total += tl.sum(rows, 0)
     if padded > 0:
-        total += padded * tl.load(tables + PADDING * W + w, mask=w < W, other=0.0)
+        row = tables + tl.cast(PADDING, tl.int64) * W + w
+        total += padded * tl.load(row, mask=w < W, other=0.0)
     tl.store(means + text * W + w, total / PLACES, mask=w < W)
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=["TEXTS"])
 def _add_words(
     tables, texts, values, factors, table_stride, factor_stride, TEXTS, PLACES, PADDING,
     W: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
@@ -85,7 +86,7 @@ def _add_words(
 
 @dataclass(frozen=True)
 class PlacedWords:
-    """The words of texts, [lane, text, place], to look up in tables, [lane, row, w]."""
+    """The words of texts, [lane, text, place], on a GPU. Tables are [lane, row, w]."""
 
     texts: Tensor
     padding: int | None
@@ -96,7 +97,6 @@ class PlacedWords:
 
     @property
     def places(self) -> int:
-        """The number of places of each text."""
         return self.texts.shape[2]
 
     def find_rows(self, tables: Tensor) -> Tensor:
@@ -105,6 +105,8 @@ class PlacedWords:
 
     def average(self, tables: Tensor) -> Tensor:
         lanes, texts, places = self.texts.shape
+        if not _has_rows(tables):
+            tables = tables.contiguous()
         means = tables.new_empty(lanes, texts, tables.shape[2])
         _average_words[(texts, lanes)](
             tables, self.texts, means, tables.stride(0), texts, places, self._padding_row,
@@ -114,18 +116,29 @@ class PlacedWords:
 
     def add(self, tables: Tensor, values: Tensor, factors: Tensor) -> None:
         lanes, texts, places = self.texts.shape
+        width = triton.next_power_of_2(tables.shape[2])
+        block = max(1, min(32, 4096 // width))  # a wide block of rows does not fit into registers
+        if not _has_rows(tables):
+            own = tables.contiguous()
+            self.add(own, values, factors)
+            tables.copy_(own)
+            return
         factors = factors.to(values.dtype)
-        _add_words[(triton.cdiv(texts * places, 32), lanes)](
+        _add_words[(triton.cdiv(texts * places, block), lanes)](
             tables, self.texts, values.contiguous(), factors, tables.stride(0), factors.stride(0),
             texts, places, self._padding_row,
-            tables.shape[2], triton.next_power_of_2(tables.shape[2]), BLOCK=32, OTHERS=64,
-            num_warps=4,
+            tables.shape[2], width, BLOCK=block, OTHERS=64, num_warps=4,
         )  # fmt: skip
 
     @property
     def _padding_row(self) -> int:
         """The row of padding; no row if there is none."""
         return -1 if self.padding is None else self.padding
+
+
+def _has_rows(tables: Tensor) -> bool:
+    """Tell whether the numbers of a row are neighbours in memory, and so are the rows."""
+    return tables.is_contiguous() or tables.stride()[1:] == (tables.shape[2], 1)
 
 
 def _average(tables: Tensor, texts: Tensor, padding: int | None) -> Tensor:

@@ -40,7 +40,10 @@ class SparseGradient(LateGradient):
 
     @abstractmethod
     def find_rows(self, table: Tensor) -> Tensor:
-        """Return the rows that are not zero, of the tables of all lanes one after the other."""
+        """Return all rows that are not zero, of the tables of all lanes one after the other.
+
+        Rows may come more than once, and so may some that are zero.
+        """
 
     def save_rows(self, table: Tensor) -> Callable[[], object]:
         """Return what puts the rows back that a step along this gradient changes."""

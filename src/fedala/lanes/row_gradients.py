@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fedala.lanes.late_gradients import LateGradient, SparseGradient
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes
-from fedala.lanes.words import WordGradient, Words, keep_word_gradient, mean_embedding
+from fedala.lanes.words import TextWords, WordGradient, keep_word_gradient, mean_embedding
 
 #: Tables with fewer rows than this take the usual way.
 LEAST_ROWS = 2048
@@ -60,7 +60,7 @@ class _Found:
     """What looks up a sum of tables, if it is not the table itself that is looked up."""
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Indices and gradients."""
-    means: list[tuple[Words, Tensor]] = field(default_factory=list)
+    means: list[tuple[TextWords, Tensor]] = field(default_factory=list)
     """Words and the gradients of their means."""
     slopes: list[Tensor] = field(default_factory=list)
     """The slopes of the sum's shares, [lane, share]."""

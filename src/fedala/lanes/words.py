@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,33 @@ from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes, is_shared
 
 
+class TextWords(Protocol):
+    """The words of texts, [lane, text, place], to look up in tables, [lane, row, …]."""
+
+    @property
+    def places(self) -> int:
+        """The number of places of each text."""
+
+    def find_rows(self, tables: Tensor) -> Tensor:
+        """Return all rows that words have, of the tables of all lanes one after the other."""
+
+    def average(self, tables: Tensor) -> Tensor:
+        """Return the mean over each text's places, [lane, text, …]; padding is a row, too."""
+
+    def add(self, tables: Tensor, values: Tensor, factors: Tensor) -> None:
+        """Add `values`, [lane, text, …], times `factors`, [lane], to the rows of each text's words.
+
+        Padding gets nothing. The order of addition is fixed: the result is always the same.
+        """
+
+
+FindWords = Callable[[Tensor, int | None], TextWords]
+"""Of texts and the row of padding."""
+
+
 @dataclass(frozen=True)
 class Words:
-    """The real words of texts, [lane, text, place], to look up in tables, [lane, row, …]."""
+    """The real words of texts, on a CPU."""
 
     rows: Tensor
     """[word]: rows of the text's table."""
@@ -43,30 +68,28 @@ class Words:
         real = texts != padding
         return cls(texts[real], real.sum(2), places, padding)
 
+    @cached_property
+    def padded(self) -> Tensor:
+        """[lane, text, 1]: places without a word."""
+        return (self.places - self.counts).unsqueeze(2)
+
     def find_rows(self, tables: Tensor) -> Tensor:
-        """Return [word]: rows of the tables of all lanes, one table after the other."""
         if is_shared(tables):
             return self.rows
         first = torch.arange(len(tables)) * tables.shape[1]
         return self.rows + first.repeat_interleave(self.counts.sum(1), output_size=len(self.rows))
 
     def average(self, tables: Tensor) -> Tensor:
-        """Return the mean over each text's places, [lane, text, …]; padding is a row, too."""
         flat = tables[0] if is_shared(tables) else tables.flatten(0, 1)
         counts = self.counts.flatten()
         starts = counts.cumsum(0) - counts
         total = F.embedding_bag(self.find_rows(tables), flat, starts, mode="sum")
         total = total.view(*self.counts.shape, -1)
         if self.padding is not None:
-            padded = (self.places - self.counts).unsqueeze(2).to(total.dtype)
-            total.addcmul_(padded, tables[:, self.padding].unsqueeze(1))
+            total.addcmul_(self.padded.to(total.dtype), tables[:, self.padding].unsqueeze(1))
         return total.div_(self.places)
 
     def add(self, tables: Tensor, values: Tensor, factors: Tensor) -> None:
-        """Add `values`, [lane, text, …], times `factors`, [lane], to the rows of each text's words.
-
-        The order of addition is fixed: the result is always the same.
-        """
         scaled = values * broadcast_lanes(factors, values).to(values.dtype)
         texts = torch.repeat_interleave(self.counts.flatten())
         flat = tables.view(-1, tables.shape[2])
@@ -78,7 +101,7 @@ class WordGradient(SparseGradient):
     """The gradient of tables whose rows were added up: `values`, [lane, text, …]."""
 
     names: tuple[str, ...]
-    words: Words
+    words: TextWords
     values: Tensor
     shape: torch.Size
 
@@ -91,10 +114,7 @@ class WordGradient(SparseGradient):
 
 
 class MeanOfWords(torch.autograd.Function):
-    """The mean over all places of a text. The gradient of the tables goes to `found.means`.
-
-    `find` returns the words of texts, as `Words.find` does.
-    """
+    """The mean over all places of a text. The gradient of the tables goes to `found.means`."""
 
     @staticmethod
     def forward(
@@ -103,7 +123,7 @@ class MeanOfWords(torch.autograd.Function):
         texts: Tensor,
         padding: int | None,
         found: Any,
-        find: Callable[[Tensor, int | None], Any],
+        find: FindWords,
     ) -> Tensor:
         ctx.words = words = find(texts, padding)
         result: Tensor = found.read(ctx, tables, words.average)

@@ -70,7 +70,10 @@ def _take_first(model: nn.Module, data: Dataset, count: int) -> tuple[Task, Any]
 
 def first_output(model: nn.Module, data: Dataset, count: int = 2, *, training: bool = False) -> Any:
     """Return the output of a model for the first samples. The model stays as it is."""
-    task, x = _take_first(model, data, count)
+    return _run(model, *_take_first(model, data, count), training=training)
+
+
+def _run(model: nn.Module, task: Task, x: Any, *, training: bool = False) -> Any:
     with torch.no_grad(), task.use_mode(training=training):
         if not training and all(value.dtype == task.dtype for value in model.parameters()):
             return model(x)
@@ -93,6 +96,7 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
     except Exception as error:  # whatever the user's own code may raise
         samples = f"samples of shape {tuple(data.x.shape[1:])}"
         raise UserError(f"The model cannot be run on {samples}: {first_line(error)}.") from error
+    _try_highest_word(model, data)
     count, is_right = len(data.y[:2]), False
     if isinstance(loss, OwnLoss):
         _check_parts(output, count)
@@ -115,6 +119,21 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
             f"The model turns {count} samples into {actual}; it must give {wanted}: "
             f"({count}, {data.classes})."
         )
+
+
+def _try_highest_word(model: nn.Module, data: Dataset) -> None:
+    """Refuse a model whose table of words is too short: lanes would read another client's rows."""
+    if data.vocabulary is None:
+        return
+    highest = int(data.x.flatten(1).amax(1).argmax())
+    task = Task(model, data.x[highest : highest + 1], data.y[highest : highest + 1], [np.arange(1)])
+    try:
+        _run(model, task, task.inputs(torch.arange(1)))
+    except IndexError as error:
+        raise UserError(
+            f"The model cannot be run on every text: {first_line(error)}. The highest word is "
+            f"{int(data.x.max()):,}, so a table needs at least {int(data.x.max()) + 1:,} rows."
+        ) from error
 
 
 def _check_parts(output: Any, count: int) -> None:
