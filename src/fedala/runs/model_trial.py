@@ -129,7 +129,7 @@ def _try_highest_word(model: nn.Module, data: Dataset) -> None:
     task = Task(model, data.x[highest : highest + 1], data.y[highest : highest + 1], [np.arange(1)])
     try:
         _run(model, task, task.inputs(torch.arange(1)))
-    except IndexError as error:
+    except Exception as error:  # it ran on the first two
         raise UserError(
             f"The model cannot be run on every text: {first_line(error)}. The highest word is "
             f"{int(data.x.max()):,}, so a table needs at least {int(data.x.max()) + 1:,} rows."
