@@ -21,7 +21,7 @@ PAGES = {
     "results/README.md": "project/results.md",
     "README.md": "index.md",
 }
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = sources.get(here, f"docs/{here}")  # where the page is in the repository
 
     def replace(match: re.Match[str]) -> str:
-        text, link, anchor = match.group(1), match.group(2), match.group(3) or ""
+        image, text, link, anchor = match.groups(default="")
         if "://" in link or link.startswith(("mailto:", "/")):
             return match.group(0)
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -48,11 +48,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if on_site is None and target.startswith("docs/"):
             on_site = target.removeprefix("docs/")
         if on_site is None:
-            if not (ROOT / target).exists():
+            if image or not (ROOT / target).exists():
                 return match.group(0)  # the build reports it
             return text if target in text else f"{text} (`{target}`)"
         relative = posixpath.relpath(on_site, posixpath.dirname(here) or ".")
-        return f"[{text}]({relative}{anchor})"
+        return f"{image}[{text}]({relative}{anchor})"
 
     if here == "reference/options.md":
         return markdown.replace("<!-- options -->", _list_options())
