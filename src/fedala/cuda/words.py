@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedala.cuda.compiling import Kernel
+from fedala.lanes.late_gradients import number_rows
 from fedala.lanes.words import MeanOfWords
 
 #: With more places in a batch than this, every place would be compared with too many others.
@@ -100,8 +101,7 @@ class PlacedWords:
         return self.texts.shape[2]
 
     def find_rows(self, tables: Tensor) -> Tensor:
-        first = torch.arange(len(tables), device=tables.device) * tables.shape[1]
-        return (self.texts.flatten(1) + first[:, None]).flatten()
+        return number_rows(self.texts, tables)
 
     def average(self, tables: Tensor) -> Tensor:
         lanes, texts, places = self.texts.shape

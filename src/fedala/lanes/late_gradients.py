@@ -31,6 +31,12 @@ class LateGradient(ABC):
         """Add the gradients times `factors`, [lane], to tensors like the parameters, in place."""
 
 
+def number_rows(rows: Tensor, tables: Tensor) -> Tensor:
+    """Number rows [lane, …] of tables [lane, row, …] as rows of one table after the other."""
+    first = torch.arange(len(tables), device=tables.device) * tables.shape[1]
+    return (rows.flatten(1) + first[:, None]).flatten()
+
+
 class SparseGradient(LateGradient):
     """The gradient of one parameter of this shape, [lane, row, …], which is zero in most rows."""
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedala.lanes.late_gradients import LateGradient, SparseGradient
+from fedala.lanes.late_gradients import LateGradient, SparseGradient, number_rows
 from fedala.lanes.stacked import call_stacked
 from fedala.lanes.trees import broadcast_lanes
 from fedala.lanes.words import TextWords, WordGradient, keep_word_gradient, mean_embedding
@@ -40,8 +40,7 @@ class RowGradient(SparseGradient):
     shape: torch.Size
 
     def find_rows(self, table: Tensor) -> Tensor:
-        first = torch.arange(len(table), device=table.device) * table.shape[1]
-        return (self.indices + first[:, None]).flatten()
+        return number_rows(self.indices, table)
 
     def add_to(self, targets: Sequence[Tensor], factors: Tensor) -> None:
         """Add the gradient. The order of addition is fixed: the result is always the same."""

@@ -30,22 +30,19 @@ def check_init_client(method: Method, state: Any, lanes: int) -> State:
 
 def check_initialized(method: Method, found: Any) -> tuple[Params, State]:
     """Refuse what `initialize` returns if it is not a model and a state."""
-    if _are(found, dict, dict):
-        return found  # type: ignore[no-any-return]
-    raise UserError(
-        f"{method.title}: initialize must return a model and the client's state, two dicts, and it "
-        f"returns {_describe(found)}."
-    )
+    wanted = "initialize must return a model and the client's state, two dicts"
+    pair: tuple[Params, State] = _check_pair(method, found, (dict, dict), wanted)
+    return pair
 
 
 def check_trained(method: Method, found: Any) -> tuple[Message, State]:
     """Refuse what `train` returns if it is not a message and a state."""
-    if _are(found, Message, dict):
-        return found  # type: ignore[no-any-return]
-    raise UserError(
-        f"{method.title}: train must return a Message and the client's new state, a dict, as in "
-        f"`return Message(trained), state`, and it returns {_describe(found)}."
+    wanted = (
+        "train must return a Message and the client's new state, a dict, as in "
+        "`return Message(trained), state`"
     )
+    pair: tuple[Message, State] = _check_pair(method, found, (Message, dict), wanted)
+    return pair
 
 
 def check_client_state(method: Method, before: State, after: State, lanes: int) -> None:
@@ -131,11 +128,12 @@ def _check_lanes(method: Method, function: str, state: State, lanes: int) -> Non
             )
 
 
-def _are(found: Any, *kinds: type) -> bool:
-    """Tell whether it is a tuple of these; a `Message` is a tuple, too, but only one thing."""
-    if not isinstance(found, tuple) or isinstance(found, Message) or len(found) != len(kinds):
-        return False
-    return all(isinstance(part, kind) for part, kind in zip(found, kinds, strict=True))
+def _check_pair(method: Method, found: Any, kinds: tuple[type, type], wanted: str) -> Any:
+    """Refuse what is no tuple of these; a `Message` is a tuple, too, but only one thing."""
+    is_pair = isinstance(found, tuple) and not isinstance(found, Message) and len(found) == 2
+    if not is_pair or not all(map(isinstance, found, kinds)):
+        raise UserError(f"{method.title}: {wanted}, and it returns {_describe(found)}.")
+    return found
 
 
 def _are_alike(one: Any, other: Any) -> bool:

@@ -125,14 +125,15 @@ def _try_highest_word(model: nn.Module, data: Dataset) -> None:
     """Refuse a model whose table of words is too short: lanes would read another client's rows."""
     if data.vocabulary is None:
         return
-    highest = int(data.x.flatten(1).amax(1).argmax())
-    task = Task(model, data.x[highest : highest + 1], data.y[highest : highest + 1], [np.arange(1)])
+    row = int(data.x.flatten(1).amax(1).argmax())
+    task = Task(model, data.x[row : row + 1], data.y[row : row + 1], [np.arange(1)])
     try:
         _run(model, task, task.inputs(torch.arange(1)))
     except Exception as error:  # it ran on the first two
+        highest = int(data.x[row].max())
         raise UserError(
             f"The model cannot be run on every text: {first_line(error)}. The highest word is "
-            f"{int(data.x.max()):,}, so a table needs at least {int(data.x.max()) + 1:,} rows."
+            f"{highest:,}, so a table needs at least {highest + 1:,} rows."
         ) from error
 
 
