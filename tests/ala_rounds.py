@@ -1,15 +1,19 @@
 """Rounds of ALA on lanes that differ in size, model and stage, for tests of weight learning."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from small import Net, assert_close, ragged_task, start_of
+from torch import nn
 
+from fedala.lanes import row_gradients
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.local_aggregation import Outcome, init_state, initialize
 from fedala.lanes.messages import Message
 from fedala.lanes.trees import Params, join, share
 from fedala.lanes.weight_learning import Settings
-from fedala.models import cnn
+from fedala.models import cnn, fasttext
 
 #: Full batches of four, shorter last ones, two clients of one size, one batch, none.
 SIZES = [22, 17, 13, 13, 8, 5, 3, 0]
@@ -72,6 +76,55 @@ class Learning:
             cohort, self.settings, self.state, self.local, received, governed=governed
         )
         return models, outcome
+
+
+WORD_ROWS = 40
+
+
+class Tokens(nn.Module):
+    """A model that is not ours: it looks words up one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.fc = nn.Embedding(WORD_ROWS, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.fc(self.embedding(x).tanh().mean(1))
+
+
+class Positions(Tokens):
+    """Its table is looked up twice, with two kinds of gradients that are added up."""
+
+    def forward(self, x):
+        return self.fc(self.embedding(x).mean(1) + self.embedding(x[:, :1]).mean(1))
+
+
+class Tied(Tokens):
+    """Its table is also a plain factor, so that its gradient is dense."""
+
+    def forward(self, x):
+        return self.fc(self.embedding(x).mean(1)) + self.embedding.weight.mean()
+
+
+WORD_MODELS = {
+    "means of words": lambda: fasttext(WORD_ROWS, 3, 3),
+    "words one by one": Tokens,
+    "two look-ups": Positions,
+    "a table with another use": Tied,
+}
+
+
+class WordLearning(Learning):
+    """Clients whose samples are texts of six words. Half of the words are in none of them."""
+
+    def __init__(self, monkeypatch: Any, kind: str, by_rows: bool, **options: Any) -> None:
+        """The table of words is a large one if its gradient is to be made of rows."""
+        monkeypatch.setattr(row_gradients, "LEAST_ROWS", WORD_ROWS if by_rows else WORD_ROWS + 1)
+        super().__init__(WORD_MODELS[kind], ("",), **options)
+        generator = torch.Generator().manual_seed(1)
+        texts = torch.randint(0, WORD_ROWS // 2, (len(self.task.x), 6), generator=generator)
+        self.task.x = texts.to(self.task.device)
+        assert bool(self.task.embeddings) == by_rows
 
 
 def compare(one: Learning, other: Learning, tolerance: float, rounds=(2, 3, 4)) -> list[Outcome]:

@@ -4,7 +4,16 @@ import warnings
 
 import pytest
 import torch
-from ala_rounds import KINDS, LANES, SIZES, Learning, compare, small_cnn
+from ala_rounds import (
+    KINDS,
+    LANES,
+    SIZES,
+    WORD_MODELS,
+    Learning,
+    WordLearning,
+    compare,
+    small_cnn,
+)
 
 from fedala.lanes.trees import leaves
 
@@ -58,6 +67,20 @@ def test_other_settings(settings):
         settings = {"eta": settings["eta"].cuda()}
     both = (learn("two layers", one, max_epochs=5, **settings) for one in (True, False))
     compare(*both, FLOAT32)
+
+
+@pytest.mark.parametrize("kind", WORD_MODELS)
+def test_rows_of_a_table_of_words_are_learned_as_the_whole(monkeypatch, kind):
+    """Captured steps on rows against eager ones on whole tables."""
+    both = []
+    for by_rows in (True, False):
+        learning = WordLearning(
+            monkeypatch, kind, by_rows, device="cuda", dtype=torch.float32, eta=30.0, max_epochs=4
+        )
+        learning.task.backend.captures_steps = by_rows
+        both.append(learning)
+    compare(*both, 10 * FLOAT32)
+    assert both[0].task.backend._captured
 
 
 def test_a_lane_that_is_not_finite_disturbs_no_other():

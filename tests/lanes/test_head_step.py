@@ -13,7 +13,8 @@ from torch import nn
 from fedala import ALA
 from fedala.lanes.layers import Layered
 from fedala.lanes.losses import IGNORED_LABEL, CrossEntropy
-from fedala.lanes.weight_learning import HeadStep, Problem, WeightStep
+from fedala.lanes.weight_learning import Problem
+from fedala.lanes.weight_steps import HeadStep, WeightStep
 
 
 class ByAutograd(Learning):

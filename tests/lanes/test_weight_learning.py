@@ -126,7 +126,7 @@ def test_a_loss_without_the_governed_parameters_is_refused():
             return super().forward(x).detach()
 
     learning = learn(Detached, ("out",))
-    with pytest.raises(UserError, match=r"does not depend on the parameters that ALA governs"):
+    with pytest.raises(UserError, match=r"does not depend on the parameters that should learn"):
         learning.do_round(2)
 
 

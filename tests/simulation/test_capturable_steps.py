@@ -12,7 +12,7 @@ from small import EACH_KIND, ragged_task, simulate, start_of
 from fedala.lanes import row_gradients
 from fedala.lanes.training import EagerRunner, FitStep
 from fedala.lanes.trees import tree_map
-from fedala.lanes.weight_learning import HeadStep, WeightStep
+from fedala.lanes.weight_steps import HeadStep, WeightStep
 from fedala.methods import make
 from fedala.models import fasttext
 from fedala.models.lstm import token_lstm

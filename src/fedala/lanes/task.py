@@ -381,8 +381,8 @@ class Task:
                 losses = self.losses(state, x, y, cut)
             if names and not losses.requires_grad:
                 raise UserError(
-                    "The loss does not depend on the parameters that should learn: "
-                    f"{list_few(names)}."
+                    "The loss does not depend on the parameters that should learn "
+                    f"({list_few(names)}): do not detach it, or choose other layers."
                 )
             wanted = [state[name] for name in names]
             slopes = torch.ones_like(losses)

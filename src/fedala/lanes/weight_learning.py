@@ -7,7 +7,8 @@ by element, on the upper p layers (equation 4). It learns the weights W on the c
     ŵ = w + (g − w) ⊙ W                        W in [0, 1], starts at ones, is never reset
     W ← clip₀₁( W − η · ∂L/∂ŵ ⊙ (g − w) )      after every mini-batch
 
-`fedala.lanes.local_aggregation` says which lanes learn, and makes the blend.
+`fedala.lanes.weight_steps` has the steps, `fedala.lanes.local_aggregation` says which lanes learn,
+and makes the blend.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.errors import UserError
 from fedala.lanes.cohort import Cohort
 from fedala.lanes.features import FeatureBatches
 from fedala.lanes.layers import Cut, Layered
-from fedala.lanes.losses import IGNORED_LABEL, CrossEntropy
-from fedala.lanes.parameters import list_few
+from fedala.lanes.losses import CrossEntropy
 from fedala.lanes.samples import Samples, iterate_steps, to_device
-from fedala.lanes.task import Task
 from fedala.lanes.training import Step, make_runner
-from fedala.lanes.trees import Params, align, take
+from fedala.lanes.trees import Params, take
+from fedala.lanes.weight_steps import HeadStep, WeightStep, begin_learning
 from fedala.options import option
 
 #: The initial stage looks at the spread of this many of the last epoch losses.
@@ -167,68 +166,6 @@ def learn_in_batches(problem: Problem) -> Curves:
     return progress.make_curves()
 
 
-@dataclass(frozen=True)
-class WeightStep:
-    """A step of weight learning: it changes W by one batch (equation 5).
-
-    The inputs are the features under the cut. `_LaneGroup` says what is in `state` and `fixed`.
-    """
-
-    cut: Cut
-
-    def __call__(self, task: Task, state: Params, fixed: Any, x: Any, y: Any) -> Tensor:
-        local, update = fixed["local"], fixed["update"]
-        with torch.enable_grad():
-            blended = {
-                name: (local[name] + update[name] * weights).requires_grad_()
-                for name, weights in state.items()
-            }
-            losses = task.losses({**fixed["ungoverned"], **blended}, x, y, self.cut)
-            if not losses.requires_grad:
-                raise UserError(
-                    "The loss does not depend on the parameters that ALA governs "
-                    f"({list_few(list(update))}): choose other layers, and do not detach the loss."
-                )
-            gradients = torch.autograd.grad(
-                losses.sum(), list(blended.values()), materialize_grads=True
-            )
-        _descend(state, gradients, update, fixed["eta"])
-        return losses.detach()
-
-
-@dataclass(frozen=True)
-class HeadStep:
-    """The same step for a plain head, with the gradient of cross-entropy written out.
-
-    Batches are small and every lane has many, so most of the time of a `WeightStep` would be
-    autograd's and vmap's.
-    """
-
-    def __call__(self, task: Task, state: Params, fixed: Any, x: Tensor, y: Tensor) -> Tensor:
-        local, update = fixed["local"], fixed["update"]
-        weight, bias = (local[name] + update[name] * w for name, w in state.items())
-        logs = torch.baddbmm(bias.unsqueeze(1), x, weight.mT).log_softmax(2)
-        counts = (y != IGNORED_LABEL).unsqueeze(2)
-        labels = torch.where(counts, y.unsqueeze(2), 0)
-        share = counts.to(logs.dtype) / counts.sum(1, keepdim=True)
-        losses = -(logs.gather(2, labels) * share).sum((1, 2))
-        slopes = logs.exp_().scatter_add_(2, labels, -torch.ones_like(share)) * share
-        _descend(state, (slopes.mT @ x, slopes.sum(1)), update, fixed["eta"])
-        return losses
-
-
-def _descend(
-    state: Params, gradients: Sequence[Tensor], update: Params, eta: float | Tensor
-) -> None:
-    """Change W by the gradients of the blended parameters (equation 5)."""
-    for (name, weights), gradient in zip(state.items(), gradients, strict=True):
-        step = gradient * update[name]
-        if isinstance(eta, Tensor):
-            weights.sub_(step * align(eta, step)).clamp_(0, 1)
-        else:
-            weights.sub_(step, alpha=eta).clamp_(0, 1)
-
-
 class _LaneGroup:
     """Lanes that learn side by side, with their part of the problem's tensors."""
 
@@ -252,13 +189,16 @@ class _LaneGroup:
             "ungoverned": problem.ungoverned,
             "eta": problem.settings.eta,
         }
+        fixed = take(fixed, self.part)
+        weights = take({name: problem.weights[name] for name in problem.update}, self.part)
+        tables = [name for name in task.embeddings if name in weights]
         self._runner = make_runner(
             task,
             (self._step,),
             task.batch_size,
             (),
-            take({name: problem.weights[name] for name in problem.update}, self.part),
-            take(fixed, self.part),
+            begin_learning(weights, fixed["local"], fixed["update"], tables),
+            fixed,
             len(lanes),
             read_batch=FeatureBatches(task, table, positions, rows),
         )
@@ -276,7 +216,7 @@ class _LaneGroup:
 
     def save_weights(self) -> None:
         """Write the learned W into the problem's."""
-        for name, value in self._runner.state.items():
+        for name, value in self._runner.state["weights"].items():
             self.problem.weights[name][self.part] = value
 
 
