@@ -14,7 +14,7 @@ from torch import Tensor
 from fedala.errors import UserError
 from fedala.lanes import Params, State, Task, Uploads
 from fedala.methods.base import Method, ServerRound
-from fedala.methods.wrapper import Wrapper
+from fedala.methods.wrapper import Wrapper, unwrap
 
 #: The optimisers by name, and how a method's title names them.
 TITLES = {"avgm": "momentum", "adam": "Adam", "yogi": "Yogi", "adagrad": "Adagrad"}
@@ -99,9 +99,7 @@ def with_server_optimizer(method: Method, optimizer: ServerOptimizer) -> Method:
 
     A `+ala` averages if its base does.
     """
-    base = method
-    while isinstance(base, Wrapper):
-        base = base.base
+    base = unwrap(method)
     reason = base.refuses_server_optimizer
     own_steps = (type(base).init_server, type(base).aggregate)
     if not reason and own_steps != (Method.init_server, Method.aggregate):

@@ -15,6 +15,18 @@ def _of_base(name: str) -> Any:
     return property(lambda self: getattr(self.base, name))
 
 
+def unwrap(method: Method) -> Method:
+    """Return the method inside all wrappers."""
+    while isinstance(method, Wrapper):
+        method = method.base
+    return method
+
+
+def is_own(method: Method) -> bool:
+    """Tell whether a method, whatever is around it, is a user's and not of this package."""
+    return not type(unwrap(method)).__module__.startswith("fedala.")
+
+
 class Wrapper(Method):
     """A method that does all as `base` does."""
 

@@ -18,7 +18,7 @@ from fedala.io.user_code import (
 from fedala.lanes import State
 from fedala.methods import Method, find_code, import_methods
 from fedala.methods.with_ala import InitializedByALA
-from fedala.methods.wrapper import Wrapper
+from fedala.methods.wrapper import Wrapper, is_own
 from fedala.models import Samples
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings, flatten_sweep
@@ -62,8 +62,7 @@ def check_personal_models(method: Method, state: State) -> None:
     classes = type(method).__mro__[: type(method).__mro__.index(Method)]
     if any(name in vars(cls) for cls in classes for name in answers):
         return
-    is_own = not type(method).__module__.startswith("fedala.")
-    if is_own and not state.keys() & {"local", "personal"}:
+    if is_own(method) and not state.keys() & {"local", "personal"}:
         raise UserError(
             f"{method.title} does not say whether each client has a model of its own: set "
             "has_personal_models = False in the class if clients are tested with the global "

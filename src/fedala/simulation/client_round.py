@@ -10,6 +10,7 @@ from fedala.lanes import Cohort, Message, Params, State, Task
 from fedala.lanes.evaluation import PredictionLog, Predictions
 from fedala.lanes.trees import count_lanes
 from fedala.methods import Method
+from fedala.methods.given import forbid_changes
 from fedala.methods.returned import (
     check_client_state,
     check_init_client,
@@ -84,7 +85,9 @@ class CohortResult:
 def init_client_state(method: Method, task: Task, initial: Params) -> State:
     """Return a client's state before its first round, with the optimiser's slots if they stay."""
     method.check_task(task, initial)
-    state = check_init_client(method, method.init_client(task, initial), count_lanes(initial))
+    with forbid_changes(method, "init_client", initial=initial):
+        made = method.init_client(task, initial)
+    state = check_init_client(method, made, count_lanes(initial))
     if not (task.keeps_optimizer and task.rule.keeps_slots):
         return state
     slots = {
@@ -107,12 +110,16 @@ def run_client_round(
     cohort.tests_absent = request.evaluate_after_training
     before = state
     own = take_slots(cohort, before)
-    initialized, state = check_initialized(method, method.initialize(cohort, received, own))
+    with forbid_changes(method, "initialize", received=received, state=own):
+        found = method.initialize(cohort, received, own)
+    initialized, state = check_initialized(method, found)
     result = CohortResult(lanes, cohort.metrics)
     if request.record_weights:
         result.weights = method.ala_weights(state)
     if request.evaluate:
-        tested = method.model_to_evaluate(cohort, initialized, received, state)
+        given = {"initialized": initialized, "received": received, "state": state}
+        with forbid_changes(method, "model_to_evaluate", **given):
+            tested = method.model_to_evaluate(cohort, initialized, received, state)
         result.evaluated = tested
         result.scores = _test(result, cohort, request, "initialized", tested, parts)
         if request.evaluate_received:
@@ -140,7 +147,9 @@ def _train(
 ) -> tuple[Message, State]:
     """Train, and check what that returns; `before` is the state before `initialize`."""
     received = cohort.received
-    trained = method.train(cohort, initialized, received, state)
+    given = {"initialized": initialized, "received": received, "state": state}
+    with forbid_changes(method, "train", **given):
+        trained = method.train(cohort, initialized, received, state)
     upload, after = check_trained(method, trained)
     # If all clients take part in every round, nobody's state is still that of `init_client`.
     template = {**state, **before} if method.requires_all_clients else before

@@ -20,7 +20,6 @@ from fedala.lanes.heads import extend_task
 from fedala.lanes.samples import to_device
 from fedala.lanes.trees import matches, tree_map
 from fedala.methods import Method, ServerRound
-from fedala.methods.returned import check_aggregated, check_message
 from fedala.records import INITIALIZED, Evaluation, Fault, NewcomerScores, PersonalModel
 from fedala.simulation.client_round import CohortResult
 from fedala.simulation.client_states import Lane, States
@@ -33,6 +32,7 @@ from fedala.simulation.out_of_memory import retry_with_fewer_lanes
 from fedala.simulation.participation import draw_participants, list_absent
 from fedala.simulation.round_results import RoundResults
 from fedala.simulation.scores import ScoreTable
+from fedala.simulation.server_round import aggregate_uploads, init_server_state, send_message
 from fedala.simulation.transport import Setup, Transport
 from fedala.simulation.variants import Variant
 
@@ -111,9 +111,10 @@ class Simulation:
         self.newcomers = Newcomers(setup, self.transport, schedule, *holdout)
         self._sizes = self._list_sizes()
         everybody = list(range(setup.population))
+        begin = [self._server_round(run, 0, everybody) for run in range(len(self.seeds))]
         self.servers: list[State] = [
-            self.methods[run].init_server(task, shared, self._server_round(run, 0, everybody))
-            for run, shared in enumerate(setup.shared)
+            init_server_state(method, task, shared, first)
+            for method, shared, first in zip(self.methods, setup.shared, begin, strict=True)
         ]
         #: How many rounds have been trained.
         self.round = 0
@@ -263,8 +264,7 @@ class Simulation:
     def _send(self, run: int, server_round: ServerRound) -> Message:
         if not server_round.clients:
             return Message()
-        message = self.methods[run].send(self.servers[run], server_round)
-        check_message(self.method, message, len(server_round.clients))
+        message = send_message(self.methods[run], self.servers[run], server_round)
         return self.setup.reset_transient(run, message)
 
     def _server_round(self, run: int, round: int, clients: Sequence[int]) -> ServerRound:
@@ -336,9 +336,8 @@ class Simulation:
                 weights = to_device(self.task.device, sizes).double()
                 pieces = work.list_pieces(run, partial(self.setup.reset_transient, run))
                 uploads = self.transport.collect_uploads(run, clients, weights, pieces)
-                method = self.methods[run]
-                after = method.aggregate(servers[run], uploads, server_round)
-                servers[run] = check_aggregated(method, servers[run], after)
+                server = servers[run]
+                servers[run] = aggregate_uploads(self.methods[run], server, uploads, server_round)
         return servers
 
     def _finish_round(self, work: RoundResults, servers: list[State]) -> None:
