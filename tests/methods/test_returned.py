@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from small import ragged_task, start_of
 
 from fedala.errors import UserError
-from fedala.lanes import Message
+from fedala.lanes import Message, tree_map
+from fedala.lanes.trees import take
 from fedala.lanes.weight_learning import Settings
 from fedala.methods import Method, register
 from fedala.methods.with_ala import WithALA
@@ -82,20 +84,101 @@ def test_a_mistake_below_ala_is_that_of_the_method():
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ({"n": torch.zeros(())}, r"a tensor of shape () under 'n'"),
-        ({"own": {"n": torch.zeros(3)}}, r"of shape (3,) under 'own/n'"),
-        ({"n": 3.0}, "has a float under 'n'"),
-        ({"n": None}, "has None under 'n'"),
+        ({"n": torch.zeros(())}, "a tensor of float32 () under '{}n'"),
+        ({"own": {"n": torch.zeros(3)}}, "a tensor of float32 (3,) under '{}own/n'"),
+        ({"n": 3.0}, "a float under '{}n'"),
+        ({"n": None}, "None under '{}n'"),
+        ({"n": np.zeros((6, 1))}, "a ndarray under '{}n'"),
+        ({"n": [torch.zeros(6)]}, "a list under '{}n'"),
+        ({"own": {"n": {"m": 3}}}, "an int under '{}own/n/m'"),
+        ({"own": {0: torch.zeros(6)}}, "a dict with names that are not texts under '{}own'"),
     ],
 )
-def test_a_state_has_lanes(state, says):
+def test_a_state_has_tensors_with_lanes(state, says):
     sentences = {
         "init_client": refuse(returning("init_client", lambda _: state)),
+        "initialize": refuse(returning("initialize", lambda both: (both[0], state))),
         "train": refuse(returning("train", lambda both: (both[0], state))),
     }
     for function, sentence in sentences.items():
-        assert sentence.startswith(f"Mine: the state that {function} returns has ")
-        assert says in sentence
+        path = says.format("" if function == "init_client" else "state/")
+        assert sentence.startswith(f"Mine: {function} returns {path}. ")
+
+
+@pytest.mark.parametrize("lanes", [1, None])
+@pytest.mark.parametrize(
+    ("function", "found", "says"),
+    [
+        (
+            "shared_part",
+            lambda model: list(model),
+            "must return a dict of tensors, and it returns a",
+        ),
+        ("shared_part", lambda model: take(model, 0), "under 'conv.weight'. Its first dimension"),
+        ("init_server", lambda state: {**state, "n": 3}, "returns an int under 'n'. It must be a"),
+        ("init_server", lambda state: {"model": state["global"]}, "returns nothing under 'global'"),
+        ("aggregate", lambda state: {**state, "n": {"m": 3}}, "returns an int under 'n/m'."),
+        (
+            "aggregate",
+            lambda state: tree_map(lambda t: t.float(), state),
+            "returns a tensor of float32 (1, 3, 1, 3, 3) under 'global/conv.weight', where the "
+            "server's state has a tensor of float64 (1, 3, 1, 3, 3). Names, types and shapes must",
+        ),
+        ("global_model", lambda model: None, "must return a model, a dict, and it returns None."),
+        ("global_model", lambda model: take(model, 0), "under 'conv.weight'. Its first dimension"),
+        (
+            "send",
+            lambda message: message.model,
+            "must return a Message, and it returns a dict.",
+        ),
+        (
+            "send",
+            lambda message: Message(3.0),
+            "must return a Message whose model is a dict of tensors, and it returns a float.",
+        ),
+        (
+            "send",
+            lambda message: message._replace(extra={"n": 3}),
+            "returns an int under 'extra/n'.",
+        ),
+        (
+            "initialize",
+            lambda both: ({"out.bias": both[0]["out.bias"]}, both[1]),
+            "returns nothing under 'model/conv.weight', where the model has a tensor of float64",
+        ),
+        (
+            "initialize",
+            lambda both: (tree_map(lambda t: t.float(), both[0]), both[1]),
+            "returns a tensor of float32",
+        ),
+        (
+            "model_to_evaluate",
+            lambda model: {"out.bias": model["out.bias"]},
+            "returns nothing under 'conv.weight', where the initialised model has a tensor of",
+        ),
+        ("model_to_evaluate", lambda model: None, "must return a model, a dict, and it returns"),
+        (
+            "train",
+            lambda both: (Message(both[0].model, {"n": 3}), both[1]),
+            "returns an int under 'extra/n'.",
+        ),
+        ("extra_template", lambda none: {"n": 3}, "returns an int under 'n'."),
+        ("extra_template", lambda none: {"n": torch.zeros(())}, "under 'n'. Its first dimension"),
+        ("trained_model", lambda model: take(model, 0), "Its first dimension must be the lane"),
+        ("model_when_absent", lambda model: None, "must return a dict of tensors, and it returns"),
+    ],
+)
+def test_whatever_a_function_returns_is_refused_where_it_shows(function, found, says, lanes):
+    method, kinds = returning(function, found), ("initialized", "trained", "global")
+    sentence = refuse(method, lanes=lanes, join_ratio=0.5, evaluate=kinds)
+    assert sentence.startswith(f"Mine: {function} ")
+    assert says in sentence
+
+
+@pytest.mark.parametrize("found", [lambda both: both[0], lambda both: (both[0], None)])
+def test_what_received_model_returns_is_checked_below_ala(found):
+    method = WithALA(returning("received_model", found), Settings(max_epochs=1))
+    assert refuse(method).startswith("Mine: received_model must return a model and the client's")
 
 
 # --- the state after training ---------------------------------------------------------------------
@@ -122,8 +205,8 @@ def keeping(before, after, base=Keeps):
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ((), ("local",), "train returns has local, and that of init_client has nothing."),
-        (("local", "old"), ("local",), "has local, and that of init_client has local, old."),
+        ((), ("local",), "a tensor of float64 ({}, 3, 1, 3, 3) under 'state/local/conv.weight'"),
+        (("local", "old"), ("local",), "nothing under 'state/old/conv.weight'"),
     ],
 )
 @pytest.mark.parametrize("lanes", [1, 2, None])
@@ -135,8 +218,9 @@ def test_other_keys_after_training_are_refused_alike(
     """What is refused depends neither on who takes part nor on how many work side by side."""
     method = keeping(before, after)
     sentence = refuse(method, rounds=rounds, lanes=lanes, join_ratio=join_ratio)
-    assert sentence.startswith("Mine: the state that train returns")
-    assert says in sentence
+    width = lanes or (len(SIZES) if join_ratio == 1 else 4)
+    begin = f"Mine: train returns {says.format(width)}, where the state of init_client has "
+    assert sentence.startswith(begin)
 
 
 def test_other_shapes_after_training_are_refused():
@@ -148,7 +232,8 @@ def test_other_shapes_after_training_are_refused():
             losses = torch.cat([state["losses"], state["losses"][:, :1]], 1)
             return Message(cohort.fit(initialized)), {"losses": losses}
 
-    assert "under 'losses', the state that train returns has tensors of other" in refuse(Grows())
+    says = "returns a tensor of float32 (1, 2) under 'state/losses', where the state of init_client"
+    assert says in refuse(Grows(), lanes=1)
 
 
 def test_the_same_keys_are_taken():
@@ -164,7 +249,7 @@ class Extends(Keeps):
 
 def test_only_a_method_of_all_clients_may_extend_the_state_while_it_initialises():
     method = keeping(("local",), ("local", "after"), Extends)
-    assert "has local, after, and that of init_client has local" in refuse(method)
+    assert "under 'state/after/conv.weight', where the state of init_client has" in refuse(method)
     run(type("All", (type(method),), {"requires_all_clients": True})())
 
 

@@ -397,14 +397,15 @@ from dataclasses import dataclass
 @register
 @dataclass(frozen=True)
 class Bomb(Method):
-    \"\"\"FedAvg that kills a process in the second round, if there is a bomb.\"\"\"
+    \"\"\"FedAvg that kills a process in a run's second round, if there is a bomb.\"\"\"
     name, title, summary, has_personal_models = "bomb", "Bomb", "like FedAvg", False
 
     def aggregate(self, *arguments):
-        print("this is not a message")
-        for name, process in (("bomb", os.getpid()), ("bomb for the first", os.getppid())):
-            if arguments[2].round == 2 and os.path.exists(name):
-                os.kill(process, signal.SIGKILL)
+        if len(arguments[2].sizes) == 3:  # the rehearsal has other clients
+            print("this is not a message")
+            for name, process in (("bomb", os.getpid()), ("bomb for the first", os.getppid())):
+                if arguments[2].round == 2 and os.path.exists(name):
+                    os.kill(process, signal.SIGKILL)
         return super().aggregate(*arguments)
 """
 

@@ -215,13 +215,14 @@ def test_an_announced_extra_tensor_is_taken():
     first_round(Uploads())
 
 
-@pytest.mark.parametrize("announced", [0, 3])
-def test_extra_tensors_that_are_not_announced_are_refused(announced):
+@pytest.mark.parametrize(("announced", "says"), [(0, "nothing"), (3, "a tensor of float32 (1, 3)")])
+def test_extra_tensors_that_are_not_announced_are_refused(announced, says):
     method = type("Unannounced", (Uploads,), {"announced": announced})()
     with pytest.raises(UserError) as refusal:
         first_round(method)
     assert str(refusal.value) == (
-        "The extra tensors that FedAvg uploads are not those of its extra_template."
+        "FedAvg: train returns a tensor of float32 (1, 2) under 'extra/number', where "
+        f"extra_template has {says}. Names, types and shapes must be the same."
     )
 
 
@@ -230,7 +231,8 @@ def test_an_announced_extra_tensor_that_is_missing_is_refused():
         def train(self, cohort, initialized, received, state):
             return FedAvg.train(self, cohort, initialized, received, state)
 
-    with pytest.raises(UserError, match="are not those of its extra_template"):
+    says = "FedAvg: train returns nothing under 'extra/number', where extra_template has a tensor"
+    with pytest.raises(UserError, match=says):
         first_round(Silent())
 
 

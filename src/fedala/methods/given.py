@@ -28,12 +28,12 @@ def forbid_changes(method: Method, function: str, **given: Any) -> Iterator[None
         yield
         return
     trees = {name: _name_parts(tree) for name, tree in given.items()}
-    before = [(path, leaf, _count_writes(leaf)) for path, leaf in leaves(trees)]
+    before = {path: (leaf, _count_writes(leaf)) for path, leaf in leaves(trees)}
     yield
     after = dict(leaves(trees))
     changed = [
         path
-        for path, leaf, writes in before
+        for path, (leaf, writes) in before.items()
         if after.pop(path, None) is not leaf or _count_writes(leaf) != writes
     ]
     if changed := [*changed, *after]:  # what is left has been added

@@ -1,48 +1,152 @@
 """Refuse what a method's functions return if it is not what they should, in a sentence.
 
 The first mistakes of a new method show here, at the function that made them. Later they would be
-errors of torch, in some rounds or with some numbers of lanes only.
+errors of torch or of a checkpoint, in some rounds or with some numbers of lanes only.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State
 from fedala.lanes.parameters import list_few
-from fedala.lanes.trees import leaves, matches, take
+from fedala.lanes.trees import leaves, take
 from fedala.methods.base import Method
 from fedala.methods.wrapper import Wrapper
 
 
-def check_init_client(method: Method, state: Any, lanes: int) -> State:
-    """Refuse a first state of clients that is not a dict of tensors with so many lanes."""
-    if not isinstance(state, dict):
+def check_tensors(
+    method: Method,
+    function: str,
+    found: Any,
+    part: str = "",
+    *,
+    lanes: int | None = None,
+    wanted: str = "a dict of tensors",
+) -> State:
+    """Refuse what a function returns, or a part of it, if it is not a dict of tensors by name.
+
+    With `lanes`, each of them must have so many.
+    """
+    if not isinstance(found, dict):
         raise UserError(
-            f"{method.title}: init_client must return a state, a dict, and it returns "
-            f"{_describe(state)}."
+            f"{method.title}: {function} must return {wanted}, and it returns {_describe(found)}."
         )
-    _check_lanes(method, "init_client", state, lanes)
+    for path, value in _list_entries(found, part):
+        if isinstance(value, Tensor):
+            if lanes is None or value.shape[:1] == (lanes,):
+                continue
+            wanted = f"Its first dimension must be the lane, and its length {lanes}"
+        elif isinstance(value, dict) and not value:
+            continue
+        else:
+            wanted = "It must be a tensor, or a dict of tensors by name"
+        where = f" under {path!r}" if path else ""
+        raise UserError(f"{method.title}: {function} returns {_describe(value)}{where}. {wanted}.")
+    return found
+
+
+def check_like(
+    method: Method,
+    function: str,
+    found: State,
+    part: str,
+    owner: str,
+    template: State,
+    *,
+    may_lack: bool = False,
+    may_add: bool = True,
+) -> None:
+    """Refuse what has a tensor that is not like that of a template, whose `owner` is named."""
+    own, expected = (
+        {path: _describe(value) for path, value in _list_entries(tree, part) if tree}
+        for tree in (found, template)
+    )
+    for path in {**expected, **own}:
+        one, other = own.get(path), expected.get(path)
+        is_excused = (may_lack and one is None) or (may_add and other is None)
+        if one != other and not is_excused:
+            raise UserError(
+                f"{method.title}: {function} returns {one or 'nothing'} under {path!r}, where "
+                f"{owner} has {other or 'nothing'}. Names, types and shapes must be the same."
+            )
+
+
+def check_aggregated(method: Method, before: State, after: Any) -> State:
+    """Refuse a server's new state that is not made as the old one: a checkpoint may have either."""
+    wanted = 'the server\'s new state, a dict such as {"global": uploads.average().model}'
+    state = check_tensors(method, "aggregate", after, wanted=wanted)
+    if missing := [name for name in before if name not in state]:
+        raise UserError(
+            f"{method.title}: the state that aggregate returns lacks {list_few(missing)}, which "
+            "the server's state has before: return the whole new state."
+        )
+    # With a hyperparameter that has changed since a checkpoint, fewer parameters may be shared.
+    check_like(method, "aggregate", state, "", "the server's state", before, may_lack=True)
     return state
 
 
-def check_initialized(method: Method, found: Any) -> tuple[Params, State]:
-    """Refuse what `initialize` returns if it is not a model and a state."""
-    wanted = "initialize must return a model and the client's state, two dicts"
-    pair: tuple[Params, State] = _check_pair(method, found, (dict, dict), wanted)
-    return pair
+def find_widths(method: Method, function: str, message: Any) -> set[int]:
+    """Return the numbers of lanes of a message's tensors; refuse what is not a message of such."""
+    if not isinstance(message, Message):
+        raise UserError(
+            f"{method.title}: {function} must return a Message, and it returns "
+            f"{_describe(message)}."
+        )
+    for part, found in message._asdict().items():
+        wanted = f"a Message whose {part} is a dict of tensors"
+        check_tensors(method, function, found, part, wanted=wanted)
+    return {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
+
+
+def check_message(method: Method, message: Any, clients: int, function: str = "send") -> Message:
+    """Refuse a message that is neither one lane for all clients nor one for each."""
+    widths = find_widths(method, function, message)
+    if len(widths) > 1 or not widths <= {1, clients}:
+        raise UserError(
+            f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
+            "All tensors of a message must have one lane for all clients, or one for each."
+        )
+    sent: Message = message
+    return sent
+
+
+def check_initialized(
+    method: Method, cohort: Cohort, found: Any, function: str = "initialize"
+) -> tuple[Params, State]:
+    """Refuse what is not a model and the client's state.
+
+    What `initialize` returns must be a whole model; that of `received_model` may be a part of one.
+    """
+    wanted = "a model and the client's state, two dicts"
+    model, state = _check_pair(method, function, found, (dict, dict), wanted)
+    task, lanes = cohort.task, len(cohort)
+    check_tensors(method, function, model, "model", lanes=lanes)
+    check_tensors(method, function, state, "state", lanes=lanes)
+    template = {}
+    for name, value in (*task.model.named_parameters(), *task.model.named_buffers()):
+        if function == "initialize" or name in model:
+            dtype = task.dtype if value.is_floating_point() else value.dtype
+            template[name] = torch.empty(lanes, *value.shape, dtype=dtype, device="meta")
+    check_like(method, function, model, "model", "the model", template)
+    return model, state
+
+
+def check_tested(method: Method, initialized: Params, found: Any) -> Params:
+    """Refuse what `model_to_evaluate` returns if it is not a whole model."""
+    model: Params = check_tensors(method, "model_to_evaluate", found, wanted="a model, a dict")
+    check_like(method, "model_to_evaluate", model, "", "the initialised model", initialized)
+    return model
 
 
 def check_trained(method: Method, found: Any) -> tuple[Message, State]:
     """Refuse what `train` returns if it is not a message and a state."""
-    wanted = (
-        "train must return a Message and the client's new state, a dict, as in "
-        "`return Message(trained), state`"
-    )
-    pair: tuple[Message, State] = _check_pair(method, found, (Message, dict), wanted)
-    return pair
+    wanted = "a Message and the client's new state, a dict, as in `return Message(trained), state`"
+    upload, state = _check_pair(method, "train", found, (Message, dict), wanted)
+    return upload, state
 
 
 def check_client_state(method: Method, before: State, after: State, lanes: int) -> None:
@@ -52,106 +156,54 @@ def check_client_state(method: Method, before: State, after: State, lanes: int) 
     """
     if isinstance(method, Wrapper) and "base" in before:
         check_client_state(method.base, before["base"], after["base"], lanes)
-    _check_lanes(method, "train", after, lanes)
-    wanted = "Return a state with the same tensors from both."
-    if before.keys() != after.keys():
-        raise UserError(
-            f"{method.title}: the state that train returns has {_list_keys(after)}, and that of "
-            f"init_client has {_list_keys(before)}. {wanted}"
-        )
-    if not _are_alike(before, after):
-        where = next(path for path in before if not _are_alike(before[path], after[path]))
-        raise UserError(
-            f"{method.title}: under {where!r}, the state that train returns has tensors of other "
-            f"names, types or shapes than that of init_client. {wanted}"
-        )
-
-
-def check_aggregated(method: Method, before: State, after: Any) -> State:
-    """Refuse a server's new state that lacks something that the old one has."""
-    if not isinstance(after, dict):
-        raise UserError(
-            f"{method.title}: aggregate must return the server's new state, a dict such as "
-            f'{{"global": uploads.average().model}}, and it returns {_describe(after)}.'
-        )
-    if missing := [name for name in before if name not in after]:
-        raise UserError(
-            f"{method.title}: the state that aggregate returns lacks {list_few(missing)}, which "
-            "the server's state has before: return the whole new state."
-        )
-    return after
-
-
-def check_message(method: Method, message: Any, clients: int) -> None:
-    """Refuse a message that is neither one lane for all clients nor one for each."""
-    if not isinstance(message, Message):
-        raise UserError(
-            f"{method.title}: send must return a Message, and it returns {_describe(message)}."
-        )
-    widths = _find_widths(message)
-    if len(widths) > 1 or not widths <= {1, clients}:
-        raise UserError(
-            f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
-            "All tensors of a message must have one lane for all clients, or one for each."
-        )
+    check_tensors(method, "train", after, "state", lanes=lanes)
+    owner = "the state of init_client"
+    check_like(method, "train", after, "state", owner, before, may_add=False)
 
 
 def check_upload(method: Method, cohort: Cohort, initialized: Params, upload: Message) -> None:
     """Refuse tensors without a lane for each client, and extra tensors that were not announced."""
-    widths = _find_widths(upload)
+    widths = find_widths(method, "train", upload)
     if widths - {len(cohort)}:
         raise UserError(
             f"{method.title} uploads tensors of {sorted(widths)} lanes for {len(cohort)} clients. "
             "All tensors of an upload must have one lane for each client."
         )
-    template = method.extra_template(cohort.task, take(initialized, slice(0, 1)))
+    announced = method.extra_template(cohort.task, take(initialized, slice(0, 1)))
+    template = check_tensors(method, "extra_template", announced, lanes=1)
     extra = take(upload.extra, slice(0, 1))
-    if not _are_alike(extra, template):
-        raise UserError(
-            f"The extra tensors that {method.title} uploads are not those of its extra_template."
-        )
+    check_like(method, "train", extra, "extra", "extra_template", template, may_add=False)
 
 
-def _check_lanes(method: Method, function: str, state: State, lanes: int) -> None:
-    """Refuse a state that holds something else than tensors with so many lanes."""
-    for path, leaf in leaves(state):
-        if not isinstance(leaf, Tensor):
-            raise UserError(
-                f"{method.title}: the state that {function} returns has {_describe(leaf)} under "
-                f"{path!r}. A state is a dict of tensors, [lane, …]."
-            )
-        if leaf.shape[:1] != (lanes,):
-            raise UserError(
-                f"{method.title}: the state that {function} returns has a tensor of shape "
-                f"{tuple(leaf.shape)} under {path!r}. The first dimension of every tensor must be "
-                f"the lane, one for each client: here, {lanes}."
-            )
+def _list_entries(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested dicts by path, and dicts without names or with other than texts."""
+    if isinstance(tree, dict) and tree and all(isinstance(name, str) for name in tree):
+        for name, value in tree.items():
+            yield from _list_entries(value, f"{path}/{name}" if path else name)
+    else:
+        yield path, tree
 
 
-def _check_pair(method: Method, found: Any, kinds: tuple[type, type], wanted: str) -> Any:
+def _check_pair(
+    method: Method, function: str, found: Any, kinds: tuple[type, type], wanted: str
+) -> Any:
     """Refuse what is no tuple of these; a `Message` is a tuple, too, but only one thing."""
     is_pair = isinstance(found, tuple) and not isinstance(found, Message) and len(found) == 2
     if not is_pair or not all(map(isinstance, found, kinds)):
-        raise UserError(f"{method.title}: {wanted}, and it returns {_describe(found)}.")
+        raise UserError(
+            f"{method.title}: {function} must return {wanted}, and it returns {_describe(found)}."
+        )
     return found
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    return matches(one, other) and matches(other, one)
-
-
-def _find_widths(message: Message) -> set[int]:
-    return {len(leaf) if leaf.dim() else 0 for _, leaf in leaves(message)}
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, tuple) and not isinstance(value, Message):
         return " and ".join(map(_describe, value)) or "an empty tuple"
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if value is None:
         return "None"
+    if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
+        return "a dict with names that are not texts"
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
-
-
-def _list_keys(state: Collection[str]) -> str:
-    return list_few(list(state)) if state else "nothing"

@@ -12,7 +12,7 @@ from fedala.lanes.local_aggregation import Outcome
 from fedala.lanes.trees import count_lanes
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import Method
-from fedala.methods.returned import check_init_client, check_trained
+from fedala.methods.returned import check_initialized, check_tensors, check_trained
 from fedala.methods.wrapper import Wrapper
 
 
@@ -36,12 +36,13 @@ class InitializedByALA(Wrapper):
         governed = self.list_governed(task, self.base.shared_part(task, initial))
         learned = local_aggregation.init_state(initial, governed)
         own = self.base.init_client(task, initial)
-        check_init_client(self.base, own, count_lanes(initial))
+        check_tensors(self.base, "init_client", own, lanes=count_lanes(initial))
         return _keep(own, initial, learned)
 
     def initialize(self, cohort: Cohort, received: Message, state: State) -> tuple[Params, State]:
         local = state["base"].get("local", state.get("local"))
-        model, base = self.base.received_model(cohort, received, state["base"])
+        found = self.base.received_model(cohort, received, state["base"])
+        model, base = check_initialized(self.base, cohort, found, "received_model")
         initialized, learned, outcome = local_aggregation.initialize(
             cohort,
             self.ala,

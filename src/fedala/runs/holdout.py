@@ -14,6 +14,7 @@ from fedala.methods import Method, ServerRound
 from fedala.records import Evaluation
 from fedala.runs.config import Config
 from fedala.simulation.newcomers import check_message_to_newcomers
+from fedala.simulation.server_round import init_server_state
 
 #: Columns of `newcomers.csv` and `newcomer_clients.csv` besides the score.
 NEWCOMERS, NEWCOMER_CLIENTS = "newcomers.csv", "newcomer_clients.csv"
@@ -63,7 +64,7 @@ def rehearse_newcomers(method: Method, task: Task, initial: Params) -> None:
     check_method(method)
     clients, sizes = [0, 1], [2, 2]
     shared = method.shared_part(task, initial)
-    server = method.init_server(task, shared, ServerRound(0, 0, 1, clients, sizes))
+    server = init_server_state(method, task, shared, ServerRound(0, 0, 1, clients, sizes))
     message = method.send_to_newcomers(server, ServerRound(0, 1, 1, clients, sizes))
     check_message_to_newcomers(method, message)
 

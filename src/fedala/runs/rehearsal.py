@@ -1,24 +1,28 @@
 """Rehearse the methods of a run with two samples, before it starts."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from fedala.data import Federation
-from fedala.lanes.heads import extend_task
+from fedala.errors import UserError
+from fedala.lanes.heads import Start, extend_task
 from fedala.lanes.losses import Loss
 from fedala.lanes.parameters import list_few, model_state
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, count_bytes
 from fedala.methods import Method, ServerRound
+from fedala.methods.returned import check_tensors
 from fedala.methods.with_ala import InitializedByALA
-from fedala.methods.wrapper import Wrapper
+from fedala.methods.wrapper import Wrapper, is_own
 from fedala.runs.holdout import rehearse_newcomers
 from fedala.runs.members import Member
 from fedala.runs.own_code import check_personal_models
+from fedala.simulation import Simulation
 from fedala.simulation.client_round import init_client_state
+from fedala.simulation.server_round import init_server_state
 
 
 class Rehearsal(NamedTuple):
@@ -37,36 +41,68 @@ def rehearse(
 ) -> dict[str, Rehearsal]:
     """Make server and client once, with two samples, so that a method can refuse model or loss.
 
-    Returns what was found, by label.
+    A user's own method does a few rounds. Returns what was found, by label.
     """
-    data, rows = federation.dataset, [np.arange(2)]
-    initial = model_state(model)
     found = {}
     for member in members:
-        method, config = member.method, member.config
-        task = Task(
-            model,
-            data.x[:2],
-            data.y[:2],
-            rows,
-            rows,
-            loss=loss,
-            optimizer=config.recipe().optimizer,
-            keeps_optimizer=config.keep_optimizer,
-        )
-        task, begin = extend_task(task, lambda seed: dict(initial), method.head, method.title)
+        method = member.method
+        task, begin = _make_task(member, model, federation, loss, clients=1)
         start = begin(0)
-        shared = method.shared_part(task, start)
-        method.init_server(task, shared, ServerRound(0, 0, 1, [0], [2]))
+        shared = check_tensors(method, "shared_part", method.shared_part(task, start), lanes=1)
+        init_server_state(method, task, shared, ServerRound(0, 0, 1, [0], [2]))
         if federation.held_out:
             rehearse_newcomers(method, task, start)
         state = init_client_state(method, task, start)
         check_personal_models(method, state)
+        if is_own(method):
+            _rehearse_rounds(member, *_make_task(member, model, federation, loss, clients=4))
         sizes = {name: value.numel() for name, value in task.model.named_parameters()}
         found[member.label] = Rehearsal(
             count_bytes(state), _list_governed(method, task, shared), sizes
         )
     return found
+
+
+def _make_task(
+    member: Member, model: nn.Module, federation: Federation, loss: Loss, clients: int
+) -> tuple[Task, Start]:
+    """Return a task of clients that have the same two samples, and what makes its first models."""
+    config, data, rows = member.config, federation.dataset, [np.arange(2)] * clients
+    task = Task(
+        model,
+        data.x[:2],
+        data.y[:2],
+        rows,
+        rows,
+        loss=loss,
+        optimizer=config.recipe().optimizer,
+        keeps_optimizer=config.keep_optimizer,
+    )
+    initial = {
+        name: value.to(task.dtype) if value.is_floating_point() else value
+        for name, value in model_state(model).items()
+    }
+    return extend_task(task, lambda seed: dict(initial), member.method.head, member.method.title)
+
+
+def _rehearse_rounds(member: Member, task: Task, start: Start) -> None:
+    """Let a user's method do two rounds, its clients alone and side by side.
+
+    What any of its functions returns or changes is refused here as in the run. If anything else
+    fails, two samples may be too few for it: the run will show it.
+    """
+    join_ratio = 1.0 if member.config.join_ratio == 1 else 0.5
+    options: dict[str, Any] = {"rounds": 2, "join_ratio": join_ratio}
+    options["evaluate"] = member.config.evaluated_models
+    try:
+        for lanes in (1, None):
+            simulation = Simulation(member.method, task, start, lanes=lanes, **options)
+            for _ in simulation.run(lambda model: None):
+                pass
+    except UserError:
+        raise
+    except Exception:  # whatever the user's method may raise
+        return
 
 
 def _list_governed(method: Method, task: Task, shared: Params) -> tuple[str, ...]:

@@ -13,8 +13,9 @@ from fedala.methods import Method
 from fedala.methods.given import forbid_changes
 from fedala.methods.returned import (
     check_client_state,
-    check_init_client,
     check_initialized,
+    check_tensors,
+    check_tested,
     check_trained,
     check_upload,
 )
@@ -87,7 +88,8 @@ def init_client_state(method: Method, task: Task, initial: Params) -> State:
     method.check_task(task, initial)
     with forbid_changes(method, "init_client", initial=initial):
         made = method.init_client(task, initial)
-    state = check_init_client(method, made, count_lanes(initial))
+    lanes = count_lanes(initial)
+    state = check_tensors(method, "init_client", made, wanted="a state, a dict", lanes=lanes)
     if not (task.keeps_optimizer and task.rule.keeps_slots):
         return state
     slots = {
@@ -112,7 +114,7 @@ def run_client_round(
     own = take_slots(cohort, before)
     with forbid_changes(method, "initialize", received=received, state=own):
         found = method.initialize(cohort, received, own)
-    initialized, state = check_initialized(method, found)
+    initialized, state = check_initialized(method, cohort, found)
     result = CohortResult(lanes, cohort.metrics)
     if request.record_weights:
         result.weights = method.ala_weights(state)
@@ -120,6 +122,7 @@ def run_client_round(
         given = {"initialized": initialized, "received": received, "state": state}
         with forbid_changes(method, "model_to_evaluate", **given):
             tested = method.model_to_evaluate(cohort, initialized, received, state)
+        tested = check_tested(method, initialized, tested)
         result.evaluated = tested
         result.scores = _test(result, cohort, request, "initialized", tested, parts)
         if request.evaluate_received:
@@ -133,9 +136,11 @@ def run_client_round(
         result.is_finite = find_finite_lanes(cohort, result.upload, result.state)
         if request.evaluate_after_training:
             model = method.model_when_absent(result.upload, result.state)
+            model = check_tensors(method, "model_when_absent", model, lanes=len(cohort))
             result.scores_after_training = score_model(cohort, model, parts)
         if request.evaluate_trained:
             model = method.trained_model(cohort, received, result.upload, result.state)
+            model = check_tensors(method, "trained_model", model, lanes=len(cohort))
             if initialized.keys() <= model.keys():
                 [scores] = _test(result, cohort, request, "trained", model, ["test"])
                 result.further_scores["trained"] = scores

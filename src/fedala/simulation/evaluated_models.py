@@ -13,6 +13,7 @@ from fedala.lanes.trees import take
 from fedala.methods import Method
 from fedala.records import PersonalModel
 from fedala.simulation.client_states import Lane
+from fedala.simulation.server_round import get_global_model
 
 
 class ModelStack(ABC):
@@ -116,6 +117,6 @@ class EvaluatedModels:
             if positions:
                 clients = [lanes[position][1] for position in positions]
                 stacks.append((clients, stack.select(positions)))
-        global_model = self.method.global_model(self.servers[run])
+        global_model = get_global_model(self.method, self.servers[run])
         stacks += absent
         return RunModels(self.task, run, seed, stacks, beginners, initial, global_model)

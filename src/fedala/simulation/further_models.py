@@ -20,6 +20,7 @@ from fedala.simulation.model_scores import (
 from fedala.simulation.participation import list_absent
 from fedala.simulation.round_results import RoundResults
 from fedala.simulation.scores import ScoreTable, settle
+from fedala.simulation.server_round import get_global_model
 from fedala.simulation.transport import Setup, Transport
 
 
@@ -83,7 +84,7 @@ class FurtherModels:
 
         def get_models() -> list[Params]:
             return [
-                self.setup.reset_transient(run, Message(method.global_model(server))).model
+                self.setup.reset_transient(run, Message(get_global_model(method, server))).model
                 for run, server in enumerate(servers)
             ]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,13 @@ from torch import Tensor
 
 from fedala.errors import UserError
 from fedala.lanes import Cohort, Message, Params, State
-from fedala.lanes.trees import count_lanes
 from fedala.methods import Method, ServerRound
-from fedala.methods.returned import check_trained
+from fedala.methods.returned import (
+    check_initialized,
+    check_message,
+    check_trained,
+    find_widths,
+)
 from fedala.records import NewcomerScores
 from fedala.simulation.client_round import score_model, take_slots
 from fedala.simulation.client_states import Lane
@@ -131,17 +136,18 @@ class Newcomers:
     def _send(self, run: int, server: State, server_round: ServerRound) -> Message:
         method = self.setup.method_of(run)
         message = method.send_to_newcomers(server, server_round)
-        check_message_to_newcomers(method, message)
+        message = check_message_to_newcomers(method, message)
         return self.setup.reset_transient(run, message)
 
 
-def check_message_to_newcomers(method: Method, message: Message) -> None:
+def check_message_to_newcomers(method: Method, message: Any) -> Message:
     """Refuse a method whose server sends each client its own message, and newcomers none."""
-    if count_lanes(message) > 1:
+    if find_widths(method, "send_to_newcomers", message) - {0, 1}:
         raise UserError(
             f"{method.title} takes no newcomers: its server sends each client a message of its "
             "own, and send_to_newcomers does not say what a client gets that it does not know."
         )
+    return check_message(method, message, 1, "send_to_newcomers")
 
 
 def run_arrival(
@@ -157,7 +163,8 @@ def run_arrival(
     """Initialise and test a cohort of newcomers; train and test them for each number of epochs."""
     state = take_slots(cohort, state)
     received, task = cohort.received, cohort.task
-    initialized, state = method.initialize(cohort, received, state)
+    pair = method.initialize(cohort, received, state)
+    initialized, state = check_initialized(method, cohort, pair)
     arrival = Arrival(lanes)
 
     def test(count: int, model: Params) -> None:

@@ -12,6 +12,7 @@ from fedala.lanes import Cohort, Message, Params, Recipe, State, Task, Uploads
 from fedala.lanes.messages import add_transient
 from fedala.lanes.uploads import Piece
 from fedala.methods import Method
+from fedala.methods.returned import check_tensors
 from fedala.simulation.client_round import CohortResult, RoundRequest, init_client_state
 from fedala.simulation.client_states import Lane, States
 from fedala.simulation.evaluated_models import ClientModels, StackHere
@@ -51,7 +52,8 @@ class Setup:
     @cached_property
     def shared(self) -> list[Params]:
         """The part of each run's initial model that travels."""
-        return [self.method.shared_part(self.task, model) for model in self.initial]
+        parts = [self.method.shared_part(self.task, model) for model in self.initial]
+        return [check_tensors(self.method, "shared_part", part, lanes=1) for part in parts]
 
     def reset_transient(self, run: int, message: Message) -> Message:
         """Give a message the initial values of buffers that would not travel in a federation."""
