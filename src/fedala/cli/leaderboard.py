@@ -4,7 +4,7 @@ import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -30,6 +30,7 @@ from fedala.cli.cells import (
     run_chosen,
     write_report,
 )
+from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, say
 from fedala.leaderboard import report as reporting
 from fedala.leaderboard.board import (
@@ -40,9 +41,10 @@ from fedala.leaderboard.board import (
     settings,
 )
 from fedala.leaderboard.table import COLUMNS, Board, make_boards
-from fedala.methods import import_methods, list_methods
+from fedala.methods import list_methods
 from fedala.report.tables import WRAPPED, show
 from fedala.runs.config_values import split_names
+from fedala.runs.own_code import import_given
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -87,6 +89,7 @@ def list_settings() -> None:
 
 Finished cells are kept. After an interruption, the same command continues.""")
 )
+@config_options("imports")
 def run(
     *,
     names: Annotated[
@@ -101,14 +104,6 @@ def run(
         str,
         typer.Option(help="only these methods, separated by commas; without it, every method"),
     ] = "",
-    imports: Annotated[
-        str | None,
-        typer.Option(
-            "--import",
-            help="Python files or modules with methods of your own; their code is executed",
-            metavar="FILE",
-        ),
-    ] = None,
     rounds: Annotated[
         int | None, typer.Option(help="T: number of rounds, instead of the setting's", min=1)
     ] = None,
@@ -129,6 +124,7 @@ def run(
     keep_checkpoints: KeepCheckpoints = False,
     jobs: Jobs = 1,
     relay: RelayFlag = False,
+    **values: Any,
 ) -> None:
     """Run methods in settings, each in a folder of its own; test models before and after training.
 
@@ -136,7 +132,8 @@ def run(
     """
     began = time.monotonic()
     chosen = choose_settings(split_names(names))
-    import_methods(split_names(imports))
+    imports = given_options(values).get("imports")
+    import_given({"imports": imports})
     cells = choose_cells(chosen, split_names(method), shuffle=shuffle, rounds=rounds)
     check_before_run(device, data_dir, out, relay=relay)
     deadline = None if minutes is None else began + 60 * minutes

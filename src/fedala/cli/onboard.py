@@ -1,10 +1,11 @@
 """`fedala onboard`: a client that was not there joins a finished run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line
 from fedala.report import tables
 from fedala.runs.devices import NAMES
@@ -19,9 +20,10 @@ app = typer.Typer()
   fedala onboard runs/mine --method fedala --data new.npz --epochs 0,1,5,20
   fedala onboard runs/one-method --data clinics.npz --out models    # several""")
 )
+@config_options("imports")
 def onboard(
-    run: Annotated[Path, typer.Argument(help="the run folder", metavar="DIR")],
     *,
+    run: Annotated[Path, typer.Argument(help="the run folder", metavar="DIR")],
     data: Annotated[
         str,
         typer.Option(
@@ -68,15 +70,8 @@ def onboard(
             metavar="FILE:FUNCTION",
         ),
     ] = None,
-    imports: Annotated[
-        str | None,
-        typer.Option(
-            "--import",
-            help="a file or module with the run's methods of your own; it is executed",
-            metavar="FILE|MODULE",
-        ),
-    ] = None,
     device: Annotated[str, typer.Option(help=NAMES, metavar="NAME")] = "auto",
+    **values: Any,
 ) -> None:
     """Onboard a client that was not there: it receives, initialises, trains, and is tested."""
     found = onboard_clients(
@@ -90,7 +85,7 @@ def onboard(
         force=force,
         device=device,
         model=model,
-        imports=imports,
+        imports=given_options(values).get("imports"),
     )
     tables.console().print(tables.onboarding(found))
     print_line(found.describe())

@@ -1,11 +1,13 @@
 """`fedala predict`, `fedala evaluate`, `fedala export`: what comes after a run."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from fedala.cli.config_options import config_options, given_options
 from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
 from fedala.io.files import write_output
@@ -65,9 +67,10 @@ RunData = Annotated[
   fedala predict runs/one-method --client 7 --data photos/ --out answers.csv
   fedala predict runs/mine --method fedala --global --data new.csv --best""")
 )
+@config_options("imports")
 def predict(
-    run: Run,
     *,
+    run: Run,
     data: Annotated[
         Path,
         typer.Option(
@@ -91,11 +94,12 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(help="write all predictions to this .csv file", metavar="FILE")
     ] = None,
+    **values: Any,
 ) -> None:
     """Predict the labels of new samples with a client's personal model."""
     if out:
         _check_csv(out)
-    trained = _load(run, method, seed, best, model, dataset, weights)
+    trained = _load(run, method, seed, best, model, dataset, weights, values)
     who = _choose_client(trained, client, is_global, weights)
     inputs = prepare_inputs(data, trained.preprocessing)
     names = inputs.names or tuple(map(str, range(len(inputs.x))))
@@ -116,9 +120,10 @@ def predict(
   fedala evaluate runs/mine --method fedala --data new.npz    # all models
   fedala evaluate runs/mine --method fedala --data new.npz --client 7""")
 )
+@config_options("imports")
 def evaluate(
-    run: Run,
     *,
+    run: Run,
     data: Annotated[
         str,
         typer.Option(
@@ -140,9 +145,10 @@ def evaluate(
     best: Best = False,
     model: Model = None,
     dataset: RunData = None,
+    **values: Any,
 ) -> None:
     """Test the models of a run on new data, with the metric of the run."""
-    trained = _load(run, method, seed, best, model, dataset, weights)
+    trained = _load(run, method, seed, best, model, dataset, weights, values)
     scores = trained.evaluate(data, client, label_column=label_column)
     tables.console().print(tables.model_scores(scores))
     if len(scores.personal) > 1:
@@ -164,9 +170,10 @@ def evaluate(
   fedala export runs/mine --method fedala --client 7 --out model.pt2  # for torch.export.load
   fedala export runs/mine --method fedala --global --out model.onnx   # for any ONNX runtime""")
 )
+@config_options("imports")
 def export(
-    run: Run,
     *,
+    run: Run,
     out: Annotated[
         Path,
         typer.Option(help="a .safetensors, .pt2 or .onnx file", metavar="FILE"),
@@ -182,12 +189,13 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", metavar="", help="overwrite a file that exists")
     ] = False,
+    **values: Any,
 ) -> None:
     """Write a model for use without this package. Programs take raw samples."""
     check_output(out)
     if out.exists() and not force:
         raise UserError(f"{out} exists already: choose another file, or overwrite it with --force.")
-    trained = _load(run, method, seed, best, model, dataset, weights)
+    trained = _load(run, method, seed, best, model, dataset, weights, values)
     path = trained.export(out, _choose_client(trained, client, is_global, weights))
     print_line(f"Written: {path}")
 
@@ -200,6 +208,7 @@ def _load(
     model: str | None,
     dataset: str | None,
     weights: Path | None,
+    values: Mapping[str, Any],
 ) -> TrainedFederation:
     config = find_run(run, method, seed, best=best).config
     for name, given in (("model", model), ("loss", None)):
@@ -208,7 +217,8 @@ def _load(
                 f"{run} was made in Python with its own {name}: "
                 f"load it there with fedala.load(…, {name}=…)."
             )
-    trained = load(run, method, seed, best, model=model, dataset=dataset)
+    imports = given_options(values).get("imports")
+    trained = load(run, method, seed, best, model=model, dataset=dataset, imports=imports)
     return trained if weights is None else trained.with_weights(weights)
 
 

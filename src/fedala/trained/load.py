@@ -1,6 +1,6 @@
 """`fedala.load`: from a run folder to its trained models."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from fedala.data import Dataset, Federation
 from fedala.data import load as load_dataset
 from fedala.data.federation import NATURAL
 from fedala.data.preprocessing import PREPROCESSING, Preprocessing
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.lanes.heads import extend_model, find_extended_layer
 from fedala.lanes.losses import LossFunction
 from fedala.lanes.normalization import parse_normalization
 from fedala.methods import catalogue, make
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel
-from fedala.runs.own_code import fit_model, load_model_function
+from fedala.runs.own_code import fit_model, import_given, load_model_function
 from fedala.runs.results import RunResult, locate_folder
 from fedala.runs.sweep import label_of, list_points
 from fedala.trained.federation import TrainedFederation
@@ -37,17 +37,19 @@ def load(
     dataset: Data | None = None,
     model: str | MakeModel | None = None,
     loss: LossFunction | None = None,
+    imports: str | Sequence[str] | None = None,
 ) -> TrainedFederation:
     """Load the trained models of a run folder: `load("runs/mine").predict(images, client=7)`.
 
     The result of `fedala.run` stands for its folder. If the folder has several methods, name one;
     without a `seed`, it is the first. With `best`, the models are those of the run's best
     evaluation, and not of its last. Give `model` (a function, or its name such as `net.py:make`)
-    and `loss` again if they were your own, and `dataset` if an older version of this program made
-    the folder.
+    and `loss` again if they were your own, `imports` (files or modules) if a method of your own
+    adds parameters to the model, and `dataset` if an older version of this program made the folder.
     """
     folder = locate_folder(folder)
     run = find_run(folder, method, seed, best=best)
+    import_given({"imports": imports})
     config = run.config
     if loss is not None and config.loss != "own":
         raise UserError(f"{folder} was made with a loss that has a name: leave out loss.")
@@ -79,15 +81,28 @@ def _make_extension(run: SavedRun) -> Callable[[nn.Module, Collection[str]], nn.
         for method in config.methods
         if run.method in (label_of(method, point) for point in list_points(config, method))
     ]
-    if method.partition("+")[0] not in catalogue():
-        return lambda model, names: model  # a method of the user's own, which is not imported
-    head, title = make(method).head, make(method).title
 
     def extend(model: nn.Module, names: Collection[str]) -> nn.Module:
         last = find_extended_layer(model, names)
-        return extend_model(model, head, title, last) if head and last else model
+        if last is None:
+            return model
+        if method.partition("+")[0] not in catalogue():
+            raise UserError(_explain_unknown(run, method))
+        head = make(method).head
+        return extend_model(model, head, make(method).title, last) if head else model
 
     return extend
+
+
+def _explain_unknown(run: SavedRun, method: str) -> str:
+    """Say that a method adds parameters to the model, and what to import."""
+    named = run.config.imports
+    code = printable(named, 200) if named else "FILE"
+    return (
+        f"{run.folder.path} has models with parameters that the method {printable(method, 100)} "
+        "has added. It is a method of your own, and its code is executed only if you name it: "
+        f"--import {code}, or imports={code!r} in Python, where you may also import it yourself."
+    )
 
 
 def _load_dataset(config: Config, dataset: Data | None, folder: Path) -> Dataset:
