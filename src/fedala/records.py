@@ -18,10 +18,11 @@ MODEL_KINDS = (INITIALIZED, "trained", "received", "global")
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """One evaluation of one run: a line of `history.csv`."""
+    """One evaluation of one run, and the training after it: a line of `history.csv`."""
 
     seed: int
     round: int
+    """How many rounds have been aggregated. The training is that of the next round."""
     score: float
     """Over the test samples of all clients, or of the round's participants (`eval_clients`)."""
     loss: float
@@ -158,11 +159,12 @@ class PersonalModel:
 
 @dataclass(frozen=True)
 class Fault:
-    """A client whose loss or model was not finite after a round of the history."""
+    """A client whose loss or model was not finite after its training."""
 
     seed: int
     client: int
     round: int
+    """How many rounds had been aggregated, as in a `HistoryRow`: the training is the next one's."""
     lane: int
     step: int | None
     """The first training step of the round with such a number, from 1; None if it is not known."""
@@ -174,5 +176,5 @@ class Fault:
         name = f"{printable(self.client_name, 100)}; " if self.client_name else ""
         return (
             f"client {self.client} ({name}seed {self.seed}, lane {self.lane}) "
-            f"diverged in round {self.round}{step}"
+            f"diverged in round {self.round + 1}{step}"
         )

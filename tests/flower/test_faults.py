@@ -352,7 +352,7 @@ def test_a_client_that_diverges_is_dropped_as_in_the_simulation(on_divergence, t
         "The training of this client diverged in round 1. It saves and sends nothing."
         in caplog.text
     )
-    assert "client 2 (seed 5, lane 0) diverged in round 0" in caplog.text
+    assert "client 2 (seed 5, lane 0) diverged in round 1" in caplog.text
     assert not (
         tmp_path / "state" / "fedala" / "client-00002" / "round-000001.safetensors"
     ).exists()
@@ -360,6 +360,6 @@ def test_a_client_that_diverges_is_dropped_as_in_the_simulation(on_divergence, t
 
 def test_a_client_that_diverges_ends_the_run_if_the_policy_is_stop(tmp_path):
     with pytest.raises(
-        RunError, match=r"Client 2 .* diverged in round 0, and on_divergence is stop"
+        RunError, match=r"Client 2 .* diverged in round 1, and on_divergence is stop"
     ):
         federate(tmp_path, method="fedala", lr=1e9, rounds=2, on_divergence="stop")

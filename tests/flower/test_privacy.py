@@ -179,7 +179,7 @@ def test_a_client_that_diverges_still_says_so(tmp_path, caplog):
     mods = [LocalDpMod(1.0, **NO_NOISE)]
     _, result = federate(tmp_path, mods, clients=3, rounds=1, lr=1e9)
     assert [row.diverged for row in result.history] == [1, 0]
-    assert "client 2 (seed 5, lane 0) diverged in round 0" in caplog.text
+    assert "client 2 (seed 5, lane 0) diverged in round 1" in caplog.text
     assert "failed" not in caplog.text
 
 

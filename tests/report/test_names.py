@@ -57,7 +57,7 @@ def test_without_names_there_is_no_column(tmp_path):
 
 def test_a_fault_names_the_client():
     fault = Fault(seed=0, client=1, round=3, lane=2, step=None, client_name="VP-03")
-    assert str(fault) == "client 1 (VP-03; seed 0, lane 2) diverged in round 3"
+    assert str(fault) == "client 1 (VP-03; seed 0, lane 2) diverged in round 4"
 
 
 def made_up(name, scores):

@@ -80,7 +80,7 @@ def test_a_client_that_diverges_harms_nobody_and_keeps_its_last_good_model(metho
     assert evaluation.row.diverged == 1
     [fault] = faults
     assert (fault.client, fault.round, fault.step) == (BAD, 1, 2)
-    assert str(fault).endswith("diverged in round 1, first in step 2")
+    assert str(fault).endswith("diverged in round 2, first in step 2")
     for client in range(len(SIZES)):
         found = dict(shaken.clients[0, client])
         wanted = before if client == BAD else dict(calm.clients[0, client])
@@ -138,7 +138,7 @@ def test_stop_stops_and_names_the_client(poisoned):
     simulation.step(1, train=True)
     before = dict(simulation.servers[0]["global"])
     with pytest.raises(
-        RunError, match=rf"^Client {BAD} \(seed 0, lane \d\) diverged in round 1, first in step 2"
+        RunError, match=rf"^Client {BAD} \(seed 0, lane \d\) diverged in round 2, first in step 2"
     ):
         simulation.step(2, train=True)
     assert simulation.servers[0]["global"] == before
@@ -150,7 +150,7 @@ def test_a_round_that_is_stopped_leaves_every_client_as_it_was(poisoned):
     simulation = simulation_of("ditto", ragged_task(SIZES), on_divergence="stop", lanes=1)
     simulation.step(1, train=True)
     before = {lane: dict(state) for lane, state in simulation.clients.items()}
-    with pytest.raises(RunError, match=r"^Client 1 .* diverged in round 1"):
+    with pytest.raises(RunError, match=r"^Client 1 .* diverged in round 2"):
         simulation.step(2, train=True)
     assert simulation.round == 1
     for lane, state in before.items():
