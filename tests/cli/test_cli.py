@@ -505,9 +505,9 @@ def test_partition_shows_draws_and_saves_what_run_then_uses(here):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--plot", "split.xyz"], "A plot is a .png, .pdf or .svg file"),
-        (["--plot", "no/split.png"], "there is no folder"),
-        (["--save", "split.txt"], "must be called ….json"),
+        (["--plot", "split.xyz"], "split.xyz must end with .png, .pdf, .svg"),
+        (["--plot", "no/split.png"], "its folder must exist"),
+        (["--save", "split.txt"], "must end with .json"),
         (["--clients", "0", "--plot", "split.png"], "clients must be at least 1"),
     ],
 )

@@ -35,6 +35,9 @@ SHORT = {
     "--data-dir data --out out",
 }
 
+#: A model in a run folder.
+MODEL = "models/fedala/seed-0/client-00001.safetensors"
+
 Prepare = Callable[[Path], None]
 
 
@@ -376,6 +379,29 @@ REFUSALS = [
     Refusal("export f1 --client 1 --out model.pt", ".safetensors"),
     Refusal("export f1 --client 9 --out model.pt2", "there are 0 to 2"),
     Refusal("export f1 --out model.pt2", "--client"),
+    # what is written over: neither what is read, nor a file of a run, nor a model without --force
+    Refusal("predict f1 --data t.csv --client 1 --out t.csv", "t.csv is read", put("t.csv", "")),
+    Refusal("predict f1 --data t.csv --client 1 --out ./t.csv", "is read", put("t.csv", "")),
+    Refusal("predict f1 --data data --client 1 --out data/p.csv", "lies in data"),
+    Refusal("predict f1 --data d.npz --client 1 --out f1/history.csv", "belongs to the run in"),
+    Refusal("predict f1 --data d.npz --client 1 --out link/split.csv", "belongs", link_to_f1),
+    Refusal("predict f1 --data d.npz --client 1 --out f1/faults.csv", "belongs to the run in"),
+    Refusal("report f1 --out f1/history.csv", "must end with .html"),
+    Refusal("report f1 --out marks.md", "must end with .html"),
+    Refusal("partition --partition p.json --save p.json", "p.json is read", put("p.json", "")),
+    Refusal("partition --dataset data --save data/p.json", "lies in data"),
+    Refusal("partition --dataset data --plot data/p.png", "lies in data"),
+    Refusal("partition --dataset digits --save f1/digests.json", "belongs to the run in"),
+    Refusal(f"export f1 --client 1 --out f2/{MODEL} --force", "belongs to the run in"),
+    Refusal(f"onboard f1 --data d.npz --out f2/{MODEL} --force", "belongs to the run in"),
+    Refusal("export f1 --client 1 --out m.safetensors", "exists already", put("m.safetensors", "")),
+    Refusal("onboard f1 --data d.npz --out m.safetensors", "exists", put("m.safetensors", "")),
+    Refusal(
+        "export f1 --weights m.safetensors --out m.safetensors --force",
+        "m.safetensors is read",
+        put("m.safetensors", ""),
+    ),
+    Refusal("bench --quick --out d.npz", "must end with .md"),
     # sweeps
     Refusal("RUN --sweep lr=0.1 --sweep lr=0.2 --out new", "lr is given twice"),
     Refusal("RUN --sweep lr --out new", "lacks its value"),
@@ -469,6 +495,28 @@ def test_a_folder_that_is_in_use(here):
     with files.lock(here / "f1" / ".lock", "held by this test"):
         refused(here, "run --resume f1 --rounds 9", "in use")
         refused(here, "RUN --out f1 --force", "in use")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report f1",
+        "report f1 --out page.html",
+        "report f1 f2 --out f1/report.html",
+        "report f1 --plots figures",
+        "report f1 --markdown --out tables",
+        "predict f1 --data d.npz --client 1 --out p.csv",
+        "predict f1 --data d.npz --client 1 --out f1/p.csv",
+        "partition --dataset d.npz --partition iid --clients 3 --save p.json --plot p.png",
+        "export f1 --client 1 --out m.safetensors --force",
+        "onboard f1 --data d.npz --out m.safetensors --force",
+    ],
+)
+def test_a_command_can_be_repeated(here, command):
+    must(here, words(command))
+    before = snapshot(here)
+    must(here, words(command))
+    assert snapshot(here).keys() == before.keys()
 
 
 def results(folder: Path) -> list[object]:

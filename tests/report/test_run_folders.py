@@ -176,7 +176,7 @@ def test_a_folder_whose_name_is_not_unicode_is_reported(tmp_path):
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
     folder = made_up(tmp_path / "run")
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="its folder must exist"):
         page.write([folder.path], tmp_path / "no" / "x.html")
     with pytest.raises(UserError, match="cannot be written"):
         page.write([folder.path], tmp_path / ("x" * 300 + ".html"))

@@ -18,6 +18,7 @@ from fedala.options import suggest
 from fedala.report import plots, tables
 from fedala.runs.config import Config
 from fedala.runs.devices import NAMES, choose_device
+from fedala.runs.outputs import check_output
 
 app = typer.Typer()
 
@@ -65,7 +66,7 @@ def bench(
     if plot:
         plots.check(plot)
     if out:
-        _check_table_path(out)
+        check_output(out, [".md"])
     choose_device(device)
     Config.from_values({"precision": precision})
     loaded, reasons = load_real_data(chosen_cases, data_dir) if data_dir else ({}, {})
@@ -92,14 +93,6 @@ def bench(
         plots.save(plots.draw_bench(measurements), plot)
     for path in filter(None, (out, plot)):
         print_line(f"Written: {path}")
-
-
-def _check_table_path(path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise UserError(f"The table cannot be written to {path}: it is a folder; name a file.")
-    if not folder.is_dir():
-        raise UserError(f"The table cannot be written to {path}: there is no folder {folder}.")
 
 
 def _table(measurements: Iterable[Measurement]) -> Table:

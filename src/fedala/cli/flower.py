@@ -16,6 +16,7 @@ from fedala.report import tables
 from fedala.report.progress_bars import ProgressBars
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
+from fedala.runs.outputs import check_output
 from fedala.runs.own_code import configure
 from fedala.runs.plan import plan
 
@@ -132,13 +133,8 @@ def export(
 ) -> None:
     """Write a client's personal model, as its last training left it, on the client's machine."""
     from fedala.flower.stored_states import export_personal, find_state
-    from fedala.trained.export import check_output
 
-    if out.suffix.lower() != ".safetensors":
-        raise UserError(f"{out} must end with .safetensors: a client's state has weights only.")
-    check_output(out)
-    if out.exists() and not force:
-        raise UserError(f"{out} exists already: choose another file, or overwrite it with --force.")
+    check_output(out, [".safetensors"], [state_dir], force=force)
     state = find_state(experiment, client, state_dir=state_dir)
     path = export_personal(state, out)
     round = "" if state.round is None else f", after round {state.round}"

@@ -11,6 +11,7 @@ from fedala.data import default_partition, federate, write_partition
 from fedala.data.feature_shift import parse_feature_shift
 from fedala.report import plots, tables
 from fedala.runs.config import Config
+from fedala.runs.outputs import check_output
 from fedala.runs.plan import load_dataset
 
 app = typer.Typer()
@@ -57,8 +58,11 @@ def partition(
     """Divide a dataset among clients and show which client holds which samples."""
     config = Config.from_values(given_options(values))
     shift = parse_feature_shift(config.feature_shift)
+    reads = [config.dataset, config.partition]
+    if save:
+        check_output(save, [".json"], reads)
     if plot:
-        plots.check(plot)
+        plots.check(plot, reads)
     data = load_dataset(config)
     # Without --clients, the number of clients in a partition file is accepted.
     federation = federate(

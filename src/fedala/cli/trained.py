@@ -1,6 +1,5 @@
 """`fedala predict`, `fedala evaluate`, `fedala export`: what comes after a run."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,8 @@ from fedala.cli.output import keep_lines, print_line
 from fedala.errors import UserError
 from fedala.io.files import write_output
 from fedala.report import tables
-from fedala.trained.export import check_output
+from fedala.runs.outputs import check_output
+from fedala.trained.export import choose_format
 from fedala.trained.federation import TrainedFederation
 from fedala.trained.load import load
 from fedala.trained.prediction_table import PredictionTable
@@ -98,7 +98,7 @@ def predict(
 ) -> None:
     """Predict the labels of new samples with a client's personal model."""
     if out:
-        _check_csv(out)
+        check_output(out, [".csv"], [data, weights])
     trained = _load(run, method, seed, best, model, dataset, weights, values)
     who = _choose_client(trained, client, is_global, weights)
     inputs = prepare_inputs(data, trained.preprocessing)
@@ -192,9 +192,7 @@ def export(
     **values: Any,
 ) -> None:
     """Write a model for use without this package. Programs take raw samples."""
-    check_output(out)
-    if out.exists() and not force:
-        raise UserError(f"{out} exists already: choose another file, or overwrite it with --force.")
+    choose_format(out, [weights], force=force)
     trained = _load(run, method, seed, best, model, dataset, weights, values)
     path = trained.export(out, _choose_client(trained, client, is_global, weights))
     print_line(f"Written: {path}")
@@ -238,9 +236,3 @@ def _choose_client(
             "or take the global one with --global."
         )
     return client
-
-
-def _check_csv(out: Path) -> None:
-    is_writable = out.parent.is_dir() and os.access(out.parent, os.W_OK)
-    if out.suffix.lower() != ".csv" or out.is_dir() or not is_writable:
-        raise UserError(f"{out} must be a .csv file in a folder that exists and can be written to.")

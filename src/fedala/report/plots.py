@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ from fedala.report.curves import TITLES, collect_curves
 from fedala.report.runs import Run, distinct_splits
 from fedala.report.series import Series, list_metrics, list_series
 from fedala.runs.folder import nearest_existing_parent
+from fedala.runs.outputs import check_output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,16 +32,10 @@ _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", ">", "<", "X")
 
 
-def check(path: Path) -> None:
+def check(path: Path, reads: Iterable[Any] = ()) -> None:
     """Refuse a file that could not be plotted or written, before any work is done."""
     import_optional("matplotlib", "matplotlib", "plots", "Plotting")
-    if path.suffix.lower() not in _SUFFIXES:
-        raise UserError(f"A plot is a .png, .pdf or .svg file, not {path}.")
-    if path.is_dir():
-        raise UserError(f"The plot {path} cannot be written: it is a folder.")
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        raise UserError(f"The plot {path} cannot be written: there is no folder {parent}.")
+    check_output(path, _SUFFIXES, reads)
 
 
 def save(figure: "Figure", path: Path) -> None:

@@ -32,6 +32,7 @@ from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import check_method, parse_epochs
 from fedala.runs.newcomer_data import make_federation
 from fedala.runs.onboarding import OnboardedClient, Onboarding
+from fedala.runs.outputs import check_overwriting
 from fedala.runs.own_code import import_given
 from fedala.runs.plan import plan
 from fedala.runs.provenance import keep_layers
@@ -85,7 +86,10 @@ def onboard(
     counts = _choose_epochs(finished.config, epochs)
     first = _choose_number(finished, number)
     federation = make_federation(finished, data, first)
-    targets = _choose_files(out, range(first, first + federation.held_out), federation, force)
+    numbers = range(first, first + federation.held_out)
+    targets = _choose_files(out, numbers, federation.client_names)
+    for target in targets.values():
+        check_overwriting(target, [data], force=force)
     task, start = _build_task(finished, federation, device, model, loss)
     initial = start(finished.seed)
     round, server = finished.load_server(task, initial)
@@ -215,9 +219,9 @@ def _balance(finished: FinishedRun, dataset: Dataset) -> str:
 
 
 def _choose_files(
-    out: Path | str | None, numbers: Sequence[int], federation: Federation, force: bool
+    out: Path | str | None, numbers: Sequence[int], names: Sequence[str]
 ) -> dict[int, Path]:
-    """Return the file of each client's model. Refuse one that exists already."""
+    """Return the file of each client's model. Refuse one that cannot be made."""
     if out is None:
         return {}
     path = Path(out)
@@ -230,16 +234,9 @@ def _choose_files(
     elif path.suffix and not path.is_dir():
         raise UserError(f"{path} must be a .safetensors file, or a folder.")
     else:
-        names = federation.client_names
         targets = {
             number: path / f"client-{_file_stem(number, names)}.safetensors" for number in numbers
         }
-    for target in targets.values():
-        if target.exists() and not force:
-            raise UserError(
-                f"{target} exists already: choose another place for the model, or overwrite it "
-                "with force."
-            )
     parent = path.absolute().parent if path.suffix == ".safetensors" else path
     if path.suffix == ".safetensors" and not parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")

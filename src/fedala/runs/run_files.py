@@ -13,8 +13,9 @@ from fedala.runs.tables import TABLES
 from fedala.runs.verified_files import LARGEST, WHOLE_FILES, RunRecord
 
 JOBS = "jobs"
+REPORT = "report.html"
 #: Files that lie directly in a run folder.
-_FILES = {*TABLES, "report.html", "lock", "log-id", *WHOLE_FILES, DIGESTS}
+_FILES = {*TABLES, REPORT, "lock", "log-id", *WHOLE_FILES, DIGESTS}
 _FOLDERS = ("models", "checkpoint", "tensorboard", JOBS)
 #: Files that lie in its sub-folders.
 _INNER_FILES = re.compile(
@@ -30,6 +31,19 @@ JOB_FOLDER = re.compile(rf"{JOBS}/((new|old)-)?\d+/", re.ASCII)
 
 #: A logger's own folder. It may hold links. It is never read here, and never deleted.
 LOGGER_FOLDER = "wandb"
+
+
+def find_run_of(path: Path) -> Path | None:
+    """Return the folder of the run that a file belongs to by its name; None if it is no run's.
+
+    A page does not belong to it: whoever makes another one replaces it.
+    """
+    for folder in path.parents:
+        has_begun = (folder / DIGESTS).is_file() or (folder / "history.csv").is_file()
+        if has_begun and (folder / "config.toml").is_file():
+            inner = path.relative_to(folder)
+            return folder if _is_run_file(inner) and inner.name != REPORT else None
+    return None
 
 
 def check_no_links(path: Path) -> None:

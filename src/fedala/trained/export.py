@@ -7,9 +7,8 @@ logits of labels, or numbers. Any number of samples can be given at a time.
 
 import json
 import logging
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -23,6 +22,7 @@ from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, first_line, import_optional
 from fedala.io.files import write_output
 from fedala.lanes.normalization import Normalization, normalize_bytes, normalize_floats
+from fedala.runs.outputs import check_output
 
 #: Where a program's description is: an extra file of a .pt2, or a property of an .onnx file.
 ABOUT = "fedala.json"
@@ -57,7 +57,7 @@ def export_model(
     path: Path, model: nn.Module, preprocessing: Preprocessing, about: Mapping[str, Any]
 ) -> Path:
     """Write a model in the format of the path's ending; `about` says whose it is."""
-    write = check_output(path)
+    write = choose_format(path)
     data = write(model, preprocessing, preprocessing.metadata(about))
     write_output(path, data)
     return path
@@ -66,17 +66,14 @@ def export_model(
 Pack = Callable[[nn.Module, Preprocessing, dict[str, str]], bytes]
 
 
-def check_output(path: Path) -> Pack:
-    """Refuse a path that cannot be written, or is in no format that there is."""
+def choose_format(path: Path, reads: Iterable[Any] = (), *, force: bool = True) -> Pack:
+    """Return what packs a model in the format of the path's ending, after `check_output`."""
     formats: dict[str, Pack] = {
         ".safetensors": _pack_weights,
         ".pt2": _pack_program,
         ".onnx": _pack_onnx,
     }
-    if path.suffix.lower() not in formats:
-        raise UserError(f"{path} must end with {', '.join(formats)}: that is the format.")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path} cannot be written: its folder must exist, and it must be a file.")
+    check_output(path, formats, reads, force=force)
     if path.suffix.lower() == ".onnx":
         for module in ("onnx", "onnxscript"):
             import_optional(module, "onnx and onnxscript", "onnx", "Exporting to ONNX")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedala.errors import UserError
-from fedala.io.files import write_file
+from fedala.io.files import write_output
 from fedala.report import html
 from fedala.report.page import clients, head, results, weights
 from fedala.report.page.chart_data import collect_chart_data
@@ -17,6 +17,8 @@ from fedala.report.page.sweep import view_sweeps
 from fedala.report.page.views import Section
 from fedala.report.runs import Run, find_runs
 from fedala.report.series import list_series
+from fedala.runs.outputs import check_output
+from fedala.runs.run_files import REPORT
 
 __all__ = ["render_page", "write", "write_after_run"]
 
@@ -33,19 +35,14 @@ def write(
     """
     if out is None and len(paths) != 1:
         raise UserError("Several folders make one page: name its file, such as --out report.html.")
+    if out:
+        check_output(out, [".html", ".htm"])
     runs = find_runs(paths)
     for run in runs:
         for sentence in run.unverified:
             say(sentence)
-    target = out or paths[0] / "report.html"
-    parent = target.absolute().parent
-    if not parent.is_dir():
-        raise UserError(f"The page {target} cannot be written: there is no folder {parent}.")
-    text = render_page(runs)
-    try:
-        write_file(target, text.encode())
-    except OSError as error:
-        raise UserError(f"The page cannot be written to {target} ({error.strerror}).") from None
+    target = out or paths[0] / REPORT
+    write_output(target, render_page(runs).encode())
     return target
 
 
