@@ -9,6 +9,7 @@ from board_results import call
 from fedala.cells import running
 from fedala.cells.curves import read_curve
 from fedala.cells.progress import CellProgress
+from fedala.cli.cells import _list_arguments
 from fedala.data import load
 from fedala.errors import UserError
 from fedala.leaderboard.board import BOARD, choose_cells, choose_settings, list_published, settings
@@ -123,8 +124,22 @@ def test_a_users_own_method_is_a_row(few_digits, own_code, tmp_path):
     catalogue.cache_clear()
     answer = call("report", tmp_path / "out")
     assert answer.exit_code == 0, answer.output
-    assert " fedown " in answer.stdout
+    assert " FedOwn " in answer.stdout
+    assert "FedOwn" in (tmp_path / "out/report/leaderboard/index.html").read_text()
     assert (tmp_path / "out" / "results.csv").read_bytes() == before
+
+
+def test_imports_can_be_given_several_times(few_digits, own_code, tmp_path):
+    """Processes of --jobs get all of them, too."""
+    for name in ("fedown", "fedtoo"):
+        text = FEDOWN.replace("FedOwn", name.title()).replace("fedown", name)
+        (own_code / f"{name}.py").write_text(text)
+    imports = [word for name in ("fedown", "fedtoo") for word in ("--import", f"{name}.py")]
+    result = run(tmp_path / "out", *imports, method="fedown,fedtoo", rounds=1)
+    assert result.exit_code == 0, result.output
+    assert read_lines(tmp_path / "out").keys() == {"fedown", "fedtoo"}
+    order = running.RunOptions(tmp_path / "out", imports="fedown.py,fedtoo.py")
+    assert "--import=fedown.py,fedtoo.py" in _list_arguments(order)
 
 
 def test_settings_are_the_papers():

@@ -18,6 +18,7 @@ from fedala.cli.app import app
 from fedala.data import Dataset, Federation, hold_out_clients
 from fedala.errors import UserError
 from fedala.lanes import Message
+from fedala.methods import catalogue, registry
 from fedala.runs.build import build_simulation
 from fedala.runs.config import Config
 from fedala.runs.plan import plan
@@ -343,6 +344,28 @@ def test_code_that_a_folder_names_is_executed_only_if_the_user_names_it_too(own_
     onboarded = fedala.onboard("r", fresh, model="net.py:make", epochs="0")
     assert onboarded.clients[0].number == len(SIZES)
     assert fedala.load("r", model="net.py:make").personal(0)[1].out_features == 3
+
+
+def test_imports_can_be_given_several_times(own_code):
+    for name in ("fedone", "fedtwo"):
+        (own_code / f"{name}.py").write_text(
+            "from dataclasses import dataclass\nfrom fedala.methods.fedavg import FedAvg\n\n\n"
+            f"@dataclass(frozen=True)\nclass {name.title()}(FedAvg):\n"
+            f"    name, title, summary = {name!r}, {name.title()!r}, 'mine'\n"
+        )
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    np.savez("new.npz", x=x[:10], y=y[:10])
+    options = {"clients": 2, "partition": "iid", "rounds": 1, "device": "cpu"}
+    files = ["fedone.py", "fedtwo.py"]
+    fedala.run(dataset=(x, y), method="fedone,fedtwo", imports=files, out="r", **options)
+    for name in ("fedone", "fedtwo"):
+        registry._own_classes().pop(name)  # as in another process
+    catalogue.cache_clear()
+    command = "onboard r --data new.npz --method fedtwo --epochs 0 --out m.safetensors"
+    imports = [word for file in files for word in ("--import", file)]
+    found = CliRunner().invoke(app, [*command.split(), *imports], prog_name="fedala")
+    assert found.exit_code == 0, found.output
+    assert fedala.onboard("r", "new.npz", method="fedtwo", imports=files, epochs="0").clients
 
 
 def test_a_newcomer_is_standardised_by_the_figures_of_the_run(tmp_path):

@@ -14,10 +14,11 @@ from fedala.cells.cell import Cell
 from fedala.cells.collection import Collection
 from fedala.errors import UserError
 from fedala.io import files
-from fedala.io.untrusted import check_accuracies, read_json, require_file
+from fedala.io.untrusted import check_accuracies, parse_json, read_json, require_file
 from fedala.methods import list_changed_defaults
 from fedala.options import convert
 from fedala.records import HistoryRow
+from fedala.report.runs import read_titles
 from fedala.runs.changed_defaults import name_former_defaults
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
@@ -138,6 +139,15 @@ def _find_cell(folder: Path, collections: Sequence[Collection], rounds: int | No
 def read_histories(folder: Path) -> dict[int, list[HistoryRow]]:
     """Return the rows of a run folder of one method by seed; none if there is no history yet."""
     return _group_by_seed(RunFolder(folder).history())
+
+
+def read_title(folder: Path, method: str) -> str:
+    """Return what a finished run calls its method, which need not be installed here, or nothing."""
+    run, name = RunFolder(folder), "summary.json"
+    if not run.has(name):
+        return ""
+    title = read_titles(parse_json(run.read_verified(name), str(folder / name))).get(method)
+    return title if isinstance(title, str) else ""
 
 
 def _group_by_seed(history: Mapping[str, list[HistoryRow]]) -> dict[int, list[HistoryRow]]:

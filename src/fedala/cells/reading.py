@@ -121,7 +121,7 @@ def _make_result(
 
 
 def _check_values(result: SeedResult) -> None:
-    for name in ("data", "device", "version"):
+    for name in ("data", "device", "version", "title"):
         text = getattr(result, name)
         if len(text) > _LONGEST_TEXT or not text.isprintable():
             raise UserError(f"{name} must be printable text of at most {_LONGEST_TEXT} characters.")
@@ -181,9 +181,10 @@ def _read_seeds(
     config = folders.read_cell_config(folder, collections)
     try:
         histories, lines = folders.read_checked_tables(folder, config, notes)
+        title = "" if is_known(config.method) else folders.read_title(folder, config.method)
         for seed, rows in histories.items():
             values = summarize(config, seed, rows, lines)
-            values |= {**facts, "setting": folder.parent.parent.name}
+            values |= {**facts, "setting": folder.parent.parent.name, "title": title}
             yield _make_result(collections, values, f"{folder}, seed {seed}")
     except UserError:
         raise

@@ -85,6 +85,8 @@ class SeedResult:
     curve: str = ""
     """Round and accuracy of initialised models, such as `0:0.1 10:0.52`."""
     trained_curve: str = ""
+    title: str = field(default="", compare=False)
+    """What its run calls a method that is not installed here; not a column."""
     where: str = field(default="", compare=False)
     """The file and line, or the folder, that it was read from; not a column."""
     trained_rounds: int | None = field(default=None, compare=False)

@@ -132,15 +132,15 @@ def run(
     """
     began = time.monotonic()
     chosen = choose_settings(split_names(names))
-    imports = given_options(values).get("imports")
-    import_given({"imports": imports})
+    given = given_options(values)
+    import_given(given)
     cells = choose_cells(chosen, split_names(method), shuffle=shuffle, rounds=rounds)
     check_before_run(device, data_dir, out, relay=relay)
     deadline = None if minutes is None else began + 60 * minutes
     order = running.RunOptions(
         out, rounds, seeds, data_dir, eval_every, device, keep_checkpoints, deadline
     )
-    order = replace(order, imports=imports)
+    order = replace(order, imports=given.get("imports"))
     arguments = [f"--settings={names}", f"--method={method}", *["--shuffle"] * shuffle]
     run_chosen(BOARD, cells, order, arguments, jobs=jobs, relay=relay, source="published")
     if not relay:

@@ -188,11 +188,11 @@ def _list_rows(setting: Setting, results: Results) -> list[Row]:
             (shuffled if shuffle else cells)[method] = found
     rows = []
     for method in dict.fromkeys((*cells, *published)):
-        title, number = _find_title(method, published), published.get(method)
+        title, number = _find_title(method, published, own), published.get(method)
         partner = cells.get(find_partner(method))
         rows.append(Row(method, title, cells.get(method), number, partner))
     for method, result in shuffled.items():
-        title = f"{_find_title(method, published)}, shuffled"
+        title = f"{_find_title(method, published, own)}, shuffled"
         partner = shuffled.get(find_partner(method))
         rows.append(Row(method, title, result, published.get(method), partner))
     return sorted(rows, key=_rank)
@@ -215,11 +215,14 @@ def find_partner(method: str) -> str:
     return ALIASES.get(f"{method}+ala", f"{method}+ala")
 
 
-def _find_title(method: str, published: dict[str, Published]) -> str:
+def _find_title(method: str, published: dict[str, Published], seeds: Iterable[SeedResult]) -> str:
     """Return the title of a method, which need not be installed here."""
     if is_known(method):
         return title_of(method)
-    return published[method].title if method in published else method
+    if method in published:
+        return published[method].title
+    titles = (seed.title for seed in seeds if seed.method == method and seed.title)
+    return next(titles, method)
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ def read_run(path: Path) -> Run:
         if (path / JOBS).is_dir():
             reason = f"no job is finished; each has a folder that can be reported, {path / JOBS}/…"
         raise UserError(f"{path} has nothing to report yet: {reason}.")
-    titles = _read_titles(summary)
+    titles = read_titles(summary)
     results: dict[str, MethodResult] = {}
     for row in history:
         name = row["method"]
@@ -310,9 +310,9 @@ def _read_config_and_summary(folder: RunFolder) -> tuple[str, dict[str, Any], di
     return text, config, summary
 
 
-def _read_titles(summary: dict[str, Any]) -> dict[str, Any]:
+def read_titles(summary: Any) -> dict[str, Any]:
     """Return the titles of the methods, as far as a summary from anywhere has them."""
-    methods = summary.get("methods")
+    methods = summary.get("methods") if isinstance(summary, dict) else None
     if not isinstance(methods, dict):
         return {}
     return {

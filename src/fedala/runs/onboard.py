@@ -57,7 +57,7 @@ def onboard(
     device: str = "auto",
     model: str | Callable[[], nn.Module] | None = None,
     loss: LossFunction | None = None,
-    imports: str | None = None,
+    imports: str | Sequence[str] | None = None,
 ) -> Onboarding:
     """Onboard the clients in `data` to a run: `onboard("runs/mine", "new.npz", method="fedala")`.
 
@@ -132,7 +132,7 @@ def _explain(finished: FinishedRun, federation: Federation) -> tuple[str, ...]:
     )
 
 
-def _check_code_is_named(folder: RunFolder, model: Any, imports: str | None) -> None:
+def _check_code_is_named(folder: RunFolder, model: Any, imports: Any) -> None:
     """Refuse to execute code because a run folder names it: the user must name it, too."""
     config = folder.config()
     for flag, named, given in (
