@@ -22,7 +22,7 @@ from fedala.lanes.cohort import Cohort
 from fedala.lanes.layer_order import learn_order
 from fedala.lanes.layer_table import describe_layers
 from fedala.lanes.layer_units import is_order_known
-from fedala.lanes.layers import upper
+from fedala.lanes.layers import call, upper
 from fedala.lanes.local_aggregation import (
     FAULTS,
     Outcome,
@@ -31,7 +31,7 @@ from fedala.lanes.local_aggregation import (
     init_state,
     initialize,
 )
-from fedala.lanes.losses import LossFunction
+from fedala.lanes.losses import CrossEntropy, LossFunction, check_labels
 from fedala.lanes.messages import Message
 from fedala.lanes.randomness import draw
 from fedala.lanes.task import Task
@@ -224,6 +224,7 @@ class ALA:
         splitter = BatchSplitter(local_model, loss, split)
         cohort = self._make_cohort(local_model, local, received, data, splitter)
         governed = upper(cohort.task.ordered_model, self.layers, shared)
+        _check_labels(cohort.task)
         state = self._state_for(received, governed)
         initialized, state, outcome = initialize(
             cohort,
@@ -301,6 +302,18 @@ class ALA:
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state that `state_dict` returned, or refuse it and change nothing."""
         self.round, self._state = _read_state(tensors)
+
+
+def _check_labels(task: Task) -> None:
+    """Run the model on two samples, and refuse labels that do not fit its scores."""
+    if not isinstance(task.loss, CrossEntropy) or not isinstance(task.y, Tensor) or not len(task.y):
+        return
+    devices = [task.device] if task.device.type == "cuda" else []
+    with task.use_mode(training=False), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        x = task.inputs(torch.arange(min(2, len(task.y)), device=task.device))
+        scores = task.loss.select(call(task.model, {}, x))
+    if isinstance(scores, Tensor) and scores.dim() > 1:  # of anything else, the loss says it
+        check_labels(scores, task.y)
 
 
 def _read_state(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Any] | None]:

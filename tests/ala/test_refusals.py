@@ -187,3 +187,51 @@ def test_a_model_of_pairs_can_be_learned_with_a_loss_of_its_own():
         local, received, (X, Y), loss=lambda z, y: F.cross_entropy(z[0], y)
     )
     assert report.epochs == 2
+
+
+@pytest.mark.parametrize("loss", [None, F.cross_entropy])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda y: y + 1, r"from 0 to 2, as the model gives 3 scores, and there is a label 3\."),
+        (lambda y: y - 1, "there is a label -1"),
+        (lambda y: y.float(), r"whole numbers \[sample\] as labels.*are torch.float32"),
+        (lambda y: y.bool(), "are torch.bool"),
+        (lambda y: y[:, None], r"are torch.int64 of shape \(\d+, 1\)"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_and_nothing_is_changed(loss, change, sentence):
+    local, received = twins(mlp)
+    before = entries(local)
+    with pytest.raises(UserError, match=sentence):
+        ALA(sample=1.0).initialize(local, received, (X, change(Y)), loss)
+    assert_same(local, before, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda y: y.int(), lambda y: y.byte(), lambda y: F.one_hot(y, 3).double()]
+)
+def test_labels_of_other_types_and_probabilities_are_taken(change):
+    one, other = (twins(mlp) for _ in range(2))
+    reports = [
+        ALA().initialize(*pair, (X, y)) for pair, y in ((one, Y), (other, change(Y)))
+    ]  # fmt: skip
+    assert reports[0].epochs == reports[1].epochs > 1
+
+
+def test_ignored_labels_are_taken():
+    y = Y.clone()
+    y[::3] = -100
+    assert ALA().initialize(*twins(mlp), (X, y)).epochs > 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        ("cross_entropy", r"function of \(output, target\).*not 'cross_entropy'"),
+        (nn.CrossEntropyLoss, "not the class CrossEntropyLoss"),
+    ],
+)
+def test_a_loss_that_is_not_a_function_is_refused(loss, sentence):
+    with pytest.raises(UserError, match=sentence):
+        ALA().initialize(*twins(mlp), (X, Y), loss)

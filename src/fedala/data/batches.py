@@ -30,6 +30,12 @@ class BatchSplitter:
     """
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, split: Split | None) -> None:
+        if loss is not None and (not callable(loss) or isinstance(loss, type)):
+            what = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+            raise UserError(
+                "loss must be a function of (output, target), such as "
+                f"torch.nn.functional.cross_entropy, not {what}."
+            )
         self._parameters = _list_arguments(model)
         self._loss, self._split = loss, split
         self._model_computes_loss = False

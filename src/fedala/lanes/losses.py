@@ -235,6 +235,28 @@ def check_scores(output: Any, dimensions: int | None = None) -> None:
         )
 
 
+def check_labels(scores: Tensor, y: Tensor) -> None:
+    """Refuse labels that cross-entropy does not take for such scores: [sample, class, …].
+
+    Targets of the scores' own shape are probabilities, not labels.
+    """
+    if y.is_floating_point() and y.shape[1:] == scores.shape[1:]:
+        return
+    classes = scores.shape[1]
+    expected = f"from 0 to {classes - 1}, as the model gives {classes} scores"
+    is_whole = not y.is_floating_point() and y.dtype != torch.bool
+    if not is_whole or y.dim() != scores.dim() - 1:
+        what = "" if y.dim() == 1 else f" of shape {tuple(y.shape)}"
+        raise UserError(
+            f"Cross-entropy takes whole numbers [sample] as labels, {expected}, and these are "
+            f"{y.dtype}{what}: convert them, or give another loss, loss(output, target)."
+        )
+    labels = y[y != IGNORED_LABEL]
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        raise UserError(f"Labels must be {expected}, and there is a label {int(wrong[0])}.")
+
+
 def align(output: Any, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and targets in one shape and type.
 
