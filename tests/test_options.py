@@ -1,11 +1,15 @@
 """Options: how values are converted, and the message for values that are refused."""
 
+import ast
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+import fedala
 from fedala.errors import UserError
-from fedala.options import build, convert, option, suggest
+from fedala.options import build, convert, name_option, option, suggest, use_flags
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,58 @@ def test_build_refuses(values, sentence):
 
 def test_suggest_without_anything_to_suggest():
     assert suggest("x", []) == "; there are none"
+
+
+@pytest.mark.parametrize(
+    ("option", "flags", "python"),
+    [
+        (("label_column",), "--label-column", "label_column"),
+        (("clients_by", "folder"), "--clients-by folder", "clients_by='folder'"),
+        (
+            ("drop_columns", "blood type"),
+            "--drop-columns 'blood type'",
+            "drop_columns='blood type'",
+        ),
+        (("imports", "mine.py"), "--import mine.py", "imports='mine.py'"),
+        (("validation", 0.1), "--validation 0.1", "validation=0.1"),
+        (("save_best", True), "--save-best", "save_best=True"),
+        (("save_best", False), "--no-save-best", "save_best=False"),
+        (("sweep", {"lr": "log:0.1..1"}), "--sweep lr=log:0.1..1", "sweep={'lr': 'log:0.1..1'}"),
+    ],
+)
+def test_an_option_is_named_as_the_user_gives_it(option, flags, python):
+    assert name_option(*option) == python
+    with use_flags():
+        assert name_option(*option) == flags
+    assert name_option(*option) == python
+
+
+#: Commands alone have these, so that they may be named as flags.
+COMMANDS = {"cli", "report", "bench", "ranks", "flower", "cells", "paper", "leaderboard"}
+
+
+def list_messages(path):
+    """Yield the texts in a module's code: all but docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+def test_messages_that_python_gets_name_no_flags():
+    """They call `name_option`, or give a whole command.
+
+    What `fedala datasets` lists is for the command line alone.
+    """
+    package = Path(fedala.__file__).parent
+    found = {}
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0]
+        if room in COMMANDS or path.name in ("catalogue.py", "options.py"):
+            continue
+        texts = [text for text in list_messages(path) if re.search(r"(^|\W)--[a-z]+", text)]
+        if texts:
+            found[path.name] = texts
+    assert found == {"provenance.py": ["--always", "--dirty"], "images.py": [" --out "]}

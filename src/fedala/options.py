@@ -6,15 +6,57 @@ The command line, the config file, `fedala.run` and the methods' hyperparameters
 import contextlib
 import dataclasses
 import difflib
+import shlex
 import types
 import typing
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fedala.errors import UserError
 
 T = TypeVar("T")
+
+#: Flags that are not called like their option: `import` is a keyword of Python.
+FLAGS = {"imports": "--import"}
+_uses_flags = False
+
+
+@contextlib.contextmanager
+def use_flags() -> Iterator[None]:
+    """Let messages name options as flags: the command line runs in this."""
+    global _uses_flags
+    before, _uses_flags = _uses_flags, True
+    try:
+        yield
+    finally:
+        _uses_flags = before
+
+
+def are_flags_used() -> bool:
+    """Tell whether the user gives options on the command line, and not in Python."""
+    return _uses_flags
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option: `--batch-size`."""
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def name_option(name: str, value: Any = None) -> str:
+    """Return an option, with its value if there is one, as this user gives it.
+
+    That is `--clients-by folder` or `--no-save-best` on the command line, and `clients_by='folder'`
+    or `save_best=False` in Python.
+    """
+    if not _uses_flags:
+        return name if value is None else f"{name}={value!r}"
+    flag = flag_of(name)
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{flag} {key}={one}" for key, one in value.items())
+    return flag if value is None else f"{flag} {shlex.quote(str(value))}"
 
 
 def option(

@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 import fedala
 from fedala.cli import app as cli
 from fedala.cli import run as run_command
-from fedala.cli.config_options import flag_of
 from fedala.data import Dataset, federate, known_datasets, load, write_partition
 from fedala.errors import UserError
 from fedala.methods import catalogue
 from fedala.models import mlp
+from fedala.options import flag_of, use_flags
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.resume import resume_advice
@@ -595,7 +595,8 @@ def test_a_run_that_is_asked_to_stop_finishes_its_round_and_can_be_resumed(here)
     assert "Traceback" not in errors
     rounds = [row.round for row in RunFolder(here / "run").history()["fedavg"]]
     assert rounds == list(range(len(rounds)))
-    advice = resume_advice(RunFolder(here / "run").config(), Path("run"))
+    with use_flags():
+        advice = resume_advice(RunFolder(here / "run").config(), Path("run"))
     assert errors.splitlines()[-1] == f"Stopped after {len(rounds)} rounds of FedAvg; {advice}."
     assert "fedala run --resume run" in advice
     result = call("run", "--resume", "run", "--rounds", str(len(rounds) + 1))

@@ -21,9 +21,9 @@ from fuzz.bounded import Outcome, attempt
 from small import Net
 
 from fedala import run
-from fedala.cli.config_options import flag_of
 from fedala.data import Dataset
 from fedala.io import files
+from fedala.options import flag_of
 from fedala.runs.config import Config
 from fedala.runs.resumable_options import CHANGEABLE
 

@@ -80,14 +80,14 @@ def test_validation_can_be_cut_from_a_file_that_has_none_and_a_files_own_stays(t
     write_partition(federate(dataset(), "iid", 4, validation=0.2), path)
     again = federate(dataset(), path, 4, validation=0.5)
     assert parts(again) == parts(federate(dataset(), "iid", 4, validation=0.2))
-    assert again.notes == (f"{path} has validation samples, so --validation 0.5 is ignored.",)
+    assert again.notes == (f"{path} has validation samples, so validation=0.5 is ignored.",)
     assert federate(dataset(), path, 4).notes == ()
 
 
 def test_validation_samples_of_the_data_take_the_place_of_the_option_and_it_is_said():
     split = torch.arange(120, dtype=torch.int8) % 3
     data = replace(dataset(), split=split)
-    sentence = f"{data.name} has validation samples, so --validation 0.2 is ignored."
+    sentence = f"{data.name} has validation samples, so validation=0.2 is ignored."
     given = federate(data, "iid", 4, validation=0.2)
     assert parts(given) == parts(federate(data, "iid", 4))
     assert given.notes[-1] == sentence
@@ -237,7 +237,7 @@ def test_natural_clients_that_the_data_do_not_name_are_refused():
 def test_a_given_split_is_said_aloud():
     parts = torch.tensor([0, 0, 2, 0, 2, 0, 1, 0], dtype=torch.uint8)
     assert federate(natural(parts)).notes == (
-        "The split of the data is kept: 5 train, 1 validation, 2 test; --split pooled mixes them.",
+        "The split of the data is kept: 5 train, 1 validation, 2 test; split='pooled' mixes them.",
         "2 clients (b, c) are without test samples, so that they do not count in scores.",
     )
     assert federate(natural(parts), split="pooled").notes == ()

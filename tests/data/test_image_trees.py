@@ -63,12 +63,12 @@ def test_folders_of_parts_have_several_names(tmp_path):
         (
             [path.replace("/train", "").replace("/test", "") for path in SITES],
             None,
-            "north, south hold no images themselves.*--clients-by folder",
+            "north, south hold no images themselves.*clients_by='folder'",
         ),
         (
             [f"train/{path}" for path in ("ada/cat/1.png", "ada/dog/1.png", "bob/dog/1.png")],
             None,
-            "ada, bob hold no images.*--clients-by folder",
+            "ada, bob hold no images.*clients_by='folder'",
         ),
         ([*SITES, "west/cat/1.png"], "folder", "either all clients have parts"),
         ([f"train/{path}" for path in SITES], "folder", "either all clients have parts"),

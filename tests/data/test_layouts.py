@@ -16,7 +16,7 @@ X = np.random.RandomState(0).normal(size=(12, 2)).astype(np.float32)
 Y = np.arange(12) % 2
 USERS = ["ada", "bob", "eve", "bob"] * 3
 PARTS = ["train"] * 8 + ["test"] * 4
-SPLIT_NOTE = "The split of the data is kept: 8 train, 4 test; --split pooled mixes them."
+SPLIT_NOTE = "The split of the data is kept: 8 train, 4 test; split='pooled' mixes them."
 
 
 def write_npz(path, users=USERS):
@@ -183,10 +183,10 @@ def test_an_image_tree_has_parts_and_clients(tmp_path):
     assert own.split.tolist() == [0, 0, 0, 2]
     assert own.notes == (f"The folders of {tmp_path} name 2 clients.",)
     np.testing.assert_array_equal(own.x.numpy(), IMAGES[[2, 3, 1, 0]].transpose(0, 3, 1, 2))
-    with pytest.raises(UserError, match="name them with --clients-by folder"):
+    with pytest.raises(UserError, match="name them with clients_by='folder'"):
         load(str(tmp_path))
     assert load(str(tmp_path / "train"), clients_by="folder").split is None
-    with pytest.raises(UserError, match="--clients-by must be folder, not user"):
+    with pytest.raises(UserError, match="it takes clients_by='folder', not user"):
         load(str(tmp_path), clients_by="user")
     with pytest.raises(UserError, match="label_column is for tables"):
         load(str(tmp_path), label_column="class")

@@ -336,7 +336,7 @@ def test_no_connection_is_one_sentence_that_knows_a_way_out(monkeypatch, error):
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        UserError, match=r"zh-plus/tiny-imagenet .* could not be loaded .* --data-dir\.$"
+        UserError, match=r"zh-plus/tiny-imagenet .* could not be loaded .* data_dir\.$"
     ) as caught:
         load("tiny-imagenet")
     assert "\n" not in str(caught.value)

@@ -106,7 +106,7 @@ def test_heart_disease_as_flamby_prepares_it(tmp_path):
     assert own.x[2].tolist() == [28, 1, 130, 132, 0, 185, 0, 0, 1, 0, 0, 1, 0]
     assert own.feature_names[8:] == ("cp=2", "cp=3", "cp=4", "restecg=1", "restecg=2")
     assert own.note == "partial: 6 of 740 samples"
-    with pytest.raises(UserError, match="name their folder with --data-dir"):
+    with pytest.raises(UserError, match="name their folder with data_dir"):
         load("heart-disease")
 
 

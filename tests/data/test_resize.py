@@ -52,7 +52,8 @@ def test_images_of_a_folder_become_squares(folder, side):
 
 def test_without_it_different_sizes_are_refused_in_a_sentence_that_names_it(folder):
     with pytest.raises(
-        UserError, match=r"0\.png has 12×9; all images must have one size, or --res"
+        UserError,
+        match=r"0\.png has 12×9; all images must have one size, or get one from the option resize",
     ):
         load(str(folder))
 

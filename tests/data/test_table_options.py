@@ -21,18 +21,18 @@ def write(tmp_path, text, name="my.csv"):
 
 def test_columns_are_left_out(tmp_path):
     path = write(tmp_path, ROWS)
-    with pytest.raises(UserError, match=r"column when .* Leave it out with --drop-columns when"):
+    with pytest.raises(UserError, match=r"column when .* Leave it out with drop_columns='when'"):
         load(path, label_column="los")
     data = load(path, label_column="los", drop_columns=["WHEN"])
     assert data.feature_names == ("id", "a")
-    note = "The column id looks like a row number; --drop-columns id leaves it out."
+    note = "The column id looks like a row number; drop_columns='id' leaves it out."
     assert note in data.notes
     data = load(path, label_column="los", drop_columns=["when", "id"])
     assert data.feature_names == ("a",)
     assert not any("row number" in note for note in data.notes)
-    with pytest.raises(UserError, match="no column day, which --drop-columns names"):
+    with pytest.raises(UserError, match="no column day, which drop_columns names"):
         load(path, label_column="los", drop_columns=["day"])
-    with pytest.raises(UserError, match="los is in --drop-columns and in --label-column"):
+    with pytest.raises(UserError, match="los is in drop_columns and in label_column"):
         load(path, label_column="los", drop_columns=["los"])
     with pytest.raises(UserError, match="drop_columns are for your own data"):
         load("digits", drop_columns=["a"])
@@ -57,7 +57,7 @@ def test_columns_beside_the_texts_are_named_unless_they_are_left_out(tmp_path):
     assert not any("Not read" in one for one in load(path, drop_columns=["title", "stars"]).notes)
     text = (tmp_path / "my.csv").read_text()
     other = write(tmp_path, text.replace("title,text", "title,body"))
-    advice = "with --drop-columns title; if it is the text to classify, call it text"
+    advice = "with drop_columns='title'; if it is the text to classify, call it text"
     with pytest.raises(UserError, match=advice):
         load(other)
 
@@ -77,7 +77,7 @@ def test_a_run_leaves_columns_out_and_predicts_whole_numbers(tmp_path, value):
 
 def test_many_whole_numbers_are_said_to_be_classes(tmp_path):
     path = write(tmp_path, "a,y\n" + "".join(f"{i}.5,{i % 11}.0\n" for i in range(33)))
-    said = "The label y holds 11 whole numbers, which are read as classes; --loss mse"
+    said = "The label y holds 11 whole numbers, which are read as classes; loss='mse'"
     assert any(note.startswith(said) for note in load(path).notes)
     assert not any("whole numbers" in note for note in load(path, is_regression=True).notes)
 
@@ -261,7 +261,7 @@ def test_a_forgotten_column_of_clients_is_proposed(tmp_path, monkeypatch):
     monkeypatch.setattr("fedala.data.partition._MAX_TRIES", 20)
     rows = [f"VP-{i % 4},{i % 5},{i}.5,{i % 2},{'uv'[i % 2]}" for i in range(40)]
     path = write(tmp_path, "\n".join(["proband,site,a,sick,label", *rows]))
-    says = "my.csv names no clients, .* one of the columns proband, site says .* --clients-by NAME"
+    says = "my.csv names no clients, .* one of the columns proband, site says .* clients_by='NAME'"
     with pytest.raises(UserError, match=says):
         federate(load(path))
     assert len(federate(load(path, clients_by="proband")).train) == 4

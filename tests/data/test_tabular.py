@@ -63,7 +63,7 @@ def test_labels_are_classes_unless_some_are_not_whole(tmp_path, labels, kind, ex
         ("a,y\n1,0\n2,\n", "line 3: the label is empty; every sample needs one"),
         ("a,y\n1,0.5\n2,nan\n", "targets that are not finite"),
         ("a,y\n1,0.5\n2,1e39\n", "targets that are NaN or infinite"),
-        ("a,b\n1,0\n", r"no label column: .*--label-column names another.* names a, b"),
+        ("a,b\n1,0\n", r"no label column: .*label_column names another.* names a, b"),
         ("a,y\n", "is empty"),
         ("a,part,y\n1,bolt,0\n2,nut,1\n", "holds 'bolt' for sample 0; .* give it another name"),
     ],

@@ -197,7 +197,7 @@ def test_more_state_than_there_is_disk_for_is_refused(monkeypatch, tmp_path):
     with pytest.raises(
         UserError,
         match=r"state of 3 clients takes \d+\.\d kB of disk, and there is room for 1\.0 kB"
-        r".*--checkpoint-every 0",
+        r".*checkpoint_every=0",
     ):
         run(method="fedala", **arguments)
     assert not list(tmp_path.iterdir())

@@ -151,7 +151,7 @@ def test_the_links_of_a_logger_do_not_keep_a_run_from_being_resumed_or_replaced(
 @pytest.mark.parametrize("name", ["config.toml", "summary.json", "split.csv", "preprocessing.json"])
 def test_force_deletes_nothing_that_no_run_wrote(name, folder, tmp_path):
     (folder.path / name).write_text("[tool]\nmine = true\n")
-    refused(folder.path, "is not what the run wrote, so --force does not replace it", force=True)
+    refused(folder.path, "is not what the run wrote, so force=True does not replace it", force=True)
     other = tmp_path / "mine"
     other.mkdir()
     (other / name).write_text("[tool]\nmine = true\n")

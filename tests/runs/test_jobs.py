@@ -191,7 +191,7 @@ def test_more_rounds_seeds_and_methods(machine, tmp_path):
 def test_a_killed_process_costs_nothing_else(again, whole, machine, tmp_path):
     out = tmp_path / "run"
     machine.kill_at = ("fedala" + LAST, 1)
-    with pytest.raises(JobsFailed, match=r"FedALA failed: .*signal 9.*kept in .*--resume") as error:
+    with pytest.raises(JobsFailed, match=r"FedALA failed: .*signal 9.*kept in .*resume=") as error:
         execute(planned(**OPTIONS), out, jobs=Jobs(2))
     assert error.value.exit_code == 137
     summary = json.loads((out / "summary.json").read_text())

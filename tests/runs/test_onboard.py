@@ -336,7 +336,7 @@ def test_code_that_a_folder_names_is_executed_only_if_the_user_names_it_too(own_
     fedala.run(dataset=data, model="net.py:make", method="fedala", rounds=1, out="r", device="cpu")
     (own_code / "executed").unlink()
     fresh = select(data, [0])
-    with pytest.raises(UserError, match=r"executed only if you name it again: --model net.py:make"):
+    with pytest.raises(UserError, match=r"executed only if you name it again: model='net.py:make'"):
         fedala.onboard("r", fresh)
     with pytest.raises(UserError, match="model of its own"):
         fedala.load("r")

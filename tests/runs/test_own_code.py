@@ -67,10 +67,12 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_needs_its_code_named(files):
     run(**OPTIONS, **methods, rounds=3, out="whole")
     run(**OPTIONS, **methods, rounds=2, out="parts")
     assert RunFolder(Path("parts")).config().imports == "mine.py"
-    command = "fedala run --resume parts --import mine.py --model net.py:make"
+    call_again = r"fedala.run\(resume='parts', imports='mine.py', model='net.py:make'\)"
     for named in ({}, {"imports": "mine.py"}, {"model": "net.py:make"}):
-        with pytest.raises(UserError, match=command):
+        with pytest.raises(UserError, match=call_again):
             run(resume="parts", rounds=3, **named)
+    command = "fedala run --resume parts --import mine.py --model net.py:make"
+    assert f"use {command} if you trust it" in call("run", "--resume", "parts").stderr
     answer = call(*command.split()[1:], "--rounds", 3)
     assert answer.exit_code == 0, answer.output
     assert results(files / "parts") == results(files / "whole")

@@ -323,7 +323,7 @@ def test_a_run_without_models_says_why(tmp_path):
     digests = Digests.read(tmp_path / "last")
     digests.methods["fedavg"].models = {}  # as it is while the method runs
     (tmp_path / "last" / "digests.json").write_bytes(digests.pack())
-    with pytest.raises(UserError, match=r"no models yet.*--resume"):
+    with pytest.raises(UserError, match=r"no models yet.*fedala\.run\(resume="):
         load(tmp_path / "last")
 
 

@@ -36,6 +36,7 @@ from fedala.cli import (
 from fedala.cli.memory import keep_freed_memory
 from fedala.cli.output import keep_lines, say
 from fedala.errors import CacheWarning, PluginWarning, RunError, UserError, printable
+from fedala.options import use_flags
 from fedala.runs.provenance import versions
 
 #: The errors of a full disk, and of a user's share of one.
@@ -64,7 +65,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), use_flags():
                 warnings.showwarning = _make_warner(warnings.showwarning)
                 return super().invoke(ctx)
         except UserError as error:

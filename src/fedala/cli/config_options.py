@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from fedala.cli.completion import completion_of
 from fedala.errors import UserError
+from fedala.options import flag_of
 from fedala.runs.config import Config
 
 #: The panels of `fedala run --help`, by the field of `Config` at which each begins.
@@ -29,15 +30,8 @@ PANELS = {
 
 #: The options that can be given several times, and what they take.
 REPEATABLE = {"imports": "FILE|MODULE", "set": "KEY=VALUE", "sweep": "KEY=VALUES"}
-#: Flags that are not called like their field: `import` is a keyword of Python.
-FLAGS = {"imports": "--import"}
 
 Command = Callable[..., None]
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field of `Config`: `--batch-size`."""
-    return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def config_options(*names: str) -> Callable[[Command], Command]:

@@ -5,6 +5,7 @@ import sys
 
 from fedala.cli.memory import keep_freed_memory
 from fedala.cli.output import say
+from fedala.options import use_flags
 from fedala.runs.job_process import carry_out_job
 from fedala.runs.jobs import Jobs
 from fedala.runs.plan import Plan
@@ -22,7 +23,8 @@ def main() -> None:
     """Carry out one group of a run. The order is the first line of stdin."""
     keep_freed_memory()
     order = json.loads(sys.stdin.readline())
-    raise SystemExit(carry_out_job(order, Parent()))
+    with use_flags():
+        raise SystemExit(carry_out_job(order, Parent()))
 
 
 if __name__ == "__main__":

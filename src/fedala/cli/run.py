@@ -291,7 +291,7 @@ def _execute(checked: Plan, folder: Path, log: list[str], how: dict[str, Any]) -
             )
             return execute(checked, folder, observer=observer, **how)
     except RankLost as error:
-        raise RunError(f"{error}. {resume_advice(config, folder).capitalize()}.") from None
+        raise RunError(f"{error}; {resume_advice(config, folder)}.") from None
     except Stopped as stopped:
         say(f"{stopped}; {resume_advice(config, folder)}.")
         raise typer.Exit(128 + signals[0]) from None

@@ -8,7 +8,7 @@ import numpy as np
 from fedala.data.dataset import PARTS
 from fedala.data.tabular import list_names
 from fedala.errors import UserError, printable
-from fedala.options import suggest
+from fedala.options import name_option, suggest
 
 #: The usual names, in the order in which they are looked for.
 CLIENTS = (
@@ -151,10 +151,11 @@ def _column_of(feature: str, names: Sequence[str]) -> str:
 def drop_columns(names: Sequence[str], wanted: Wanted, where: str) -> list[str]:
     """Return the names of the columns that are read. Further data may lack the others."""
     drop = [name for name in wanted.drop if not wanted.is_further or find([name], names)]
-    dropped = [_find_named(name, (), names, where, "--drop-columns") for name in drop]
-    for option, kept in (("--label-column", wanted.label), ("--clients-by", wanted.clients)):
+    dropped = [_find_named(name, (), names, where, "drop_columns") for name in drop]
+    for option, kept in (("label_column", wanted.label), ("clients_by", wanted.clients)):
         if kept is not None and find([kept], names) in dropped:
-            raise UserError(f"{where}: the column {kept} is in --drop-columns and in {option}.")
+            both = f"{name_option('drop_columns')} and in {name_option(option)}"
+            raise UserError(f"{where}: the column {kept} is in {both}.")
     return [name for name in names if name not in dropped]
 
 
@@ -170,7 +171,8 @@ def _find_named(
     found = find([wanted], names)
     if found is None:
         rest = suggest(wanted, [printable(name, 100) for name in names[:30]])
-        raise MissingColumn(f"{where} has no column {wanted}, which {option} names{rest}.", option)
+        named = f"which {name_option(option)} names{rest}"
+        raise MissingColumn(f"{where} has no column {wanted}, {named}.", option)
     return found
 
 

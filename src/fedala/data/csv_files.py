@@ -16,6 +16,7 @@ from fedala.data.known_columns import encode_columns, make_readers
 from fedala.data.tabular import ColumnReader, describe_classes, encode_targets
 from fedala.errors import UserError, first_line
 from fedala.io.untrusted import check_memory, open_file
+from fedala.options import name_option
 
 #: Bytes that a value of a table takes while it is read, for each byte of the file.
 _TABLE_COST = 8
@@ -33,7 +34,7 @@ def read_csv(path: Path, wanted: Wanted = USUAL) -> RawData:
     names = [name.strip() for name in header]
     roles = assign_roles(names, wanted, str(path))
     if roles.label is None:
-        advice = "" if wanted.is_further else "; --label-column names another"
+        advice = "" if wanted.is_further else f"; {name_option('label_column')} names another"
         raise UserError(
             f"{path} has no label column: its first line must name one (label, class, target or y"
             f"{advice}), and it names "

@@ -19,6 +19,7 @@ from fedala.errors import UserError
 from fedala.io.untrusted import check_memory
 from fedala.lanes.normalization import check_images
 from fedala.lanes.randomness import draw
+from fedala.options import name_option
 
 _CHUNK = 256  # images that are turned at a time
 _MOST_ANGLES, _MOST_NOISE = 10_000, 1e6
@@ -43,8 +44,8 @@ class Rotation:
         if height != width and angles & {90, 270}:
             raise UserError(
                 f"feature_shift turns images by 90 or 270 degrees, and those of {name} have "
-                f"{width}×{height} pixels: only a square stays as it is, so use --resize or other "
-                "angles."
+                f"{width}×{height} pixels: only a square stays as it is, so use "
+                f"{name_option('resize')} or other angles."
             )
 
     def change(self, x: Tensor, client: int, clients: int, seed: int) -> Tensor:

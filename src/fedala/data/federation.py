@@ -20,6 +20,7 @@ from fedala.errors import UserError, first_line, printable
 from fedala.io.files import write_output
 from fedala.io.untrusted import read_json
 from fedala.lanes.randomness import draw
+from fedala.options import name_option
 
 _FORMAT, _VERSION = "fedala-partition", 1
 NATURAL = "natural"
@@ -220,7 +221,8 @@ def federate(
         splits = [_hold_out(own, validation) for own in splits]
     elif validation:
         source = partition if partition.endswith(".json") else dataset.name
-        notes.append(f"{source} has validation samples, so --validation {validation:g} is ignored.")
+        ignored = name_option("validation", validation)
+        notes.append(f"{source} has validation samples, so {ignored} is ignored.")
     parts: dict[str, Any] = {part: tuple(own[part] for own in splits) for part in PARTS}
     if given is not None or partition == NATURAL:
         notes += describe_untested(parts["test"], names)
@@ -232,7 +234,7 @@ def _check_training(splits: list[dict[str, Indices]], partition: str) -> None:
         if not len(own["train"]):
             raise UserError(
                 f"With the partition {partition}, client {client} gets no sample that the data put "
-                "into the training part: use fewer clients, or --split pooled."
+                f"into the training part: use fewer clients, or {name_option('split', 'pooled')}."
             )
 
 
@@ -280,7 +282,8 @@ def write_partition(federation: Federation, path: Path | str) -> None:
     path, dataset = Path(path), federation.dataset
     if path.suffix != ".json":
         raise UserError(
-            f"A partition file must be called ….json, not {path}: --partition knows it by that."
+            f"A partition file must be called ….json, not {path}: {name_option('partition')} "
+            "knows it by that."
         )
     content = {
         "format": _FORMAT,

@@ -17,16 +17,13 @@ from fedala.data.decoding import decode_all, identify_images, is_large
 from fedala.errors import UserError, import_optional, printable
 from fedala.io.image_files import GREY, ColourAmongGrey, ImageSource, find_frame, fit
 from fedala.io.untrusted import check_memory
+from fedala.options import name_option
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
 _TRANSPARENT = {"LA", "PA", "RGBA", "RGBa", "La"}
 #: What `clients_by` must be for an image tree.
 FOLDER = "folder"
 _PLAIN = "Images are read from class/x.png, train/class/x.png"
-_LAYOUTS = (
-    f"{_PLAIN} and, with --clients-by folder, client/class/x.png, train/client/class/x.png or "
-    "client/train/class/x.png"
-)
 
 
 class _Place(NamedTuple):
@@ -36,6 +33,13 @@ class _Place(NamedTuple):
     part: int | None
     """Its position in `PARTS`; None if the tree has no parts."""
     client: str
+
+
+def _list_layouts() -> str:
+    return (
+        f"{_PLAIN} and, with {name_option('clients_by', FOLDER)}, client/class/x.png, "
+        "train/client/class/x.png or client/train/class/x.png"
+    )
 
 
 def read_image_folder(
@@ -52,8 +56,9 @@ def read_image_folder(
     """
     if clients_by not in (None, FOLDER):
         raise UserError(
-            f"{folder} is an image tree, whose clients are folders: --clients-by must be {FOLDER}, "
-            f"not {clients_by}, for images in {folder.name}/[train|test]/client/class."
+            f"{folder} is an image tree, whose clients are folders: it takes "
+            f"{name_option('clients_by', FOLDER)}, not {clients_by}, for images in "
+            f"{folder.name}/[train|test]/client/class."
         )
     places = _find_places(folder, has_clients=clients_by is not None)
     names = sorted({child.name for place in places for child in _folders(place.folder)})
@@ -86,11 +91,11 @@ def read_image_folder(
         where = folder / (f"…/{empty[0]}" if clients_by else empty[0])
         raise UserError(f"{where} holds no images (png, jpg, …); every class needs at least one.")
     if clients_by:
-        fix, layouts = "", _LAYOUTS
+        fix, layouts = "", _list_layouts()
     elif is_further:
         fix, layouts = "give the folder of a single one", _PLAIN
     else:
-        fix, layouts = "name them with --clients-by folder", _LAYOUTS
+        fix, layouts = f"name them with {name_option('clients_by', FOLDER)}", _list_layouts()
     _refuse_hidden_level(folder, set(depths), fix, layouts)
     x, notes = decode_images(_list_sources(files), str(folder), resize)
     raw = RawData(str(folder), x, np.array(y, dtype=np.int64), tuple(names), notes=notes)
@@ -120,7 +125,7 @@ def _find_places(folder: Path, *, has_clients: bool) -> list[_Place]:
     if parts or len(inner) < len(owners):
         raise UserError(
             f"{inner[0]} holds the parts {_list_names(_folders(inner[0]))}; either all clients "
-            f"have parts and {folder.name} has none, or no client has. {_LAYOUTS}."
+            f"have parts and {folder.name} has none, or no client has. {_list_layouts()}."
         )
     found = [(number, part, own.name) for own in owners for part, number in _find_parts(own)]
     return [_Place(part, number, name) for number, part, name in sorted(found)]

@@ -25,7 +25,7 @@ from fedala.errors import (
     import_optional,
     printable,
 )
-from fedala.options import suggest
+from fedala.options import name_option, suggest
 
 
 def load(
@@ -143,10 +143,11 @@ def _read_known(known: KnownDataset, data_dir: Path | None) -> RawData:
     if data_dir is None and not known.hub:
         raise UserError(
             f"{known.name} is read from the files that it is published in: get them, and name "
-            "their folder with --data-dir."
+            f"their folder with {name_option('data_dir')}."
         )
     if data_dir is None:
-        advice = f"if this machine has a copy of {known.name}, name its folder with --data-dir"
+        named = f"name its folder with {name_option('data_dir')}"
+        advice = f"if this machine has a copy of {known.name}, {named}"
         return read_hub(known.hub, known.parts, advice)
     return _read_copy(known, Path(data_dir))
 

@@ -10,6 +10,7 @@ from fedala.data.dataset import PARTS, Dataset
 from fedala.data.partition import Indices
 from fedala.errors import UserError
 from fedala.lanes.randomness import draw
+from fedala.options import name_option
 
 
 class NaturalClients(NamedTuple):
@@ -32,7 +33,8 @@ def list_natural_clients(
     if dataset.clients is None:
         raise UserError(
             f"{dataset.name} does not say whose sample is whose, so it cannot be divided by its "
-            "natural clients: name the column with --clients-by, or use dir:0.1, iid and the like."
+            f"natural clients: name the column with {name_option('clients_by')}, or use dir:0.1, "
+            "iid and the like."
         )
     count = len(dataset.client_names)
     order = np.argsort(dataset.clients.numpy(), kind="stable")
@@ -53,7 +55,7 @@ def list_natural_clients(
     if not usable:
         raise UserError(
             f"{dataset.name}: no client has two samples, one of them to train with; "
-            "is --clients-by right?"
+            f"is {name_option('clients_by')} right?"
         )
     if clients is not None and clients > len(usable):
         rest = "" if len(usable) == count else f", {len(usable)} of them with samples to train with"
@@ -87,8 +89,8 @@ def explain_default(dataset: Dataset, partition: str | None) -> Iterator[None]:
             advice = f"If one of the columns {', '.join(columns)} says whose sample it is"
         raise UserError(
             f"{error} {dataset.name} names no clients, so that it is divided at random. {advice}, "
-            f"--clients-by {columns[0] if len(columns) == 1 else 'NAME'} makes each of its values "
-            "a client."
+            f"{name_option('clients_by', columns[0] if len(columns) == 1 else 'NAME')} makes each "
+            "of its values a client."
         ) from None
 
 
@@ -111,7 +113,7 @@ def describe_given(splits: Sequence[Mapping[str, Indices]]) -> str:
     """Say how many samples the parts of the data have."""
     counts = {part: sum(len(own[part]) for own in splits) for part in PARTS}
     listed = ", ".join(f"{count:,} {part}" for part, count in counts.items() if count)
-    return f"The split of the data is kept: {listed}; --split pooled mixes them."
+    return f"The split of the data is kept: {listed}; {name_option('split', 'pooled')} mixes them."
 
 
 def describe_untested(tests: Sequence[Indices], names: Sequence[str]) -> list[str]:

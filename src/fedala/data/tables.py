@@ -27,6 +27,7 @@ from fedala.data.tabular import ColumnReader, describe_classes, encode_targets, 
 from fedala.errors import UserError, first_line, import_optional
 from fedala.io.image_files import ImageSource
 from fedala.io.untrusted import check_expansion, check_memory, open_file
+from fedala.options import name_option
 
 _INPUTS = ("image", "img", "text", "sentence", "content")
 _LABELS = ("label", "labels", "fine_label", "target", "class", "y")
@@ -302,7 +303,8 @@ def _read_features(
             continue
         for row, value in enumerate(_values(tables, name, where, stored)):
             if not isinstance(value, str | bool | int | float | None):
-                advice = f": leave it out with --drop-columns {name}" * column.may_be_dropped
+                advice = f": leave it out with {name_option('drop_columns', name)}"
+                advice *= column.may_be_dropped
                 raise UserError(
                     f"{where}: the column {name} holds {kinds[0]}; a feature must be numbers or a "
                     f"few different words{advice}."

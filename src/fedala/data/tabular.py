@@ -11,6 +11,7 @@ import numpy as np
 from fedala.data.dataset import encode_labels
 from fedala.errors import UserError, printable
 from fedala.io.untrusted import check_memory
+from fedala.options import name_option
 
 Array = np.ndarray[Any, Any]
 
@@ -110,9 +111,9 @@ class ColumnReader:
             raise UserError(
                 f"{self.where}: the column {self.name} holds {many} different words in "
                 f"{len(self.numbers)} {self.row}s, such as {printable(text, 100)!r} in {self.row} "
-                f"{place}, too many for a feature each. Leave it out with --drop-columns "
-                f"{self.name}; if it is the text to classify, call it text; if it names the "
-                "clients, use --clients-by."
+                f"{place}, too many for a feature each. Leave it out with "
+                f"{name_option('drop_columns', self.name)}; if it is the text to classify, call it "
+                f"text; if it names the clients, use {name_option('clients_by', self.name)}."
             )
         return Feature(self.name, np.array(self.codes), tuple(self.words))
 
@@ -153,7 +154,7 @@ def refuse_missing(columns: Sequence[ColumnReader]) -> None:
     values, row = "value" if total == 1 else "values", first.row
     advice = f"Drop the {row}s or fill the values first"
     if first.may_be_dropped:
-        advice += ", or leave columns out with --drop-columns"
+        advice += f", or leave columns out with {name_option('drop_columns')}"
     raise UserError(
         f"{first.where}: {total:,} missing {values}: {listed}; the first in {row} "
         f"{first.first_missing}, column {first.name}. {advice}."
@@ -199,7 +200,7 @@ def encode_features(
             if _is_numbering(feature.values):
                 notes.append(
                     f"The column {feature.name} looks like a row number; "
-                    f"--drop-columns {feature.name} leaves it out."
+                    f"{name_option('drop_columns', feature.name)} leaves it out."
                 )
             continue
         ordered = sorted(feature.words)
@@ -237,7 +238,7 @@ def describe_classes(column: str, class_names: Sequence[str]) -> tuple[str, ...]
         return ()
     return (
         f"The label {printable(column, 100)} holds {len(class_names):,} whole numbers, which are "
-        "read as classes; --loss mse, mae or huber predicts them as numbers.",
+        f"read as classes; {name_option('loss', 'mse')}, mae or huber predicts them as numbers.",
     )
 
 

@@ -108,7 +108,7 @@ def _check_header(header: Header, name: str, frame: Frame) -> None:
     if (width, height) != (frame.width, frame.height) and frame.side is None:
         raise UserError(
             f"{name} has {width}×{height} pixels, {frame.first} has {frame.width}×{frame.height}; "
-            "all images must have one size, or --resize 64 makes them 64×64."
+            "all images must have one size, or get one from the option resize."
         )
     if mode[0] in "IF":
         raise UserError(f"{name} has more than 8 bits per channel ({mode}); save it with 8.")

@@ -22,7 +22,7 @@ from fedala.io.user_code import describe_error, load_code, module_name
 from fedala.lanes.weight_learning import Settings
 from fedala.methods.base import KINDS, Method
 from fedala.methods.with_ala import WithALA
-from fedala.options import build, suggest
+from fedala.options import build, name_option, suggest
 
 M = TypeVar("M", bound=Method)
 
@@ -136,7 +136,8 @@ def _check_not_installed(name: str) -> None:
         if file is None or Path(file).resolve() != Path(name).expanduser().resolve():
             raise UserError(
                 f"imports: the installed package {package} has the methods of {module} already: "
-                f"leave --import {name} out to use them, or uninstall {package} to use the file."
+                f"leave {name_option('imports', name)} out to use them, or uninstall {package} to "
+                "use the file."
             )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from fedala.errors import UserError
 from fedala.io.child_processes import count_cores
+from fedala.options import name_option
 
 #: What `--device` takes, as help of commands.
 NAMES = "auto, cpu, cuda, or one of several GPUs, such as cuda:1"
@@ -31,7 +32,8 @@ def choose_device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and not count:
         raise UserError(
-            f"device is {name}, and there is no CUDA device here: use --device cpu or auto."
+            f"device is {name}, and there is no CUDA device here: use "
+            f"{name_option('device', 'cpu')} or auto."
         )
     if number and int(number) >= count:
         present = "is 1 CUDA device here: cuda:0"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedala.errors import RunError, first_line
+from fedala.options import name_option
 from fedala.records import Evaluation, Fault, PersonalModel
 from fedala.runs.batches import Batch, name_seeds, split_seeds
 from fedala.runs.build import build_preprocessing, build_simulation
@@ -60,8 +61,8 @@ def execute(
         plan = choose_best_models(plan, out, before)
         if plan.config.save_models and not plan.config.save_best:
             observer.on_message(
-                "Only the models of the last evaluation are saved, because those of the best one "
-                "take much memory, or do not fit on the disk: --save-best saves them as well."
+                "Only the models of the last evaluation are saved: those of the best one take much "
+                f"memory, or do not fit on the disk. {name_option('save_best', True)} saves both."
             )
     result = RunResult(plan.config, {}, out, plan.federation.client_names, plan.majority_share)
     began = time.time()
@@ -125,7 +126,7 @@ def _warn_of_optimistic_stops(plan: Plan, observer: RunObserver) -> None:
     if plan.config.patience is not None and not any(map(len, plan.federation.validation)):
         observer.on_message(
             "Runs stop by their score on test samples, so that their results are optimistic: "
-            "with --validation 0.1, they stop by samples that are held out."
+            f"with {name_option('validation', 0.1)}, they stop by samples that are held out."
         )
 
 

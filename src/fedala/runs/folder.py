@@ -16,6 +16,7 @@ from fedala.data.preprocessing import PREPROCESSING, Preprocessing
 from fedala.errors import RunError, UserError, printable
 from fedala.io import files
 from fedala.io.untrusted import parse_json
+from fedala.options import name_option
 from fedala.records import HistoryRow
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
@@ -50,11 +51,12 @@ class RunFolder:
             elif not force:
                 raise UserError(
                     f"The output folder {path} exists already: "
-                    "choose another, or --force to replace it."
+                    f"choose another, or {name_option('force', True)} to replace it."
                 )
             elif path.is_symlink() or not path.is_dir():
                 raise UserError(
-                    f"{path} is not a folder, so --force does not replace it: choose another."
+                    f"{path} is not a folder, so {name_option('force', True)} does not replace it: "
+                    "choose another."
                 )
             else:
                 list_run_files(path)

@@ -11,6 +11,7 @@ from fedala.errors import UserError, spreadsheet_safe
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params
 from fedala.methods import Method, ServerRound
+from fedala.options import name_option
 from fedala.records import Evaluation
 from fedala.runs.config import Config
 from fedala.simulation.newcomers import check_message_to_newcomers
@@ -45,7 +46,7 @@ def check_options(config: Config, methods: Sequence[Method]) -> None:
             if getattr(config, name) != getattr(usual, name):
                 raise UserError(
                     f"{name} has no effect without holdout_clients: hold out some clients, as in "
-                    "--holdout-clients 0.2, or leave it out."
+                    f"{name_option('holdout_clients', 0.2)}, or leave it out."
                 )
         return
     check_holdout(config.holdout_clients)

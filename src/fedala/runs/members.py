@@ -11,7 +11,7 @@ from fedala.methods.server_optimizer import (
     default_lr,
     with_server_optimizer,
 )
-from fedala.options import suggest
+from fedala.options import name_option, suggest
 from fedala.runs.config import RECIPE_OPTIONS, SERVER_NUMBERS, Config
 from fedala.runs.sweep import config_at, has_random_range, label_of, list_points
 from fedala.simulation.variants import Variant, can_run_together
@@ -48,8 +48,8 @@ def check_optimizers(members: Sequence[Member]) -> None:
     if not others:
         raise first
     raise UserError(
-        f"{first} Leave out {', '.join(refusals)}, as in --method {','.join(others)}, "
-        "or train with plain SGD."
+        f"{first} Leave out {', '.join(refusals)}, as in "
+        f"{name_option('method', ','.join(others))}, or train with plain SGD."
     )
 
 
@@ -185,8 +185,8 @@ def check_effects(config: Config, members: Sequence[Member]) -> None:
         )
     if config.trials != usual.trials and not has_random_range(config):
         raise UserError(
-            "trials has no effect without a random range, such as --sweep lr=log:0.001..1: "
-            "leave it out."
+            "trials has no effect without a random range, such as "
+            f"{name_option('sweep', {'lr': 'log:0.001..1'})}: leave it out."
         )
 
 

@@ -25,6 +25,7 @@ from fedala.lanes.normalization import NONE, is_standard
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, take
 from fedala.methods import setting_prefixes
+from fedala.options import name_option
 from fedala.runs.build import build_task, cohort_options
 from fedala.runs.config import Config
 from fedala.runs.devices import use_device
@@ -135,14 +136,14 @@ def _explain(finished: FinishedRun, federation: Federation) -> tuple[str, ...]:
 def _check_code_is_named(folder: RunFolder, model: Any, imports: Any) -> None:
     """Refuse to execute code because a run folder names it: the user must name it, too."""
     config = folder.config()
-    for flag, named, given in (
-        ("--import", config.imports, imports),
-        ("--model", config.model if is_reference(config.model) else None, model),
+    for option, named, given in (
+        ("imports", config.imports, imports),
+        ("model", config.model if is_reference(config.model) else None, model),
     ):
         if named and given is None:
             raise UserError(
-                f"{folder.path} was made with code of its own, {printable(str(named), 200)}, which "
-                f"is executed only if you name it again: {flag} {printable(str(named), 200)}."
+                f"{folder.path} was made with code of its own, which is executed only if you name "
+                f"it again: {name_option(option, printable(str(named), 200))}."
             )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedala.errors import UserError
+from fedala.options import name_option
 from fedala.runs.run_files import find_run_of
 
 
@@ -47,5 +48,6 @@ def check_overwriting(path: Path, reads: Iterable[Any] = (), *, force: bool = Tr
         )
     if os.path.exists(path) and not force:
         raise UserError(
-            f"{path} exists already: choose another file, or overwrite it with --force."
+            f"{path} exists already: choose another file, or overwrite it with "
+            f"{name_option('force', True)}."
         )

@@ -1,7 +1,6 @@
 """Which options may change when a run is resumed, and which make it the run that it is."""
 
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from fedala.errors import UserError
 from fedala.io.user_code import is_reference, module_name
 from fedala.methods import find_package, list_methods, setting_prefixes
 from fedala.methods.registry import ALIASES
+from fedala.options import are_flags_used, name_option
 from fedala.runs.config import Config
 from fedala.runs.config_values import flatten_settings
 
@@ -78,14 +78,21 @@ def change_config(config: Config, changes: Mapping[str, Any], folder: Path) -> C
     return changed
 
 
-def resume_command(config: Config, folder: Path) -> str:
-    """Return the command that resumes a run. It names the code that the run needs."""
-    words = ["fedala", "run", "--resume", str(folder)]
-    for name in config.import_names:
-        words += ["--import", name]
+def resume_command(config: Config, folder: Path, own: Sequence[str] = ()) -> str:
+    """Return the command, or in Python the call, that resumes a run.
+
+    It names the code that the run needs, and its `own` arguments, which must be given again.
+    """
+    options = [("resume", str(folder)), *(("imports", name) for name in config.import_names)]
     if is_reference(config.model):
-        words += ["--model", str(config.model)]
-    return shlex.join(words)
+        options.append(("model", str(config.model)))
+    if are_flags_used():
+        return " ".join(["fedala run", *(name_option(*option) for option in options)])
+    given = {name: repr(value) for name, value in options}
+    if len(config.import_names) > 1:
+        given["imports"] = repr(list(config.import_names))
+    given |= dict.fromkeys(own, "…")
+    return f"fedala.run({', '.join(f'{name}={value}' for name, value in given.items())})"
 
 
 def _check_code_is_named(config: Config, changes: Mapping[str, Any], folder: Path) -> None:
@@ -130,7 +137,7 @@ def _merge_methods(config: Config, given: str) -> str:
     if missing and not is_addition:
         raise UserError(
             f"method is {given}, and the run has {', '.join(missing)}, too: methods can be added "
-            "to a run, as in --method +ditto, and not taken away."
+            f"to a run, as in {name_option('method', '+ditto')}, and not taken away."
         )
     added = [name for name in chosen if _resolve_alias(name) not in own]
     return ",".join([config.method, *added])

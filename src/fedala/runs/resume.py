@@ -1,6 +1,5 @@
 """Resume a run: everything is inspected, and refused if need be, before anything is changed."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -60,17 +59,14 @@ class Reopened:
     """By group and batch."""
 
 
-def resume_advice(config: Config, folder: Path, *, own: Sequence[str] | None = None) -> str:
+def resume_advice(config: Config, folder: Path, *, own: Sequence[str] = ()) -> str:
     """Say how to resume a run that has stopped, as the end of a sentence.
 
     `own`: for a run of Python, the arguments that must be given again.
     """
     if config.checkpoint_every == 0 and not any((folder / "checkpoint").glob("*/*.json")):
         return "it kept no checkpoints (checkpoint_every is 0), so it cannot be resumed"
-    if own is not None:
-        again = "".join(f", {name}=…" for name in own)
-        return f"to resume it, use fedala.run(resume={str(folder)!r}{again})"
-    return f"to resume it, use {resume_command(config, folder)}"
+    return f"to resume it, use {resume_command(config, folder, own)}"
 
 
 def reopen(
@@ -369,10 +365,9 @@ class _Inspection:
             )
         has_rows = any(self.histories.values())
         if has_rows and (self.folder.record is None or self.before.checkpoint_every == 0):
-            config = shlex.quote(str(self.folder.path / "config.toml"))
             raise UserError(
                 f"{self.folder.path} has no checkpoint of {self.group.title}, so it cannot be "
-                f"resumed: run it again, with --config {config} and another --out."
+                "resumed: run it again, with the options of its config.toml, in another folder."
             )
 
     def _complete(

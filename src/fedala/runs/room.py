@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedala.errors import UserError, byte_size
 from fedala.io.untrusted import free_memory
+from fedala.options import name_option
 from fedala.runs.folder import nearest_existing_parent
 from fedala.runs.plan import Plan
 
@@ -37,11 +38,11 @@ def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
     personal = clients * sum(method.has_personal_models for method in plan.methods)
     models = personal * (config.save_models + bool(config.save_best))
     needed, what = models * plan.model_bytes, f"Keeping {models} models takes"
-    advice = "use --no-save-models, or save_models=False"
+    without = name_option("save_models", False)
+    advice = f"use {without}"
     if config.save_best:
-        advice = (
-            "use --no-save-best to keep only the models of the last evaluation, or --no-save-models"
-        )
+        only_last = name_option("save_best", False)
+        advice = f"use {only_last} to keep only the models of the last evaluation, or {without}"
     if out is None:
         room, where = free_memory() // 2, "memory"
     else:
@@ -56,7 +57,8 @@ def check_room(plan: Plan, out: Path | None, present: int = 0) -> None:
             if personal and config.save_best:
                 needed += 2 * plan.count_best_models() * plan.model_bytes
             what = f"Keeping {models} models and the state of {clients} clients takes"
-            advice += ", or --checkpoint-every 0 to do without checkpoints"
+            never = name_option("checkpoint_every", 0)
+            advice += f", or {never} to do without checkpoints"
     needed = max(0, needed - present)
     if needed > room:
         more = "another " if present else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 from fedala.errors import UserError
 from fedala.io import files
 from fedala.io.untrusted import read_file
+from fedala.options import name_option
 from fedala.runs.config import Config
 from fedala.runs.digests import NAME as DIGESTS
 from fedala.runs.tables import TABLES
@@ -63,15 +64,16 @@ def list_run_files(path: Path) -> tuple[list[Path], list[Path]]:
         is_own = inner.parts[0] in _FOLDERS if entry in folders else _is_run_file(inner)
         if not is_own:
             raise UserError(
-                f"{path} holds {inner}, which is not part of a run, so --force does not replace it."
+                f"{path} holds {inner}, which is not part of a run, so "
+                f"{name_option('force', True)} does not replace it."
             )
     record = RunRecord(path)
     unfinished = {".lock", f".{DIGESTS}.new"}
     has_content = any(entry.name not in unfinished for entry in path.iterdir())
     if record.digests is None and has_content and not _is_older_run(path):
         raise UserError(
-            f"{path} is not empty and has no {DIGESTS}, so --force cannot tell that a run wrote "
-            "it: remove it yourself, or choose another folder."
+            f"{path} is not empty and has no {DIGESTS}, so {name_option('force', True)} cannot "
+            "tell that a run wrote it: remove it yourself, or choose another folder."
         )
     for name in WHOLE_FILES:
         if (path / name).exists():
@@ -79,8 +81,8 @@ def list_run_files(path: Path) -> tuple[list[Path], list[Path]]:
                 record.read_verified(name)
             except files.DamagedFile:
                 raise UserError(
-                    f"{path / name} is not what the run wrote, so --force does not replace it: "
-                    "move it away first."
+                    f"{path / name} is not what the run wrote, so {name_option('force', True)} "
+                    "does not replace it: move it away first."
                 ) from None
     return entries, folders
 

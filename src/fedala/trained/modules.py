@@ -13,6 +13,7 @@ from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError, first_line, printable
 from fedala.io.untrusted import check_memory, read_file, require_file
 from fedala.models import MODELS, build_model
+from fedala.options import name_option
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel, make_skeleton
 
@@ -55,7 +56,7 @@ class ModelBuilder:
         if own is None and name not in MODELS:
             raise UserError(
                 f"{where} was made with a model of its own, a Python function: give it again, as "
-                "model=… in Python, or as --model net.py:make."
+                f"in {name_option('model', 'net.py:make')}."
             )
         if own is not None and name in MODELS:
             raise UserError(

@@ -10,10 +10,11 @@ from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError
 from fedala.io.files import DamagedFile
 from fedala.metrics import Metric
-from fedala.options import suggest
+from fedala.options import name_option, suggest
 from fedala.runs.config import Config
 from fedala.runs.folder import RunFolder
 from fedala.runs.models import Clients
+from fedala.runs.resumable_options import resume_command
 from fedala.runs.sweep import list_labels
 from fedala.runs.verified_files import CLIENTS
 
@@ -90,7 +91,7 @@ def _choose_method(
         if len(labels) > 1:
             raise UserError(
                 f"{path} has models of several methods: name one of {list_few(labels)}, as in "
-                f'method="{labels[-1]}" (--method {labels[-1]}).'
+                f"{name_option('method', labels[-1])}."
             )
         return labels[0]
     chosen = method.strip().lower()
@@ -121,7 +122,7 @@ def _explain_missing(folder: RunFolder, config: Config, best: bool) -> str:
         )
     return (
         f"{path} has no models yet: they are saved when a method ends. "
-        f"Continue it with: fedala run --resume {path}."
+        f"Continue it with {resume_command(config, path)}."
     )
 
 
