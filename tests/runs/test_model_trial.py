@@ -47,6 +47,17 @@ class OneHot(nn.Module):
         return self.fc(F.one_hot(x, 9).to(self.fc.weight.dtype).mean(1))
 
 
+@pytest.mark.parametrize(("scores", "count"), [(3, 0), (4, 1), (1000, 1)])
+def test_more_scores_than_classes_are_said(scores, count):
+    def make():
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, scores))
+
+    config = Config.from_values({**QUICK, "method": "fedavg"})
+    notes = plan(config, small_dataset(), make).notes
+    assert len(notes) == count
+    assert all(f"gives {scores:,} scores, and own has 3 classes" in note for note in notes)
+
+
 def with_data(model, **options):
     return run(method="fedavg", dataset=small_dataset(), model=model, **{**QUICK, **options})
 

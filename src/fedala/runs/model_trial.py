@@ -84,8 +84,11 @@ def _run(model: nn.Module, task: Task, x: Any, *, training: bool = False) -> Any
         return call(model, state, x)
 
 
-def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
-    """Refuse a model that cannot learn, or gives no score for each class, or target."""
+def try_model(model: nn.Module, data: Dataset, loss: Loss) -> tuple[str, ...]:
+    """Refuse a model that cannot learn, or gives no score for each class, or target.
+
+    Return a sentence if it gives more scores than there are classes.
+    """
     if not any(value.requires_grad for value in model.parameters()):
         raise UserError(
             "The model has no parameters that learn: all of them have requires_grad=False, or "
@@ -101,7 +104,7 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
     if isinstance(loss, OwnLoss):
         _check_parts(output, count)
     if loss.metric == OWN_LOSS:
-        return  # only the user's loss knows which scores it takes
+        return ()  # only the user's loss knows which scores it takes
     output = scores_of(output)
     shape = getattr(output, "shape", None)
     if shape is not None and data.kind == "classes":
@@ -119,6 +122,12 @@ def try_model(model: nn.Module, data: Dataset, loss: Loss) -> None:
             f"The model turns {count} samples into {actual}; it must give {wanted}: "
             f"({count}, {data.classes})."
         )
+    if data.kind != "classes" or output.shape[1] == data.classes:
+        return ()
+    return (
+        f"The model gives {output.shape[1]:,} scores, and {data.name} has {data.classes:,} "
+        "classes: it can answer with classes that no sample has.",
+    )
 
 
 def _try_highest_word(model: nn.Module, data: Dataset) -> None:

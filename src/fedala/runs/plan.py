@@ -227,7 +227,7 @@ def plan(
     make_model = model or (lambda: build_model(name, federation.dataset))
     if model is not None:
         skeleton, rehearsed = make_two(model)
-        try_model(skeleton, federation.dataset, chosen_loss)
+        notes += try_model(skeleton, federation.dataset, chosen_loss)
     else:
         skeleton, rehearsed = make_skeleton(make_model, is_own=False), make_model()
     layers = learn_order(skeleton, first_inputs(skeleton, federation.dataset))
