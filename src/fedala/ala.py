@@ -224,7 +224,8 @@ class ALA:
         splitter = BatchSplitter(local_model, loss, split)
         cohort = self._make_cohort(local_model, local, received, data, splitter)
         governed = upper(cohort.task.ordered_model, self.layers, shared)
-        _check_labels(cohort.task)
+        if self._state is None:
+            _check_labels(cohort.task)
         state = self._state_for(received, governed)
         initialized, state, outcome = initialize(
             cohort,
@@ -305,12 +306,13 @@ class ALA:
 
 
 def _check_labels(task: Task) -> None:
-    """Run the model on two samples, and refuse labels that do not fit its scores."""
+    """Run the model on the first batch, and refuse labels that do not fit its scores."""
     if not isinstance(task.loss, CrossEntropy) or not isinstance(task.y, Tensor) or not len(task.y):
         return
     devices = [task.device] if task.device.type == "cuda" else []
     with task.use_mode(training=False), torch.no_grad(), torch.random.fork_rng(devices=devices):
-        x = task.inputs(torch.arange(min(2, len(task.y)), device=task.device))
+        rows = torch.arange(min(task.batch_size, len(task.y)), device=task.device)
+        x = task.inputs(rows)
         scores = task.loss.select(call(task.model, {}, x))
     if isinstance(scores, Tensor) and scores.dim() > 1:  # of anything else, the loss says it
         check_labels(scores, task.y)

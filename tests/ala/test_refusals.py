@@ -219,6 +219,18 @@ def test_labels_of_other_types_and_probabilities_are_taken(change):
     assert reports[0].epochs == reports[1].epochs > 1
 
 
+def test_a_model_that_takes_whole_batches_alone_is_tried_with_one():
+    class TenAtOnce(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.view(10, -1))
+
+    torch.manual_seed(3)
+    pair = TenAtOnce(X.shape[1], 3).double(), TenAtOnce(X.shape[1], 3).double()
+    assert ALA(sample=1.0, batch_size=10).initialize(*pair, (X[:20], Y[:20])).epochs > 1
+    with pytest.raises(UserError, match="there is a label 7"):
+        ALA(batch_size=10, sample=1.0).initialize(*pair, (X[:20], Y[:20] + 5))
+
+
 def test_ignored_labels_are_taken():
     y = Y.clone()
     y[::3] = -100

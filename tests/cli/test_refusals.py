@@ -382,15 +382,17 @@ REFUSALS = [
     # what is written over: neither what is read, nor a file of a run, nor a model without --force
     Refusal("predict f1 --data t.csv --client 1 --out t.csv", "t.csv is read", put("t.csv", "")),
     Refusal("predict f1 --data t.csv --client 1 --out ./t.csv", "is read", put("t.csv", "")),
-    Refusal("predict f1 --data data --client 1 --out data/p.csv", "lies in data"),
+    Refusal(
+        "predict f1 --data data --client 1 --out data/p.csv", "lies in data", put("data/p.csv", "")
+    ),
     Refusal("predict f1 --data d.npz --client 1 --out f1/history.csv", "belongs to the run in"),
     Refusal("predict f1 --data d.npz --client 1 --out link/split.csv", "belongs", link_to_f1),
     Refusal("predict f1 --data d.npz --client 1 --out f1/faults.csv", "belongs to the run in"),
     Refusal("report f1 --out f1/history.csv", "must end with .html"),
     Refusal("report f1 --out marks.md", "must end with .html"),
     Refusal("partition --partition p.json --save p.json", "p.json is read", put("p.json", "")),
-    Refusal("partition --dataset data --save data/p.json", "lies in data"),
-    Refusal("partition --dataset data --plot data/p.png", "lies in data"),
+    Refusal("partition --dataset data/ --save data/p.json", "lies in", put("data/p.json", "")),
+    Refusal("partition --dataset data/ --plot data/p.png", "lies in", put("data/p.png", "")),
     Refusal("partition --dataset digits --save f1/digests.json", "belongs to the run in"),
     Refusal(f"export f1 --client 1 --out f2/{MODEL} --force", "belongs to the run in"),
     Refusal(f"onboard f1 --data d.npz --out f2/{MODEL} --force", "belongs to the run in"),

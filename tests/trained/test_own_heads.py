@@ -99,7 +99,7 @@ def test_a_command_executes_nothing_that_the_folder_alone_names(place, command):
 
 def test_in_python_a_method_is_imported_or_named(place):
     trained = load("run", "mine")
-    with pytest.raises(UserError, match=r"--import mine.py, or imports='mine.py' in Python, where"):
+    with pytest.raises(UserError, match=r"only if you name it: imports='mine.py'\."):
         trained.personal(1)
     expected = load("run", "mine", imports="mine.py").predict(PIXELS, 1)
     forget()

@@ -13,6 +13,7 @@ from fedala.report import plots, tables
 from fedala.runs.config import Config
 from fedala.runs.outputs import check_output
 from fedala.runs.plan import load_dataset
+from fedala.runs.resumable_options import is_data_path
 
 app = typer.Typer()
 
@@ -58,7 +59,7 @@ def partition(
     """Divide a dataset among clients and show which client holds which samples."""
     config = Config.from_values(given_options(values))
     shift = parse_feature_shift(config.feature_shift)
-    reads = [config.dataset, config.partition]
+    reads = [config.partition, config.dataset if is_data_path(config.dataset) else None]
     if save:
         check_output(save, [".json"], reads)
     if plot:

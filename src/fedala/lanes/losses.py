@@ -246,9 +246,10 @@ def check_labels(scores: Tensor, y: Tensor) -> None:
     expected = f"from 0 to {classes - 1}, as the model gives {classes} scores"
     is_whole = not y.is_floating_point() and y.dtype != torch.bool
     if not is_whole or y.dim() != scores.dim() - 1:
+        sides = ", ".join(["sample", *map(str, scores.shape[2:])])
         what = "" if y.dim() == 1 else f" of shape {tuple(y.shape)}"
         raise UserError(
-            f"Cross-entropy takes whole numbers [sample] as labels, {expected}, and these are "
+            f"Cross-entropy takes whole numbers [{sides}] as labels, {expected}, and these are "
             f"{y.dtype}{what}: convert them, or give another loss, loss(output, target)."
         )
     labels = y[y != IGNORED_LABEL]

@@ -117,4 +117,4 @@ def _descend_rows(
     _descend(learned, slope, eta[lane] if isinstance(eta, Tensor) else eta)
     weights[at] = learned
     table["blend"][at] = local[at] + change * learned
-    table["gradient"][at] = 0
+    table["gradient"][at] = torch.zeros_like(slope)  # a number would be copied from the host

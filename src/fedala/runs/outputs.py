@@ -1,7 +1,8 @@
 """What a command may write over: one rule for every file that a user names.
 
 A file that is there is replaced, so that a command can be repeated. But nothing is written over
-what the command reads, nor over a file of a run, and a model only with `force`.
+what the command reads, a file in a folder that it reads included, nor over a file of a run, and a
+model only with `force`.
 """
 
 import os
@@ -23,7 +24,7 @@ def check_output(
     names and objects that are none. Without `force`, a file that exists is refused.
     """
     if path.suffix.lower() not in suffixes:
-        raise UserError(f"{path} must end with {', '.join(suffixes)}: that is the format.")
+        raise UserError(f"{path} must end with {' or '.join(suffixes)}.")
     folder = path.absolute().parent
     if os.path.isdir(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{path} cannot be written: its folder must exist, and it must be a file.")
@@ -38,9 +39,9 @@ def check_overwriting(path: Path, reads: Iterable[Any] = (), *, force: bool = Tr
             read = Path(os.path.realpath(source))
             if place == read:
                 raise UserError(f"{path} is read here, so nothing is written to it: name another.")
-            if read in place.parents:
+            if read in place.parents and place.exists():
                 raise UserError(
-                    f"{path} lies in {source}, which is read here: name a file in another folder."
+                    f"{path} exists and lies in {source}, which is read here: name another file."
                 )
     if run := find_run_of(place):
         raise UserError(

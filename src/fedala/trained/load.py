@@ -16,6 +16,7 @@ from fedala.lanes.heads import extend_model, find_extended_layer
 from fedala.lanes.losses import LossFunction
 from fedala.lanes.normalization import parse_normalization
 from fedala.methods import catalogue, make
+from fedala.options import name_option
 from fedala.runs.config import Config
 from fedala.runs.model_trial import MakeModel
 from fedala.runs.own_code import fit_model, import_given, load_model_function
@@ -101,7 +102,7 @@ def _explain_unknown(run: SavedRun, method: str) -> str:
     return (
         f"{run.folder.path} has models with parameters that the method {printable(method, 100)} "
         "has added. It is a method of your own, and its code is executed only if you name it: "
-        f"--import {code}, or imports={code!r} in Python, where you may also import it yourself."
+        f"{name_option('imports', code)}."
     )
 
 
