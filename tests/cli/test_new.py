@@ -49,6 +49,24 @@ def test_the_tests_that_it_writes_pass_and_can_fail(own_code, tmp_path, monkeypa
         tests.test_lanes_are_independent()
 
 
+def test_an_error_in_code_of_ones_own_is_shown_from_there_on(own_code):
+    assert call("new", "method", "FedMine").exit_code == 0
+    path = own_code / "fedmine.py"
+    broken = path.read_text().replace("cohort.fit(", "cohort.fitt(")
+    assert "fitt" in broken
+    path.write_text(broken)
+    arguments = ["--clients", 3, "--rounds", 1, "--partition", "iid", "--out", "run"]
+    result = call("run", "--import", "fedmine.py", "--method", "fedmine", *arguments)
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    start = lines.index("Traceback (most recent call last):")
+    assert "fedmine.py" in lines[start + 1]
+    assert lines[start + 1].endswith(", in train")
+    assert "AttributeError: 'Cohort' object has no attribute 'fitt'" in result.stderr
+    assert lines[-1].startswith("Error: code of your own failed")
+    assert "typer" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "name", "title"),
     [("FedMine", "fedmine", "FedMine"), ("my-thing", "my-thing", "MyThing"), ("x2", "x2", "X2")],

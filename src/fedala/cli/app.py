@@ -36,6 +36,7 @@ from fedala.cli import (
 from fedala.cli.memory import keep_freed_memory
 from fedala.cli.output import keep_lines, say
 from fedala.errors import CacheWarning, PluginWarning, RunError, UserError, printable
+from fedala.io.user_code import trace_own_code
 from fedala.options import use_flags
 from fedala.runs.provenance import versions
 
@@ -77,6 +78,14 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             say(f"Interrupted{interrupt}.")
             raise typer.Exit(130) from None
+        except Exception as error:
+            if not (trace := trace_own_code(error)):
+                raise
+            print(
+                f"{trace}Error: code of your own failed, in the last of its lines above.",
+                file=sys.stderr,
+            )
+            raise typer.Exit(1) from None
 
 
 def _drop_output() -> None:

@@ -108,6 +108,15 @@ def describe_error(error: BaseException, path: Path | None = None) -> str:
     return f"line {line}: {text.rstrip('.')}" if line else text.rstrip(".")
 
 
+def trace_own_code(error: BaseException) -> str:
+    """Return an error with its traceback from the user's files on; "" if it came from elsewhere."""
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in _digests}
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename not in files:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)) if trace else ""
+
+
 def find_source(function: Callable[..., Any]) -> Path | None:
     """Return the file that defines a function or class."""
     module = sys.modules.get(getattr(function, "__module__", ""))
