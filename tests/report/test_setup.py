@@ -27,7 +27,7 @@ def test_the_page_shows_how_features_are_scaled_and_python_says_the_defaults(tmp
         out=tmp_path / "run",
     )
     said = capfd.readouterr().err
-    assert f"lr {result.config.lr:g} (the default here; lr=… changes it)" in said
+    assert f"lr {result.config.lr:g} (the default here; lr changes it)" in said
     text = page.write([tmp_path / "run"]).read_text()
     assert "The model is fed (x − mean) / std of each" in text
     assert "1 round" in repr(result)

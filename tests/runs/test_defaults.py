@@ -1,5 +1,7 @@
 """Own data without further options: model, rounds, learning rate and standardisation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,33 @@ def planned(dataset, make_model=None, **options):
 def test_what_is_not_said_has_a_usual_value(dataset, options, wanted):
     config = planned(dataset, **options).config
     assert (config.model, config.lr, config.rounds, config.normalize) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "says"),
+    [
+        ({}, [0.1, 0.001, 0.001], "lr 0.1 for sgd, 0.001 for adam, 0.001 for adamw (the"),
+        ({"lr": 0.3}, [0.3, 0.3, 0.3], "lr 0.3 (the"),
+    ],
+)
+def test_each_point_of_a_sweep_has_the_rate_of_its_own_optimizer(options, rates, says):
+    checked = planned(data(5), sweep={"optimizer": "sgd,adam,adamw"}, **options)
+    assert [member.config.lr for member in checked.members] == rates
+    for group in checked.groups:
+        assert checked.for_group(group).config.lr == group.members[0].variant.recipe.lr
+    assert checked.describe_rate(is_default=True).startswith(says)
+
+
+def test_a_sweep_of_optimizers_resumes_with_the_same_rates(tmp_path):
+    options = {"method": "fedavg", "sweep": {"optimizer": "sgd,adam"}, "checkpoint_every": 1}
+    execute(planned(data(5), rounds=3, **options), tmp_path / "whole")
+    execute(planned(data(5), rounds=1, **options), tmp_path / "parts")
+    config = RunFolder.open(tmp_path / "parts").config()
+    execute(plan(replace(config, rounds=3), data(5)), tmp_path / "parts", resume=True)
+    whole, parts = (RunFolder.open(tmp_path / name).history() for name in ("whole", "parts"))
+    assert len(whole) == 2
+    for label, rows in whole.items():
+        assert [row.score for row in parts[label]] == [row.score for row in rows]
 
 
 def test_an_own_model_gets_samples_as_they_are():

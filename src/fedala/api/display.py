@@ -59,10 +59,8 @@ def choose_progress(plan: Plan, progress: bool | None) -> RunProgress | None:
 
 def describe_plan(plan: Plan, options: Mapping[str, Any]) -> str:
     """Say what is run, and which values are defaults; `options` are those that were given."""
-    config, rate = plan.config, "lr: several"
-    if "lr" not in config.sweep:
-        is_default = options and "lr" not in options
-        rate = f"lr {config.lr:g}{' (the default here; lr=… changes it)' if is_default else ''}"
+    config = plan.config
+    rate = plan.describe_rate(is_default=bool(options) and "lr" not in options)
     scaling = ""
     if is_standard(config.normalize):
         scaling = "; features standardised by the training samples"

@@ -232,8 +232,8 @@ def _description(checked: Plan, chosen: Config) -> str:
     return (
         f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
         f"{config.partition} over {config.clients} clients{unseen}; {config.model}"
-        f"{_describe_input(checked)}, {_describe_rate(config, chosen)}, rounds: {config.rounds}, "
-        f"runs of each method: {config.seeds}, on {checked.device}{spread}"
+        f"{_describe_input(checked)}, {checked.describe_rate(is_default=chosen.lr is None)}, "
+        f"rounds: {config.rounds}, runs of each method: {config.seeds}, on {checked.device}{spread}"
         f"{_describe_standardization(config, chosen)}"
     )
 
@@ -246,15 +246,6 @@ def _describe_input(checked: Plan) -> str:
     if checked.config.model == "lstm" and len(shape) == 2:
         return f" ({shape[0]} steps × {shape[1]} channels)"
     return ""
-
-
-def _describe_rate(config: Config, chosen: Config) -> str:
-    if "lr" in config.sweep:
-        return "lr: several"
-    if chosen.lr is not None:
-        return f"lr {config.lr:g}"
-    where = "here" if config.optimizer == "sgd" else f"of {config.optimizer}"
-    return f"lr {config.lr:g} (the default {where}; --lr changes it)"
 
 
 def _describe_standardization(config: Config, chosen: Config) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from fedala.data import Dataset, Federation, default_partition, known_datasets
+from fedala.data import Dataset, Federation, KnownDataset, default_partition, known_datasets
 from fedala.methods.server_optimizer import default_lr
 from fedala.models import list_fitting_models
 from fedala.runs.config import Config
@@ -19,24 +19,18 @@ OWN_TEXTS = {"fasttext": 0.5}
 TABULAR = {"mlp": 0.1, "cnn1d": 0.1, "lstm": 0.5}
 
 
-def resolve(config: Config, federation: Federation, *, has_own_model: bool = False) -> Config:
+def resolve(config: Config, federation: Federation) -> Config:
     """Return the config with the usual values for its dataset and model where it has None."""
-    dataset = federation.dataset
-    known = next((entry for entry in known_datasets() if entry.name == config.dataset), None)
+    dataset, known = federation.dataset, _find_known(config)
     fitting = list_fitting_models(dataset)
     model = known.model if known and known.model in fitting else fitting[0]
     values: dict[str, Any] = {"rounds": known.rounds if known else ROUNDS, "model": model}
-    usual = known.lr if known else 0.005 if dataset.vocabulary is None else 0.1
-    # Nothing is known of a user's own model.
-    values["lr"] = usual if has_own_model else _choose_rate(dataset, config.model or model, usual)
-    if known is None and not has_own_model:
-        values["lr"] = OWN_TEXTS.get(config.model or model, values["lr"])
-    if config.optimizer != "sgd":
-        values["lr"] = ADAM_RATE
     # Images stay as usual: as bytes, or as the floats that the user has made.
-    if not has_own_model and dataset.x.is_floating_point() and dataset.x.ndim < 4:
+    if not config.has_own_model and dataset.x.is_floating_point() and dataset.x.ndim < 4:
         values["normalize"] = "standard"
     # What depends on a swept option is each point's own.
+    if "optimizer" not in config.sweep:
+        values["lr"] = choose_rate(replace(config, model=config.model or model), dataset)
     if config.server_optimizer != "none" and "server_optimizer" not in config.sweep:
         values["server_lr"] = default_lr(config.server_optimizer)
     values["partition"] = default_partition(dataset)
@@ -48,8 +42,20 @@ def resolve(config: Config, federation: Federation, *, has_own_model: bool = Fal
     return replace(config, clients=len(federation.train), **missing)
 
 
-def _choose_rate(dataset: Dataset, model: str, usual: float) -> float:
-    """Return the learning rate of a model: its own, or the `usual` one of the dataset."""
+def choose_rate(config: Config, dataset: Dataset) -> float:
+    """Return the usual learning rate of an optimiser with a model and a dataset."""
+    if config.optimizer != "sgd":
+        return ADAM_RATE
+    known, model = _find_known(config), str(config.model)
+    usual = known.lr if known else 0.005 if dataset.vocabulary is None else 0.1
+    if config.has_own_model:  # nothing is known of it
+        return usual
+    if known is None and model in OWN_TEXTS:
+        return OWN_TEXTS[model]
     if model in TABULAR and dataset.kind == "numbers":
         return TABULAR[model] / 5  # squared errors are steeper than cross-entropy
     return {**RATES, **TABULAR}.get(model, usual)
+
+
+def _find_known(config: Config) -> KnownDataset | None:
+    return next((entry for entry in known_datasets() if entry.name == config.dataset), None)

@@ -1,8 +1,9 @@
 """The methods of a run, or the points of their sweeps, and which of them run side by side."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fedala.data import Dataset
 from fedala.errors import UserError
 from fedala.lanes import UpdateRule
 from fedala.methods import Method, catalogue, list_options, make, setting_prefixes
@@ -13,6 +14,7 @@ from fedala.methods.server_optimizer import (
 )
 from fedala.options import name_option, suggest
 from fedala.runs.config import RECIPE_OPTIONS, SERVER_NUMBERS, Config
+from fedala.runs.defaults import choose_rate
 from fedala.runs.sweep import config_at, has_random_range, label_of, list_points
 from fedala.simulation.variants import Variant, can_run_together
 
@@ -101,13 +103,18 @@ def check_settings(config: Config) -> None:
             raise UserError(f"{key} is both set and swept: leave one of them out.")
 
 
-def make_members(config: Config) -> list[Member]:
-    """Make all methods of a run, or all points of their sweeps."""
+def make_members(config: Config, dataset: Dataset | None = None) -> list[Member]:
+    """Make all methods of a run, or all points of their sweeps.
+
+    With the dataset, the learning rate that a sweep of optimisers leaves open is each point's own.
+    """
     members: list[Member] = []
     titles: set[str] = set()
     for name in config.methods:
         for point in list_points(config, name):
             own = config_at(config, name, point)
+            if dataset is not None and own.lr is None:
+                own = replace(own, lr=choose_rate(own, dataset))
             method = make(name, own.set)
             if optimizer := _make_server_optimizer(own):
                 method = with_server_optimizer(method, optimizer)

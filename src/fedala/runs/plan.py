@@ -31,6 +31,7 @@ from fedala.lanes.trees import count_bytes
 from fedala.methods import Method, import_methods
 from fedala.metrics import ACCURACY
 from fedala.models import build_model
+from fedala.options import name_option
 from fedala.runs.all_methods import keep_possible, names_all
 from fedala.runs.changed_defaults import name_present_defaults
 from fedala.runs.config import Config
@@ -117,6 +118,19 @@ class Plan:
         if self.loss.metric != ACCURACY or not len(rows):
             return None
         return float(np.bincount(self.federation.dataset.y.numpy()[rows]).max() / len(rows))
+
+    def describe_rate(self, *, is_default: bool) -> str:
+        """Name the learning rate, or that of each optimiser, for a sentence."""
+        if "lr" in self.config.sweep:
+            return "lr: several"
+        rates = {own.optimizer: f"{own.lr:g}" for own in (member.config for member in self.members)}
+        if len(set(rates.values())) > 1:
+            rate = ", ".join(f"{rate} for {optimizer}" for optimizer, rate in rates.items())
+        else:
+            rate = next(iter(rates.values()))
+        where = "here" if "sgd" in rates else f"of {' and '.join(rates)}"
+        note = f" (the default {where}; {name_option('lr')} changes it)" if is_default else ""
+        return f"lr {rate}{note}"
 
     def for_group(self, group: Group) -> "Plan":
         """Return the plan of one group alone. It has the swept options of the first member."""
@@ -215,13 +229,13 @@ def plan(
         augmentation.check(federation.dataset.x, federation.dataset.name)
     chosen_loss = make_loss(config, federation, loss)
     config = name_present_defaults(config)
-    config = resolve(config, federation, has_own_model=bool(model or own_function))
     if loss is not None:
         config = replace(config, loss="own")
     if model is not None:
         config = replace(config, model="own")
     elif own_function:
         model = fit_model(own_function, federation.dataset)
+    config = resolve(config, federation)
     normalization = _make_normalization(config, federation)
     name = str(config.model)
     make_model = model or (lambda: build_model(name, federation.dataset))
@@ -246,7 +260,7 @@ def plan(
         config,
         federation,
         make_model,
-        group_members(make_members(config)),
+        group_members(make_members(config, federation.dataset)),
         device,
         {label: rehearsal.state_bytes for label, rehearsal in rehearsals.items()},
         loss=chosen_loss,
@@ -274,7 +288,7 @@ def _check_methods(
     loss: Loss,
 ) -> dict[str, Rehearsal]:
     """Refuse methods that do not go with model and loss; rehearse the others."""
-    members = make_members(config)
+    members = make_members(config, federation.dataset)
     check_optimizers(members)
     for member in members:
         member.method.check_model(skeleton)
