@@ -59,6 +59,13 @@ def name_option(name: str, value: Any = None) -> str:
     return flag if value is None else f"{flag} {shlex.quote(str(value))}"
 
 
+def split_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return names: those of a text are separated by commas, others are as they are."""
+    if isinstance(names, str):
+        return tuple(name.strip() for name in names.split(",") if name.strip())
+    return tuple(names or ())
+
+
 def option(
     default: Any,
     help: str,

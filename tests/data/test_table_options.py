@@ -30,6 +30,10 @@ def test_columns_are_left_out(tmp_path):
     data = load(path, label_column="los", drop_columns=["when", "id"])
     assert data.feature_names == ("a",)
     assert not any("row number" in note for note in data.notes)
+    for dropped in ("when, id", ("when", "id")):  # a text, as messages suggest it
+        assert load(path, label_column="los", drop_columns=dropped).feature_names == ("a",)
+        frame = make_dataset(pd.read_csv(path), label_column="los", drop_columns=dropped)
+        assert frame.feature_names == ("a",)
     with pytest.raises(UserError, match="no column day, which drop_columns names"):
         load(path, label_column="los", drop_columns=["day"])
     with pytest.raises(UserError, match="los is in drop_columns and in label_column"):

@@ -21,7 +21,6 @@ from fedala.records import HistoryRow
 from fedala.report import page
 from fedala.report.progress import RunProgress
 from fedala.runs.config import Config
-from fedala.runs.config_values import split_names
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
 from fedala.runs.losses import REGRESSIONS
@@ -96,10 +95,8 @@ def _find_columns(
         config = RunFolder.open(Path(resume)).config()
     given = Config() if config is None else config
     values = {name: options.get(name) or getattr(given, name) for name in COLUMN_OPTIONS}
-    dropped = values.pop("drop_columns")
-    dropped = split_names(dropped) if isinstance(dropped, str) else dropped or ()
     name = loss if isinstance(loss, str) else given.loss
-    return {**values, "drop_columns": dropped, "is_regression": name in REGRESSIONS}
+    return {**values, "is_regression": name in REGRESSIONS}
 
 
 def _convert_data(

@@ -42,8 +42,8 @@ from fedala.leaderboard.board import (
 )
 from fedala.leaderboard.table import COLUMNS, Board, make_boards
 from fedala.methods import list_methods
+from fedala.options import split_names
 from fedala.report.tables import WRAPPED, show
-from fedala.runs.config_values import split_names
 from fedala.runs.own_code import import_given
 
 app = typer.Typer(

@@ -34,13 +34,13 @@ from fedala.cli.cells import (
 )
 from fedala.cli.output import keep_lines
 from fedala.errors import UserError
+from fedala.options import split_names
 from fedala.paper import comparison
 from fedala.paper import report as reporting
 from fedala.paper.experiments import PAPER, Drawing, choose, drawings, preset, tables
 from fedala.paper.experiments import Table as PaperTable
 from fedala.report.headline import format_spread
 from fedala.report.tables import WRAPPED, show
-from fedala.runs.config_values import split_names
 from fedala.runs.observer import Stopped
 
 app = typer.Typer(

@@ -18,6 +18,7 @@ from fedala.data.frames import Frame, Table, is_frame, join_tables, make_table
 from fedala.data.load import build_dataset
 from fedala.data.tabular import describe_classes, encode_targets
 from fedala.errors import UserError, first_line
+from fedala.options import split_names
 
 _PART_NAMES = {"train": 0, "validation": 1, "val": 1, "test": 2}
 _WANTED = (
@@ -55,7 +56,7 @@ def make_dataset(
     name: str = "own",
     label_column: str | None = None,
     clients_by: str | None = None,
-    drop_columns: Sequence[str] = (),
+    drop_columns: str | Sequence[str] | None = None,
     is_regression: bool = False,
 ) -> Dataset:
     """Make a dataset of what a program has.
@@ -75,7 +76,7 @@ def make_dataset(
     tokens: make whole numbers that are features floats. A list of texts becomes tokens, too. Labels
     may be whole numbers from 0 or names; floats are numbers to predict.
     """
-    columns = Wanted(clients_by, label_column, tuple(drop_columns), is_regression)
+    columns = Wanted(clients_by, label_column, split_names(drop_columns), is_regression)
     if clients is not None:
         if not isinstance(data, tuple) or len(data) != 2:
             raise UserError(

@@ -25,7 +25,7 @@ from fedala.errors import (
     import_optional,
     printable,
 )
-from fedala.options import name_option, suggest
+from fedala.options import name_option, split_names, suggest
 
 
 def load(
@@ -34,7 +34,7 @@ def load(
     resize: int | None = None,
     clients_by: str | None = None,
     label_column: str | None = None,
-    drop_columns: Sequence[str] = (),
+    drop_columns: str | Sequence[str] | None = None,
     *,
     is_regression: bool = False,
 ) -> Dataset:
@@ -45,14 +45,14 @@ def load(
     copy in `data_dir` in one of the formats that they are published in. With `resize`, images get
     that many pixels each way. `clients_by` is the column, or level of folders, that names a
     sample's client, and `label_column` is the column of the labels, if they do not have the usual
-    names. The columns `drop_columns` of a table are left out. With `is_regression`, labels of a
-    table that are whole numbers are numbers to predict, not classes. `notes` of the result say what
-    was found.
+    names. The columns `drop_columns` of a table (a list, or a text with commas between the names)
+    are left out. With `is_regression`, labels of a table that are whole numbers are numbers to
+    predict, not classes. `notes` of the result say what was found.
     """
     if resize is not None and resize < 1:
         raise UserError(f"resize must be at least 1, not {resize}.")
     known = next((row for row in known_datasets() if row.name == name), None)
-    wanted = Wanted(clients_by, label_column, tuple(drop_columns), is_regression)
+    wanted = Wanted(clients_by, label_column, split_names(drop_columns), is_regression)
     if known is not None and wanted.has_names:
         raise UserError(
             f"{name} is known by its name, and so are its columns: clients_by, label_column and "

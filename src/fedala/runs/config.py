@@ -15,13 +15,12 @@ from fedala.errors import UserError, printable
 from fedala.io.untrusted import read_file
 from fedala.io.user_code import is_reference
 from fedala.lanes.recipe import OPTIMIZERS, SCHEDULES, Optimizer, Recipe, Schedule
-from fedala.options import build, option, suggest
+from fedala.options import build, option, split_names, suggest
 from fedala.runs.config_values import (
     describe_value,
     flatten_settings,
     flatten_sweep,
     join_list,
-    split_names,
     toml,
 )
 from fedala.runs.devices import NAMES, check_device_name

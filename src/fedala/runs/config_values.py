@@ -74,11 +74,6 @@ def join_list(name: str, value: Any) -> Any:
     return SEPARATORS[name].join(words)
 
 
-def split_names(text: str | None) -> tuple[str, ...]:
-    """Return names that are separated by commas."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
-
-
 def _word(value: Any) -> str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number or isinstance(value, str | Path)):
