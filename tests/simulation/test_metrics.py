@@ -53,7 +53,7 @@ def test_infinite_scores_spread_without_a_warning():
 RAGGED = [(40, [0, 1, 2, 3]), (7, [5]), (1, [2]), (23, [1, 4]), (15, [0, 5])]
 
 
-@pytest.mark.filterwarnings("ignore:A single label was found", "ignore:y_pred contains classes")
+@pytest.mark.filterwarnings("ignore:y_pred contains classes")
 @pytest.mark.parametrize("decimals", [8, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_metrics_are_those_of_scikit_learn(seed, decimals):
@@ -62,11 +62,25 @@ def test_metrics_are_those_of_scikit_learn(seed, decimals):
     clients = [draw_client(random, size, own, decimals=decimals) for size, own in RAGGED]
     pooled = Predictions(*(np.concatenate(parts) for parts in zip(*clients, strict=True)))
     found = summarize_predictions(clients)
-    own = [references(client) for client in clients]
+    own = [references(client) for client in clients if len(set(client.targets)) > 1]
     for name, value in references(pooled).items():
         assert found[name] == pytest.approx(value, abs=1e-12), name
         mean = np.nanmean([figures[name] for figures in own])
         assert found[f"{name}_mean"] == pytest.approx(mean, abs=1e-12), name
+
+
+def test_a_model_that_always_gives_one_class_gains_nothing_from_clients_of_that_class():
+    """The first client has the classes 0 and 1, the others one of them: they tell nothing apart."""
+    targets = [np.array([0, 0, 0, 1]), np.array([0, 0]), np.array([1])]
+    clients = [Predictions(y, np.zeros_like(y), np.full((len(y), 2), 0.5)) for y in targets]
+    found = summarize_predictions(clients)
+    assert found["balanced_accuracy_mean"] == found["balanced_accuracy"] == 0.5
+    assert found["f1_mean"] == pytest.approx((6 / 7 + 0) / 2)
+    assert found["auc_mean"] == 0.5
+    undefined = summarize_predictions(clients[1:])
+    names = ("f1_mean", "balanced_accuracy_mean", "auc_mean")
+    assert np.isnan([undefined[name] for name in names]).all()
+    assert undefined["ece_mean"] == pytest.approx(0.5)
 
 
 def test_all_classes_at_once_as_scikit_learn_averages_them():

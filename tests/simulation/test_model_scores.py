@@ -88,13 +88,14 @@ def reference(task, model_of):
     ]
     targets, probabilities = (np.concatenate(part) for part in zip(*parts, strict=True))
     predicted = probabilities.argmax(1)
+    several = [(y, p) for y, p in parts if len(set(y)) > 1]
     return {
         "clients": len(parts),
         "samples": len(targets),
         "accuracy": np.mean(targets == predicted),
         "accuracy_mean": np.mean([np.mean(y == p.argmax(1)) for y, p in parts]),
         "f1": f1_score(targets, predicted, average="macro"),
-        "f1_mean": np.mean([f1_score(y, p.argmax(1), average="macro") for y, p in parts]),
+        "f1_mean": np.mean([f1_score(y, p.argmax(1), average="macro") for y, p in several]),
         "auc": roc_auc_score(targets, probabilities, multi_class="ovr"),
     }
 

@@ -2,7 +2,8 @@
 
 A class that a set of samples does not have is treated as scikit-learn treats it: F1 counts the
 classes among targets or predictions, balanced accuracy those among the targets, and AUC those with
-samples inside and outside. A metric that is not defined is NaN.
+samples inside and outside. A metric that is not defined is NaN. For the means over the clients,
+none of these three is defined for a client whose samples are of a single class.
 """
 
 from collections.abc import Callable, Iterable
@@ -113,6 +114,8 @@ _OF_NUMBERS: _Metrics = {
     "rmse": root_mean_squared_error,
     "r2": r_squared,
 }
+#: Those that compare classes.
+_OF_SEVERAL_CLASSES = {"f1", "balanced_accuracy", "auc"}
 #: How the clients' scores spread: suffixes of the score's name.
 _SPREAD = ("mean", "std", "worst")
 #: The metrics of single predictions, by the score of the run; other scores have none.
@@ -161,8 +164,10 @@ def summarize_predictions(
     pooled = Predictions(*map(np.concatenate, zip(*clients, strict=True)))
     measures = _DETAILED[metric]
     figures = {name: measure(pooled) for name, measure in measures.items()}
+    several = [found for found in clients if len(np.unique(found.targets)) > 1]
     for name, measure in measures.items():
-        own = np.array([measure(found) for found in clients])
+        counted = several if name in _OF_SEVERAL_CLASSES else clients
+        own = np.array([measure(found) for found in counted])
         defined = own[~np.isnan(own)]
         figures[f"{name}_mean"] = float(defined.mean()) if len(defined) else float("nan")
     return figures

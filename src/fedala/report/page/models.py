@@ -52,6 +52,7 @@ def _describe_score(metric: Metric) -> dict[str, tuple[str, str]]:
     }
 
 
+_MEAN_OF_SEVERAL_CLASSES = "mean of the clients' own, without those of one class"
 #: The figures of a table: their headings, and what they are.
 FIGURES = {
     **{name: text for metric in METRICS for name, text in _describe_score(metric).items()},
@@ -67,9 +68,9 @@ FIGURES = {
     "balanced_accuracy": ("Balanced accuracy", "mean accuracy of the classes"),
     "auc": ("AUC", "mean area under the ROC curve of each class against the rest"),
     "ece": ("ECE", "expected calibration error, 15 bins; 0 is best"),
-    "f1_mean": ("Macro F1, clients", "mean of the clients' own"),
-    "balanced_accuracy_mean": ("Balanced accuracy, clients", "mean of the clients' own"),
-    "auc_mean": ("AUC, clients", "mean of the clients' own, without those of one class"),
+    "f1_mean": ("Macro F1, clients", _MEAN_OF_SEVERAL_CLASSES),
+    "balanced_accuracy_mean": ("Balanced accuracy, clients", _MEAN_OF_SEVERAL_CLASSES),
+    "auc_mean": ("AUC, clients", _MEAN_OF_SEVERAL_CLASSES),
     "ece_mean": ("ECE, clients", "mean of the clients' own"),
     "rmse": ("RMSE", "root of the mean squared error"),
     "r2": ("R²", "1 − squared errors / squared distances from the mean target; 1 is best"),
