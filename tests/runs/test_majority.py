@@ -32,10 +32,12 @@ def test_a_model_that_cannot_tell_the_classes_apart_scores_the_share(tmp_path):
     assert result.best_accuracy == pytest.approx(result.majority_share)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["majority_share"] == result.majority_share
-    sentence = f"always the most frequent class: {100 * result.majority_share:.2f} %."
+    share = f"{100 * result.majority_share:.2f} %."
+    sentence = f"class of the clients in training: {share} FedAvg is no better in the best round:"
     assert repr(result).count(sentence) == 1
     page = result.report().read_text()
     assert page.count(sentence) == 2  # the caption, and the label of its frame
+    assert "of unseen clients (3)." in page
 
 
 def test_only_accuracies_have_one(tmp_path):

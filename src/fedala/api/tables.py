@@ -7,10 +7,10 @@ from fedala.errors import printable
 from fedala.report.headline import (
     HEADLINES,
     SCORES,
+    compare_with_majority,
     count_things,
-    describe_majority,
     format_figure,
-    join_words,
+    join_few,
 )
 from fedala.runs.results import RunResult, find_leaders
 
@@ -54,14 +54,11 @@ def _make_notes(result: RunResult, message: str) -> list[str]:
         meaning = next(one.meaning for one in HEADLINES.values() if one.key == key)
         metric = leaders[0].metric
         names = [printable(one.title, _MOST_LETTERS) for one in leaders]
-        more = [f"{len(names) - 3} more"] if len(names) > 4 else []
-        titles = join_words([*names[:3], *more] if more else names)
+        titles = join_few(names)
         best = f"the {metric.superlative} {metric.title} {meaning}"
         is_tie = len(leaders) > 1
         notes.append(f"{titles} are equal: {best}." if is_tie else f"{titles} has {best}.")
-    if result.majority_share is not None:
-        notes.append(f"For comparison, {describe_majority([result.majority_share])}.")
-    return [*notes, *([message] if message else [])]
+    return [*notes, *compare_with_majority(result), *([message] if message else [])]
 
 
 def make_text(result: RunResult, message: str = "") -> str:

@@ -21,7 +21,7 @@ from fedala.ranks.lead import Leader, join_ranks, serve
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
 from fedala.report.gains import describe_gains
-from fedala.report.headline import describe_majority
+from fedala.report.headline import compare_with_majority, list_clients
 from fedala.report.progress_bars import ProgressBars
 from fedala.runs.build import build_simulation
 from fedala.runs.config import Config
@@ -308,14 +308,16 @@ def _show(result: RunResult) -> None:
         f"The {metric.title} is that of the initialised personal models, before they train "
         f"({formula} / Σ samples)."
     )
-    if result.majority_share is not None:
-        print(f"For comparison, {describe_majority([result.majority_share])}.")
+    for sentence in compare_with_majority(result):
+        print(sentence)
     print("The best round is picked on test data, as in the paper.")
     print(MEANING)
     if config.holdout_clients is not None:
-        print(
-            "Unseen clients took no part in training: these are their scores at the last "
-            "evaluation, after so many local epochs of their own."
+        first = next(iter(result.methods.values()))
+        names = list_clients([result.name_client(number) for number in first.held_out])
+        print_line(
+            f"Unseen clients ({names}) took no part in training: these are their scores at the "
+            "last evaluation, after so many local epochs of their own."
         )
     for sentence in describe_gains(result):
         print_line(sentence)

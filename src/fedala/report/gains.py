@@ -1,15 +1,14 @@
 """Which clients a method helps: their scores against those under Local, or FedAvg."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fedala.errors import printable
+from fedala.report.headline import list_clients
 from fedala.runs.results import MethodResult, RunResult
 
-#: The most clients and methods that sentences name.
-_MOST_CLIENTS, _MOST_METHODS = 10, 5
+#: The most methods that sentences name.
+_MOST_METHODS = 5
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,13 @@ def describe_gains(result: RunResult) -> list[str]:
         gains = None if one is base else compare_clients(one, base)
         count = sum(map(len, (gains.better, gains.equal, gains.worse))) if gains else 0
         if gains and count:
-            names = _list_names(gains.better, result.client_names)
+            names = [result.name_client(number) for number in gains.better]
+            named = f" ({list_clients(names)})" if names else ""
             sentences.append(
                 f"Against {base.title}, {one.title} helps {len(gains.better)} of {count} "
-                f"clients{names}, {len(gains.equal)} equal, {len(gains.worse)} lose."
+                f"clients{named}, {len(gains.equal)} equal, {len(gains.worse)} lose."
             )
     if len(sentences) > _MOST_METHODS:
         more = len(sentences) - _MOST_METHODS
         sentences[_MOST_METHODS:] = [f"The page says the same of {more} more methods."]
     return sentences
-
-
-def _list_names(clients: Sequence[int], names: Sequence[str]) -> str:
-    if not clients:
-        return ""
-    shown = [printable(names[k], 40) if names else str(k) for k in clients[:_MOST_CLIENTS]]
-    return f" ({', '.join(shown)}{', …' if len(clients) > _MOST_CLIENTS else ''})"

@@ -1,11 +1,15 @@
 """The headline of a method: which figure a table shows, how it is written, and which is better."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from fedala.errors import printable
 from fedala.metrics import ACCURACY, Metric
+from fedala.runs.results import RunResult
+
+_MOST_CLIENTS = 10
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,57 @@ def count_things(number: object, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def describe_majority(shares: Collection[float]) -> str:
-    """Return what a model scores that always answers with one class: the least and the most."""
+def join_few(words: Sequence[str]) -> str:
+    """Return words as in a sentence, the first three of more than four."""
+    return join_words([*words[:3], f"{len(words) - 3} more"] if len(words) > 4 else words)
+
+
+def list_clients(names: Sequence[str]) -> str:
+    """Return the names of clients, the first ten of many; a name may have commas of its own."""
+    shown = [printable(name, 40) for name in names[:_MOST_CLIENTS]]
+    separator = "; " if any("," in name for name in shown) else ", "
+    return separator.join([*shown, *["…"] * (len(names) > _MOST_CLIENTS)])
+
+
+class AgainstMajority(NamedTuple):
+    """A method's best score, and what always answering with the most frequent class scores."""
+
+    title: str
+    best: float
+    share: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the method is better, as the scores are shown."""
+        return float(ACCURACY.format(self.best)) > float(ACCURACY.format(self.share))
+
+
+def describe_majority(methods: Sequence[AgainstMajority], *, has_newcomers: bool = False) -> str:
+    """Say what always answering with one class scores, and which methods are no better."""
+    shares = [one.share for one in methods]
     texts = dict.fromkeys(map(ACCURACY.format, (min(shares), max(shares))))
-    return f"always the most frequent class: {' to '.join(texts)}{ACCURACY.unit}"
+    whose = " of the clients in training" if has_newcomers else ""
+    said = f"always the most frequent class{whose}: {' to '.join(texts)}{ACCURACY.unit}."
+    titles = [one.title for one in methods if not one.is_better]
+    if titles:
+        said += (
+            f" {join_few(titles)} {'is' if len(titles) == 1 else 'are'} no better in the best "
+            "round: balanced_accuracy and auc in metrics.csv say whether the classes are told "
+            "apart."
+        )
+    return said
+
+
+def compare_with_majority(result: RunResult) -> list[str]:
+    """Say it of a run's result; nothing if its score is not an accuracy."""
+    share, is_held_out = result.majority_share, result.config.holdout_clients is not None
+    methods = [
+        AgainstMajority(printable(one.title, 40), one.best_score, share)
+        for one in result.methods.values()
+        if one.history and share is not None
+    ]
+    text = describe_majority(methods, has_newcomers=is_held_out) if methods else ""
+    return [f"For comparison, {text}"] if text else []
 
 
 def has_number(figure: Mapping[str, Any]) -> bool:

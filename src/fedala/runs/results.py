@@ -132,6 +132,11 @@ class MethodResult:
                 scores.setdefault(row["epochs"], []).append(math.nan if score is None else score)
         return {epochs: np.array(scores[epochs]) for epochs in sorted(scores)}
 
+    @property
+    def held_out(self) -> list[int]:
+        """The numbers of the clients that were held out."""
+        return sorted({line["client"] for line in self.newcomer_clients})
+
     def _per_run(self, figure: Callable[[list[HistoryRow]], float]) -> np.ndarray:
         histories: dict[int, list[HistoryRow]] = {}
         for row in self.history:
@@ -338,6 +343,10 @@ class RunResult:
         """Return the summary of each method."""
         local = self.methods.get("local")
         return {name: method.summary(local) for name, method in self.methods.items()}
+
+    def name_client(self, number: int) -> str:
+        """Return a client's name, or its number without one."""
+        return self.client_names[number] if self.client_names else str(number)
 
     @property
     def _only(self) -> MethodResult:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedala.report.headline import list_clients
 from fedala.report.page.views import Row, Table, label_cell, score_cell
 from fedala.report.series import Series, list_metrics
 from fedala.runs.results import describe_spread
@@ -33,5 +34,16 @@ def view_newcomers(series: Sequence[Series]) -> NewcomerTables | None:
         if rows:
             heads = ["Method", "Clients", "Round"]
             heads += [f"{count} epoch{'' if count == 1 else 's'}" for count in counts]
-            tables.append(Table(f"{metric.heading} of unseen clients.", heads, rows, "figures"))
+            caption = f"{metric.heading} of unseen clients{_name_clients(series)}."
+            tables.append(Table(caption, heads, rows, "figures"))
     return NewcomerTables(tables) if tables else None
+
+
+def _name_clients(series: Sequence[Series]) -> str:
+    """Name the clients that were held out, if they are the same in all folders."""
+    held_out = {
+        tuple(one.run.name_client(number) for number in one.result.held_out)
+        for one in series
+        if one.result.held_out
+    }
+    return f" ({list_clients(held_out.pop())})" if len(held_out) == 1 else ""
