@@ -129,6 +129,14 @@ def test_a_users_own_method_is_a_row(few_digits, own_code, tmp_path):
     assert (tmp_path / "out" / "results.csv").read_bytes() == before
 
 
+def test_the_list_has_a_users_own_method(own_code):
+    (own_code / "fedown.py").write_text(FEDOWN)
+    answer = call("list", "--import", own_code / "fedown.py")
+    assert answer.exit_code == 0, answer.output
+    methods = answer.stdout.rpartition("methods: ")[2].strip().split(", ")
+    assert {"fedown", "fedown+ala", "fedala"} <= set(methods)
+
+
 def test_imports_can_be_given_several_times(few_digits, own_code, tmp_path):
     """Processes of --jobs get all of them, too."""
     for name in ("fedown", "fedtoo"):

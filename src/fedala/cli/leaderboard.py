@@ -58,8 +58,13 @@ _SHOWN = ("accuracy", "gain", "published", "trained", "worst", "seconds")
 
 
 @app.command("list")
-def list_settings() -> None:
-    """Show the settings: data, partition, rounds and seeds, and how many numbers are published."""
+@config_options("imports")
+def list_settings(**values: Any) -> None:
+    """Show the settings: data, partition, rounds and seeds, and how many numbers are published.
+
+    Below them are the methods, with your own if you import them.
+    """
+    import_given(given_options(values))
     headings = ("setting", "", "data", "model", "partition", "clients", "lr")
     shown = Table(*headings, box=None, pad_edge=False)
     for heading in ("rounds", "seeds", "published"):
