@@ -30,6 +30,19 @@ def test_a_partition_is_shown_and_saved(tmp_path, digits, spec):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_run_counts_the_same_samples(tmp_path):
+    """Those of clients that cannot train, and are left out, do not count."""
+    path = tmp_path / "mine.csv"
+    rows = [f"{i},{i % 2},{'ab'[i % 2]}\n" for i in range(20)]
+    path.write_text("x,label,client\n" + "".join(rows) + "1,1,c\n")
+    shown = CliRunner().invoke(app, ["partition", "--dataset", str(path)]).output
+    options = ["--method", "local", "--rounds", "1", "--device", "cpu", "--out", tmp_path / "run"]
+    run = CliRunner().invoke(app, ["run", "--dataset", str(path), *map(str, options)])
+    assert run.exit_code == 0, run.output
+    assert ": 20 samples of 2 classes" in " ".join(shown.split())
+    assert ": 20 samples of 2 classes" in " ".join(run.output.split())
+
+
 def test_a_feature_shift_is_named_or_refused():
     arguments = ["partition", "--partition", "iid", "--clients", "4", "--feature-shift"]
     result = CliRunner().invoke(app, [*arguments, "rotate:90"])

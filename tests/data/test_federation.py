@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fedala
 from fedala.data import Dataset, Federation, federate, iid, write_partition
+from fedala.data.natural import list_clients
 from fedala.errors import UserError
 from fedala.lanes.randomness import draw
 
@@ -243,11 +244,19 @@ def test_a_given_split_is_said_aloud():
     assert federate(natural(parts), split="pooled").notes == ()
 
 
+def test_names_with_commas_are_separated_by_semicolons():
+    assert list_clients(["Hill", "East"]) == "Hill, East"
+    assert list_clients(["County, Hill", "East"]) == "County, Hill; East"
+    assert list_clients([*"abcdefghijkl"]) == "a, b, c, d, e, f, g, h, i, j, …"
+
+
 def test_clients_that_cannot_train_are_left_out_and_keep_the_splits_of_the_others():
     clients = torch.tensor([1, 0, 0, 2, 0, 1, 0, 0])  # c has a single sample
     data = replace(natural(), clients=clients)
     found = federate(data)
     assert found.client_names == ("a", "b")
+    assert "8 samples" in data.describe()
+    assert "7 samples" in found.describe()
     [note] = found.notes
     assert note.startswith("Client c is left out, because a client needs at least two samples")
     with pytest.raises(UserError, match="has 3 clients, 2 of them with samples to train with, but"):

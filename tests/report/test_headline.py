@@ -9,7 +9,6 @@ from fedala.report.headline import (
     AgainstMajority,
     describe_majority,
     format_figure,
-    list_clients,
     rank_means,
 )
 
@@ -56,9 +55,3 @@ def test_methods_that_are_no_better_than_one_class_are_named():
     )
     assert " A is no better in the best round" in describe_majority([methods[0], methods[2]])
     assert " A, A, A and 2 more are no better" in describe_majority([methods[0]] * 5)
-
-
-def test_names_with_commas_are_separated_by_semicolons():
-    assert list_clients(["Hill", "East"]) == "Hill, East"
-    assert list_clients(["County, Hill", "East"]) == "County, Hill; East"
-    assert list_clients([*"abcdefghijkl"]) == "a, b, c, d, e, f, g, h, i, j, …"

@@ -66,7 +66,7 @@ def describe_plan(plan: Plan, options: Mapping[str, Any]) -> str:
         scaling = "; features standardised by the training samples"
         scaling += "" if "normalize" in options else ' (default; normalize="none": as is)'
     return (
-        f"{plan.federation.dataset.describe()}, {config.partition} over {config.clients} clients; "
+        f"{plan.federation.describe()}, {config.partition} over {config.clients} clients; "
         f"{config.model}, {rate}, rounds: {config.rounds}, runs of each method: {config.seeds}, "
         f"on {plan.device}{scaling}"
     )

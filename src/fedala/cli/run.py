@@ -12,6 +12,7 @@ from rich.console import Console
 from fedala.cli.config_options import config_options, given_options
 from fedala.cli.jobs import choose_jobs
 from fedala.cli.output import keep_lines, print_line, say
+from fedala.data.natural import list_clients
 from fedala.errors import RunError, UserError
 from fedala.lanes.normalization import is_standard
 from fedala.metrics import ACCURACY
@@ -21,7 +22,7 @@ from fedala.ranks.lead import Leader, join_ranks, serve
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
 from fedala.report.gains import describe_gains
-from fedala.report.headline import compare_with_majority, list_clients
+from fedala.report.headline import compare_with_majority
 from fedala.report.progress_bars import ProgressBars
 from fedala.runs.build import build_simulation
 from fedala.runs.config import Config
@@ -230,7 +231,7 @@ def _description(checked: Plan, chosen: Config) -> str:
     held_out = checked.federation.held_out
     unseen = f", {held_out} of them held out" if held_out else ""
     return (
-        f"{config.dataset}{note}: {len(data.y):,} samples of {data.targets}, "
+        f"{config.dataset}{note}: {checked.federation.sizes().sum():,} samples of {data.targets}, "
         f"{config.partition} over {config.clients} clients{unseen}; {config.model}"
         f"{_describe_input(checked)}, {checked.describe_rate(is_default=chosen.lr is None)}, "
         f"rounds: {config.rounds}, runs of each method: {config.seeds}, on {checked.device}{spread}"

@@ -54,10 +54,11 @@ class Dataset:
         owners = f", {len(self.client_names):,} clients" if self.clients is not None else ""
         return f"<Dataset {self.describe()}{owners}>"
 
-    def describe(self) -> str:
-        """Return it in one line: `digits: 1,797 samples of 10 classes, 1×28×28`."""
+    def describe(self, samples: int | None = None) -> str:
+        """Return it, or so many of its samples: `digits: 1,797 samples of 10 classes, 1×28×28`."""
+        count = len(self.y) if samples is None else samples
         shape = "×".join(map(str, self.x.shape[1:]))
-        return f"{printable(self.name, 80)}: {len(self.y):,} samples of {self.targets}, {shape}"
+        return f"{printable(self.name, 80)}: {count:,} samples of {self.targets}, {shape}"
 
     @cached_property
     def kind(self) -> str:

@@ -94,7 +94,11 @@ class Federation:
             )
 
     def __repr__(self) -> str:
-        return f"<Federation {self.dataset.describe()}, {len(self.train):,} clients>"
+        return f"<Federation {self.describe()}, {len(self.train):,} clients>"
+
+    def describe(self) -> str:
+        """Return its data in one line, with the number of samples that clients have."""
+        return self.dataset.describe(int(self.sizes().sum()))
 
     @property
     def known(self) -> "Federation":

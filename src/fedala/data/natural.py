@@ -8,9 +8,12 @@ import numpy as np
 
 from fedala.data.dataset import PARTS, Dataset
 from fedala.data.partition import Indices
-from fedala.errors import UserError
+from fedala.errors import UserError, printable
 from fedala.lanes.randomness import draw
 from fedala.options import name_option
+
+#: The most clients that a sentence names.
+_MOST_CLIENTS = 10
 
 
 class NaturalClients(NamedTuple):
@@ -49,7 +52,7 @@ def list_natural_clients(
     if len(usable) < count:
         left = [name for i, name in enumerate(dataset.client_names) if i not in set(usable)]
         notes.append(
-            f"{_list_clients(left)} left out, because a client needs at least two samples, one of "
+            f"{_as_subject(left)} left out, because a client needs at least two samples, one of "
             "them to train with."
         )
     if not usable:
@@ -125,13 +128,17 @@ def describe_untested(tests: Sequence[Indices], names: Sequence[str]) -> list[st
     ]
     if not untested:
         return []
-    return [f"{_list_clients(untested)} without test samples, so that they do not count in scores."]
+    return [f"{_as_subject(untested)} without test samples, so that they do not count in scores."]
 
 
-def _list_clients(names: Sequence[str]) -> str:
-    """Return the beginning of a sentence about clients."""
-    shown = ", ".join(names[:10]) + (" …" if len(names) > 10 else "")
-    noun, verb = ("Client", "is") if len(names) == 1 else ("clients", "are")
-    return (
-        f"{noun} {shown} {verb}" if len(names) == 1 else f"{len(names):,} {noun} ({shown}) {verb}"
-    )
+def _as_subject(names: Sequence[str]) -> str:
+    """Return clients as the subject of a sentence, with its verb."""
+    shown = list_clients(names)
+    return f"Client {shown} is" if len(names) == 1 else f"{len(names):,} clients ({shown}) are"
+
+
+def list_clients(names: Sequence[str]) -> str:
+    """Return the names of clients, the first ten of many; a name may have commas of its own."""
+    shown = [printable(name, 40) for name in names[:_MOST_CLIENTS]]
+    separator = "; " if any("," in name for name in shown) else ", "
+    return separator.join([*shown, *["…"] * (len(names) > _MOST_CLIENTS)])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedala.report.headline import list_clients
+from fedala.data.natural import list_clients
 from fedala.runs.results import MethodResult, RunResult
 
 #: The most methods that sentences name.

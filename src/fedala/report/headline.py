@@ -9,8 +9,6 @@ from fedala.errors import printable
 from fedala.metrics import ACCURACY, Metric
 from fedala.runs.results import RunResult
 
-_MOST_CLIENTS = 10
-
 
 @dataclass(frozen=True)
 class Headline:
@@ -64,13 +62,6 @@ def count_things(number: object, noun: str) -> str:
 def join_few(words: Sequence[str]) -> str:
     """Return words as in a sentence, the first three of more than four."""
     return join_words([*words[:3], f"{len(words) - 3} more"] if len(words) > 4 else words)
-
-
-def list_clients(names: Sequence[str]) -> str:
-    """Return the names of clients, the first ten of many; a name may have commas of its own."""
-    shown = [printable(name, 40) for name in names[:_MOST_CLIENTS]]
-    separator = "; " if any("," in name for name in shown) else ", "
-    return separator.join([*shown, *["…"] * (len(names) > _MOST_CLIENTS)])
 
 
 class AgainstMajority(NamedTuple):

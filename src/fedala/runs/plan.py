@@ -95,7 +95,7 @@ class Plan:
         config = self.config
         methods = printable(config.method, 200)
         return (
-            f"<Plan {methods} on {self.federation.dataset.describe()}, {config.clients} clients; "
+            f"<Plan {methods} on {self.federation.describe()}, {config.clients} clients; "
             f"{config.model}, {config.rounds} rounds, on {self.device}>"
         )
 

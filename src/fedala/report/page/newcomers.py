@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedala.report.headline import list_clients
+from fedala.data.natural import list_clients
 from fedala.report.page.views import Row, Table, label_cell, score_cell
 from fedala.report.series import Series, list_metrics
 from fedala.runs.results import describe_spread
