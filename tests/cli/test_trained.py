@@ -69,7 +69,7 @@ def test_all_models_are_tested_or_one(place):
         name = "global" if one.client is None else f"client {one.client}"
         assert re.search(rf"{name}\s+{100 * one.score:.2f}\s+{one.loss:.4g}\s+15", said)
     mean = 100 * sum(one.score for one in scores.personal) / 3
-    assert f"mean accuracy {mean:.2f} %" in said
+    assert f"Personal models: accuracy {mean:.2f} % on average, from" in said
     said = invoke(
         "evaluate", place / "run", "--method", "ditto", "--client", 1, "--data", place / "new.npz"
     )

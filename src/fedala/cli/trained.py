@@ -156,8 +156,8 @@ def evaluate(
         worst, top = min(figures), max(figures)
         show = scores.metric.format
         print(
-            f"Personal models: mean {scores.metric.title} "
-            f"{show(sum(figures) / len(figures))}{scores.metric.unit}, "
+            f"Personal models: {scores.metric.title} "
+            f"{show(sum(figures) / len(figures))}{scores.metric.unit} on average, "
             f"from {show(worst)} to {show(top)}."
         )
     for note in scores.notes:
