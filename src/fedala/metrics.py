@@ -57,6 +57,9 @@ MSE = Metric("mse", "mean squared error", higher_is_better=False, is_share=False
 MAE = Metric("mae", "mean absolute error", higher_is_better=False, is_share=False)
 OWN_LOSS = Metric("own_loss", "own loss", higher_is_better=False, is_share=False)
 
+#: Not the score of a run, but what may pick its best round.
+LOSS = Metric("loss", "loss", higher_is_better=False, is_share=False)
+
 METRICS = (ACCURACY, LABEL_ACCURACY, MSE, MAE, OWN_LOSS)
 SHARES = tuple(metric.name for metric in METRICS if metric.is_share)
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from fedala.errors import printable
-from fedala.metrics import ACCURACY, Metric, find_metric
+from fedala.metrics import ACCURACY, LOSS, Metric, find_metric
 
 #: The model that is always evaluated: the initialised personal model, before training.
 INITIALIZED = "initialized"
@@ -29,6 +29,8 @@ class HistoryRow:
     score_joined: float
     """Over the test samples of the round's participants."""
     score_validation: float | None = None
+    loss_validation: float | None = None
+    """Only if it picks the best round (`pick_by`)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means over the participants: `train_loss`, and what the method reports besides."""
     sent: int = 0
@@ -49,6 +51,18 @@ class HistoryRow:
     def is_full(self) -> bool:
         """Tell whether all clients answered. On one machine, they always do."""
         return self.asked == self.answered
+
+    @property
+    def criterion(self) -> str:
+        """The field that picks the best round: that of validation samples if there are any."""
+        if self.loss_validation is not None:
+            return "loss_validation"
+        return "score" if self.score_validation is None else "score_validation"
+
+    @property
+    def criterion_metric(self) -> Metric:
+        """What the criterion measures."""
+        return LOSS if self.criterion == "loss_validation" else self.metric
 
     @property
     def accuracy(self) -> float:

@@ -198,6 +198,7 @@ OTHERS = {
     "decay": "0.5", "decay_every": "2", "local_steps": "3", "sweep": "lr=0.1,0.2", "trials": "3",
     "server_optimizer": "adam", "server_lr": "0.1", "server_momentum": "0.5",
     "server_beta2": "0.5", "server_tau": "0.1", "patience": "3",
+    "pick_by": "loss",
     "holdout_clients": "0.4", "holdout_epochs": "0,2", "holdout_every": "2",
 }  # fmt: skip
 #: The options that can change, each with an invalid value.
@@ -404,6 +405,7 @@ REFUSALS = [
         put("m.safetensors", ""),
     ),
     Refusal("bench --quick --out d.npz", "must end with .md"),
+    Refusal("RUN --pick-by loss --out new", "--validation 0.1"),
     # sweeps
     Refusal("RUN --sweep lr=0.1 --sweep lr=0.2 --out new", "lr is given twice"),
     Refusal("RUN --sweep lr --out new", "lacks its value"),

@@ -1,6 +1,7 @@
 """The models of the best evaluation, and runs that stop early: what is kept is what was tested."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fedala import UserError, run
 from fedala.data import Federation
 from fedala.io import files
 from fedala.records import HistoryRow
+from fedala.report.runs import read_run
 from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
@@ -92,6 +94,49 @@ def test_validation_samples_pick_if_there_are_any(tmp_path):
     expected = result.history[result.best_rounds[0]].accuracy
     found = score(data, lambda client: folder.model("fedala", 0, client, best=True))
     assert found == pytest.approx(expected)
+
+
+def make_split() -> Federation:
+    data = federation()
+    train, held_out = (tuple(rows[k::2] for rows in data.train) for k in (1, 0))
+    return Federation(data.dataset, train, data.test, held_out)
+
+
+def test_the_loss_on_validation_samples_picks_if_it_is_asked_for(tmp_path):
+    """It picks the kept models, the score that stands for the run, and when the run stops."""
+    options = {"rounds": 12, "patience": 3, "pick_by": "loss", "lr": 0.5}
+    checked = plan(replace(planned("fedavg").config, **options), make_split(), Net)
+    result = execute(checked, tmp_path / "run").methods["fedavg"]
+    losses = [row.loss_validation for row in result.history]
+    best = int(np.argmin(losses))
+    accuracies = [row.accuracy_validation for row in result.history]
+    assert best != int(np.argmax(accuracies)), "the two should not agree for this to bite"
+    assert (result.picked_by, result.best_rounds) == ("loss_validation", [best])
+    assert result.validation_picked.tolist() == [result.history[best].accuracy]
+    assert result.history[-1].round == best + 3 == result.stops[0]
+    folder = RunFolder(tmp_path / "run")
+    found = score(federation(), lambda client: folder.model("fedavg", 0, best=True))
+    assert found == pytest.approx(result.history[best].accuracy)
+    assert read_run(folder.path).results["fedavg"].validation_picked.tolist() == [found]
+    with pytest.raises(Stopped):
+        execute(checked, tmp_path / "again", observer=stop_after(2))
+    execute(checked, tmp_path / "again", resume=True)
+    same(folder.path, tmp_path / "again")
+
+
+def test_the_loss_on_validation_samples_is_theirs(tmp_path):
+    """A run that tests the held-out samples has their loss as its own."""
+    data = make_split()
+    config = replace(planned("fedavg", rounds=2).config, pick_by="loss")
+    picked = execute(plan(config, data, Net), tmp_path / "picked").methods["fedavg"].history
+    tested = replace(data, test=data.validation, validation=data.test)
+    plain = (
+        execute(plan(planned("fedavg", rounds=2).config, tested, Net), tmp_path / "plain")
+        .methods["fedavg"]
+        .history
+    )
+    assert [row.loss_validation for row in picked] == pytest.approx([row.loss for row in plain])
+    assert all(row.loss_validation is None for row in plain)
 
 
 def test_without_a_folder_they_are_in_the_result(tmp_path):
@@ -341,9 +386,11 @@ def test_a_federation_keeps_the_best_global_model(tmp_path):
     assert len(list((folder.path / "models" / "best").rglob("*.safetensors"))) == 1
 
 
-def test_a_federation_refuses_patience():
+@pytest.mark.parametrize("option", [{"patience": 3}, {"pick_by": "loss"}])
+def test_a_federation_has_the_best_round_by_its_score_and_does_not_stop_early(option):
     pytest.importorskip("flwr", reason="Flower is not installed")
     from fedala.flower.experiment import read_run_config
 
-    with pytest.raises(UserError, match="patience is not for federations"):
-        read_run_config({"patience": 3})
+    [name] = option
+    with pytest.raises(UserError, match=f"{name}.*federation|federation.*{name}"):
+        read_run_config(option)

@@ -219,11 +219,13 @@ def test_a_finished_sweep_gets_more_rounds_and_seeds(tmp_path):
 # --- the winner ----------------------------------------------------------------------------------
 
 
-def made_up(label, validation, test):
-    """A method of one run whose two evaluations have these scores."""
+def made_up(label, validation, test, losses=None):
+    """A method of one run whose evaluations have these scores, and losses on validation samples."""
     history = [
-        HistoryRow(0, round, score, 1.0, score, score_validation=held_out)
-        for round, (held_out, score) in enumerate(zip(validation, test, strict=True))
+        HistoryRow(0, round, score, 1.0, score, score_validation=held_out, loss_validation=loss)
+        for round, (held_out, score, loss) in enumerate(
+            zip(validation, test, losses or [None] * len(test), strict=True)
+        )
     ]
     return MethodResult(label, label, history)
 
@@ -242,6 +244,20 @@ def test_validation_picks_the_point_and_the_round_and_the_test_score_is_of_that_
     sentences = describe_sweep(sweep)
     assert "picked by validation samples: test accuracy 40.00 %" in sentences[0]
     assert "edge of the grid (lr=1 is the smallest)" in sentences[1]
+
+
+def test_a_loss_picks_the_point_and_the_round_if_it_is_asked_for():
+    results = {
+        "m[lr=1]": made_up("m[lr=1]", [0.2, 0.9], [0.5, 0.4], [0.7, 0.6]),
+        "m[lr=2]": made_up("m[lr=2]", [0.8, 0.7], [0.3, 0.99], [0.5, 0.9]),
+    }
+    [sweep] = find_sweeps({"lr": "1,2"}, results)
+    assert sweep.winner == "m[lr=2]"
+    assert sweep.test_score(sweep.winner)["mean"] == 0.3
+    assert [sweep.format_criterion(label) for label in results] == ["0.6", "0.5"]
+    summary = sweep.summary()
+    assert (summary["picked_by"], summary["criterion"]) == ("loss_validation", 0.5)
+    assert find_leaders([*results.values()])[1] == [results["m[lr=2]"]]
 
 
 def test_the_headline_takes_the_point_that_the_sweep_takes():

@@ -297,7 +297,7 @@ def _show(result: RunResult) -> None:
     config = result.config
     sweeps = find_sweeps(config.sweep, result.methods)
     decisive = {
-        label: sweep.criterion(label)
+        label: sweep.format_criterion(label)
         for sweep in sweeps
         if sweep.is_validated
         for label in sweep.results

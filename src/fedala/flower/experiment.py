@@ -152,6 +152,8 @@ def read_run_config(run_config: Mapping[str, Any]) -> tuple[Config, Deployment]:
             "patience is not for federations: their clients save their personal models after the "
             "last of the planned rounds, so leave it out."
         )
+    if config.pick_by != Config().pick_by:
+        raise UserError("In a federation, the score picks the best round: leave out pick_by.")
     options = build(Deployment, deployment)
     check_experiment_name(options.experiment)
     return config, options

@@ -26,6 +26,7 @@ TITLES = {
         for kind, models in FURTHER_MODELS.items()
     },
     "loss": "test loss",
+    "loss_validation": "validation loss",
     "train_loss": "training loss",
     "ala_weight": "mean of W",
     "ala_epochs": "epochs of weight learning",

@@ -66,11 +66,11 @@ def _find_least_width(table: Table, screen: Console) -> int:
     return width
 
 
-def results(methods: Mapping[str, Any], validation: Mapping[str, float] | None = None) -> Table:
+def results(methods: Mapping[str, Any], validation: Mapping[str, str] | None = None) -> Table:
     """Show the `methods` of a run's summary.
 
     Scores are mean ± standard deviation over the runs, in percent if they are shares. `validation`
-    has the scores by which points of a sweep are picked.
+    has the figures by which points of a sweep are picked.
     """
     metric = find_metric(next(iter(methods.values()), {}))
     known = {key for method in methods.values() for key in method[metric.name]}
@@ -92,7 +92,7 @@ def results(methods: Mapping[str, Any], validation: Mapping[str, float] | None =
     for label, method in methods.items():
         scores = [format_figure(metric, method[metric.name].get(key)) for key in shown]
         if validation:
-            scores.append(metric.format(validation[label]) if label in validation else "–")
+            scores.append(validation.get(label, "–"))
         unseen = method.get("newcomers", {}).get(metric.name, {})
         scores += [format_figure(metric, unseen.get(count)) for count in epochs]
         parameters = f"{method['parameters_per_client_and_round']['together']:,}"

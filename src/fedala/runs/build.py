@@ -85,6 +85,7 @@ def build_simulation(plan: Plan, method: Method, **options: Any) -> Simulation:
         join_ratio=config.join_ratio,
         eval_every=config.eval_every,
         eval_clients=config.eval_clients,
+        pick_by=config.pick_by,
         record_weights=int(config.record_weights or 0),
         evaluate=config.evaluated_models,
         metrics_every=config.metrics_every,

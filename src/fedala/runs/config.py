@@ -255,6 +255,12 @@ class Config:
     validation: float = option(
         0.0, "share of the training data to hold out for picking the best round", least=0, most=0.9
     )
+    pick_by: str = option(
+        "score",
+        "what of the validation samples picks the best round, the point of a sweep, and the end "
+        "of a run with patience: the score (such as the accuracy) or the loss",
+        choices=("score", "loss"),
+    )
     patience: int | None = option(
         None,
         "stop a run after so many evaluations without a better one, by the validation samples if "

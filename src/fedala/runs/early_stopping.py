@@ -6,13 +6,21 @@ Both follow from the rows of the history alone, so that a resumed run decides th
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fedala.data import Federation
+from fedala.errors import UserError
+from fedala.options import name_option
 from fedala.records import HistoryRow
+from fedala.runs.config import Config
 from fedala.runs.results import best_row
 
 
-def headline_column(row: HistoryRow) -> str:
-    """Return the column that picks the best round: validation samples if there are any."""
-    return "score" if row.score_validation is None else "score_validation"
+def check_criterion(config: Config, federation: Federation) -> None:
+    """Refuse to pick the best round by a loss on validation samples if there are none."""
+    if config.pick_by != Config().pick_by and not any(map(len, federation.validation)):
+        raise UserError(
+            f"{name_option('pick_by', config.pick_by)} is about validation samples, and there are "
+            f"none: hold some out by {name_option('validation', 0.1)}, or leave it out."
+        )
 
 
 @dataclass
@@ -28,7 +36,7 @@ class RunWatch:
     def add(self, row: HistoryRow) -> bool:
         """Take the next evaluation; tell whether it is the best so far."""
         rows = [row] if self.best is None else [self.best, row]
-        is_best = best_row(rows, headline_column(row)) is row
+        is_best = best_row(rows, row.criterion) is row
         self.last = row
         self.evaluations += 1
         self.since_best = 0 if is_best else self.since_best + 1

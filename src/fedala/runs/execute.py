@@ -14,7 +14,7 @@ from fedala.runs.build import build_preprocessing, build_simulation
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.devices import is_device_error, use_device
 from fedala.runs.digests import Digests
-from fedala.runs.early_stopping import RunWatch, group_runs, headline_column
+from fedala.runs.early_stopping import RunWatch, group_runs
 from fedala.runs.folder import RunFolder
 from fedala.runs.holdout import (
     NEWCOMER_CLIENTS,
@@ -197,7 +197,7 @@ class _BatchRun:
         config = self.plan.config
         for label, result in self.results.items():
             first = result.history[0]
-            result.picked_by = first.metric.columns[headline_column(first)]
+            result.picked_by = first.metric.columns.get(first.criterion, first.criterion)
             watches = self._watch_history(label)
             for seed, watch in zip(self.batch.seeds, watches, strict=True):
                 best, last = watch.best, watch.last

@@ -37,6 +37,7 @@ from fedala.runs.changed_defaults import name_present_defaults
 from fedala.runs.config import Config
 from fedala.runs.defaults import resolve
 from fedala.runs.devices import choose_device
+from fedala.runs.early_stopping import check_criterion
 from fedala.runs.holdout import check_options
 from fedala.runs.losses import REGRESSIONS, describe_large_targets, make_loss
 from fedala.runs.members import (
@@ -220,6 +221,7 @@ def plan(
         federation = hold_out_clients(federation, config.holdout_clients, config.partition_seed)
     if not isinstance(dataset, Federation):  # on Flower, the tests are elsewhere
         check_tested(federation)
+    check_criterion(config, federation)
     if config.resize is not None:  # without effect on data that was loaded with it
         images = resize_images(federation.dataset, config.resize)
         federation = replace(federation, dataset=images)

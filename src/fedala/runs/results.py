@@ -28,7 +28,8 @@ def best_row(rows: Sequence[HistoryRow], column: str) -> HistoryRow | None:
     """
     candidates = [row for row in rows if not math.isnan(_number(row, column))]
     candidates = [row for row in candidates if row.is_full] or candidates
-    choose = max if not rows or rows[0].metric.higher_is_better else min
+    is_loss = column.startswith("loss")
+    choose = max if not rows or (rows[0].metric.higher_is_better and not is_loss) else min
     return choose(candidates, key=lambda row: _number(row, column), default=None)
 
 
@@ -170,14 +171,14 @@ class MethodResult:
     @property
     def validation_picked(self) -> np.ndarray | None:
         """Each run's score in the round that the validation samples pick; None without them."""
-        if self.history[0].score_validation is None:
-            return None
-        return self._picked_by("score_validation", "score")
+        criterion = self.history[0].criterion
+        return None if criterion == "score" else self._picked_by(criterion, "score")
 
     @property
-    def best_validation(self) -> np.ndarray:
-        """Each run's score on the validation samples in the round that they pick."""
-        return self._picked_by("score_validation", "score_validation")
+    def criterion(self) -> float:
+        """The mean over the runs of what picks the round, in that round: points compare by it."""
+        column = self.history[0].criterion
+        return float(self._picked_by(column, column).mean())
 
     @property
     def best_score(self) -> float:
@@ -294,9 +295,8 @@ def find_winners(points: Sequence[MethodResult]) -> list[MethodResult]:
 
     Validation samples decide if there are any, and otherwise test samples.
     """
-    is_validated = are_validated(points)
-    means = [float((one.best_validation if is_validated else one.best).mean()) for one in points]
-    best = points[0].metric.pick_best(means)
+    means = [one.criterion for one in points]
+    best = points[0].history[0].criterion_metric.pick_best(means)
     return [one for one, mean in zip(points, means, strict=True) if mean == best] or [points[0]]
 
 

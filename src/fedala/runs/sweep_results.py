@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from fedala.runs.results import MethodResult, are_validated, describe_spread, find_winners
 from fedala.runs.sweep import Dimension, Point, read_dimensions, split_label
 
@@ -25,11 +23,10 @@ class Sweep:
         """Whether validation samples pick the round and the point."""
         return are_validated(self.results.values())
 
-    def criterion(self, label: str) -> float:
-        """Return the figure by which points are compared: the mean over the seeds."""
+    def format_criterion(self, label: str) -> str:
+        """Return the figure by which points are compared, the mean over the seeds, as text."""
         result = self.results[label]
-        values = result.best_validation if self.is_validated else result.best
-        return float(np.mean(values))
+        return result.history[0].criterion_metric.format(result.criterion)
 
     def test_score(self, label: str) -> dict[str, Any]:
         """Return what a point scores on test samples, in the round that is picked for it."""
@@ -65,11 +62,12 @@ class Sweep:
 
     def summary(self) -> dict[str, Any]:
         """Return the sweep's part of `summary.json`."""
-        metric = self.results[self.winner].metric
+        winner = self.results[self.winner]
+        metric, criterion = winner.metric, winner.history[0].criterion
         return {
             "winner": self.winner,
-            "picked_by": metric.columns["score_validation" if self.is_validated else "score"],
-            "criterion": self.criterion(self.winner),
+            "picked_by": metric.columns.get(criterion, criterion),
+            "criterion": winner.criterion,
             metric.name: self.test_score(self.winner),
             "at_the_edge": self.edges(),
         }

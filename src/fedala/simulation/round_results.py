@@ -79,12 +79,13 @@ class RoundResults:
         models: Sequence[ModelFigures] = (),
         *,
         metric: Metric,
-        validates: bool,
+        validated: Sequence[str] = (),
         **cells: Any,
     ) -> HistoryRow:
         """Make the row of one run, with the score of `clients`; `cells` are its other fields.
 
-        Further kinds of `models` get a column each for their score.
+        Further kinds of `models` get a column each for their score. `validated` says what of the
+        validation samples is recorded: `score`, `loss`.
         """
         further = {
             f"{metric.name}_{model}": figures[metric.name]
@@ -92,13 +93,14 @@ class RoundResults:
             if model != INITIALIZED and metric.name in figures
         }
         score, loss = self.scores.share(run, clients, 0)
-        validation = self.scores.share(run, clients, 1)[0] if validates else None
+        if validated:
+            figures = dict(zip(("score", "loss"), self.scores.share(run, clients, 1), strict=True))
+            cells |= {f"{name}_validation": figures[name] for name in validated}
         return HistoryRow(
             round=self.request.round - 1,
             score=score,
             loss=loss,
             score_joined=self.scores.share(run, self.joined[run], 0)[0],
-            score_validation=validation,
             metrics={**self._average_metrics(run), **further},
             uploaded=self.uploaded,
             seconds=time.perf_counter() - self.began,

@@ -55,6 +55,7 @@ class Simulation:
         eval_every: int = 1,
         eval_clients: str = "all",
         validates: bool | None = None,
+        pick_by: str = "score",
         on_divergence: str = "skip",
         on_fault: Callable[[Fault], None] = lambda fault: None,
         on_message: Callable[[str], None] = lambda message: None,
@@ -72,18 +73,17 @@ class Simulation:
         Without a `transport`, the clients are on this machine, and `local_options` are those of
         `LocalTransport`. With `variants` of the method, each of them runs with every seed; the
         runs of the first variant come first. `validates` tells whether validation samples are
-        tested; by default, if there are any. Every `record_weights` rounds (0: never), evaluations
-        tell how W is spread, at the first evaluation from there on. `evaluate` names the kinds of
-        models to test (`records.MODEL_KINDS`); `metrics_every` is that of `EvaluationSchedule`.
-        The last `held_out` clients of the task take no part, and are tested as `Newcomers`.
+        tested, by default if there are any; with `pick_by="loss"`, rows have their loss, too. Every
+        `record_weights` rounds, evaluations tell how W is spread. `evaluate` names kinds of models
+        (`records.MODEL_KINDS`), `metrics_every` is that of `EvaluationSchedule`, and the last
+        `held_out` clients of the task are tested as `Newcomers`.
         """
         method.check_model(task.ordered_model)
         task, initial = extend_task(task, initial, method.head, method.title)
         if variants:
             task.rule = UpdateRule.of([variant.recipe.optimizer for variant in variants])
         method.check_optimizer(task.rule)
-        self.method, self.task = method, task
-        self.rounds, self.join_ratio = rounds, join_ratio
+        self.method, self.task, self.rounds, self.join_ratio = method, task, rounds, join_ratio
         #: By run: its seed, and the number of its variant.
         self.seeds = tuple(seeds) * max(1, len(variants))
         self.variants = [i for i in range(max(1, len(variants))) for _ in seeds]
@@ -92,7 +92,8 @@ class Simulation:
         if validates is None:
             known = len(task.parts["train"]) - held_out
             validates = any(len(rows) for rows in task.parts["validation"][:known])
-        self.parts = parts = ["test", "validation"] if validates else ["test"]
+        self.validated = list(dict.fromkeys(("score", pick_by))) if validates else []
+        parts = ["test", "validation"] if validates else ["test"]
         models = {seed: initial(seed) for seed in seeds}
         self.initial = [models[seed] for seed in self.seeds]
         own = [variants[i] for i in self.variants] if variants else ()
@@ -387,7 +388,7 @@ class Simulation:
                 run,
                 clients,
                 models,
-                validates="validation" in self.parts,
+                validated=self.validated,
                 seed=self.seeds[run],
                 sent=self.further_models.count_numbers(work.sent[run]),
                 diverged=sum(n for lane, n in diverged.items() if lane[0] == run),

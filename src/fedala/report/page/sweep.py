@@ -45,8 +45,7 @@ def _make_table(sweep: Sweep) -> Table:
     rows: list[Row] = []
     for label, point in sweep.points.items():
         values = [point.get(name, "–") for name in names]
-        criterion = metric.format(sweep.criterion(label))
-        rows.append([*values, criterion, _score(sweep, label)])
+        rows.append([*values, sweep.format_criterion(label), _score(sweep, label)])
     return Table(caption, [*names, f"Best on {by}", "Test"], rows, style="figures")
 
 
