@@ -11,6 +11,10 @@ class UserError(ValueError):
         super().__init__(printable(sentence, 1000))
 
 
+class MethodError(UserError):
+    """A function of a method that returns or changes what it should not."""
+
+
 class RunError(Exception):
     """A run that cannot continue, although its input is sound. Its finished rounds are kept."""
 

@@ -121,3 +121,42 @@ def test_a_method_that_two_samples_do_not_serve_is_taken(call):
             return super().train(cohort, initialized, received, state)
     """)
     assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """
+        def aggregate(self, server, uploads, server_round):
+            if len(server_round.clients) < 6:
+                raise UserError("Krum needs at least 6 clients.")
+            return super().aggregate(server, uploads, server_round)
+        """,
+        """
+        def init_server(self, task, initial, server_round):
+            if len(server_round.clients) < 6:
+                raise UserError("Krum needs at least 6 clients.")
+            return super().init_server(task, initial, server_round)
+        """,
+    ],
+)
+def test_a_method_may_refuse_few_clients(call, body):
+    """The rehearsal has fewer clients than the run, and only the run's are too few."""
+    begin = textwrap.dedent(body).replace("raise", "from fedala.errors import UserError; raise")
+    for clients, code in (("6", 0), ("5", 2)):
+        answer = call(begin, "--clients", clients, "--rounds", "1", "--force")
+        assert answer.exit_code == code, answer.output
+    assert "Krum needs at least 6 clients." in answer.stderr
+
+
+def test_newcomers_do_not_make_clients_fewer_for_a_method(call):
+    answer = call(
+        """
+        def init_server(self, task, initial, server_round):
+            if len(server_round.clients) < 5:
+                raise RuntimeError("too few")
+            return super().init_server(task, initial, server_round)
+        """,
+        *["--clients", "6", "--holdout-clients", "1"],
+    )
+    assert answer.exit_code == 0, answer.output

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedala.errors import UserError
+from fedala.errors import MethodError
 from fedala.lanes import Message
 from fedala.lanes.parameters import list_few
 from fedala.lanes.trees import leaves
@@ -37,7 +37,7 @@ def forbid_changes(method: Method, function: str, **given: Any) -> Iterator[None
         if after.pop(path, None) is not leaf or _count_writes(leaf) != writes
     ]
     if changed := [*changed, *after]:  # what is left has been added
-        raise UserError(
+        raise MethodError(
             f"{unwrap(method).title}: {function} changes {list_few(changed)}, and must leave what "
             "it was given as it is. Make a new tensor (0.9 * m + g, and not m.mul_(0.9).add_(g)), "
             "in a new dict."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedala.errors import UserError
+from fedala.errors import MethodError
 from fedala.lanes import Cohort, Message, Params, State
 from fedala.lanes.parameters import list_few
 from fedala.lanes.trees import leaves, take
@@ -32,7 +32,7 @@ def check_tensors(
     With `lanes`, each of them must have so many.
     """
     if not isinstance(found, dict):
-        raise UserError(
+        raise MethodError(
             f"{method.title}: {function} must return {wanted}, and it returns {_describe(found)}."
         )
     for path, value in _list_entries(found, part):
@@ -45,7 +45,9 @@ def check_tensors(
         else:
             wanted = "It must be a tensor, or a dict of tensors by name"
         where = f" under {path!r}" if path else ""
-        raise UserError(f"{method.title}: {function} returns {_describe(value)}{where}. {wanted}.")
+        raise MethodError(
+            f"{method.title}: {function} returns {_describe(value)}{where}. {wanted}."
+        )
     return found
 
 
@@ -69,7 +71,7 @@ def check_like(
         one, other = own.get(path), expected.get(path)
         is_excused = (may_lack and one is None) or (may_add and other is None)
         if one != other and not is_excused:
-            raise UserError(
+            raise MethodError(
                 f"{method.title}: {function} returns {one or 'nothing'} under {path!r}, where "
                 f"{owner} has {other or 'nothing'}. Names, types and shapes must be the same."
             )
@@ -80,7 +82,7 @@ def check_aggregated(method: Method, before: State, after: Any) -> State:
     wanted = 'the server\'s new state, a dict such as {"global": uploads.average().model}'
     state = check_tensors(method, "aggregate", after, wanted=wanted)
     if missing := [name for name in before if name not in state]:
-        raise UserError(
+        raise MethodError(
             f"{method.title}: the state that aggregate returns lacks {list_few(missing)}, which "
             "the server's state has before: return the whole new state."
         )
@@ -92,7 +94,7 @@ def check_aggregated(method: Method, before: State, after: Any) -> State:
 def find_widths(method: Method, function: str, message: Any) -> set[int]:
     """Return the numbers of lanes of a message's tensors; refuse what is not a message of such."""
     if not isinstance(message, Message):
-        raise UserError(
+        raise MethodError(
             f"{method.title}: {function} must return a Message, and it returns "
             f"{_describe(message)}."
         )
@@ -106,7 +108,7 @@ def check_message(method: Method, message: Any, clients: int, function: str = "s
     """Refuse a message that is neither one lane for all clients nor one for each."""
     widths = find_widths(method, function, message)
     if len(widths) > 1 or not widths <= {1, clients}:
-        raise UserError(
+        raise MethodError(
             f"{method.title} sends tensors of {sorted(widths)} lanes to {clients} clients. "
             "All tensors of a message must have one lane for all clients, or one for each."
         )
@@ -165,7 +167,7 @@ def check_upload(method: Method, cohort: Cohort, initialized: Params, upload: Me
     """Refuse tensors without a lane for each client, and extra tensors that were not announced."""
     widths = find_widths(method, "train", upload)
     if widths - {len(cohort)}:
-        raise UserError(
+        raise MethodError(
             f"{method.title} uploads tensors of {sorted(widths)} lanes for {len(cohort)} clients. "
             "All tensors of an upload must have one lane for each client."
         )
@@ -190,7 +192,7 @@ def _check_pair(
     """Refuse what is no tuple of these; a `Message` is a tuple, too, but only one thing."""
     is_pair = isinstance(found, tuple) and not isinstance(found, Message) and len(found) == 2
     if not is_pair or not all(map(isinstance, found, kinds)):
-        raise UserError(
+        raise MethodError(
             f"{method.title}: {function} must return {wanted}, and it returns {_describe(found)}."
         )
     return found

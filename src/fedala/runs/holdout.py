@@ -60,10 +60,10 @@ def check_method(method: Method) -> None:
         raise UserError(f"{method.title} takes no newcomers: {method.refuses_newcomers}.")
 
 
-def rehearse_newcomers(method: Method, task: Task, initial: Params) -> None:
-    """Send a message to newcomers of a federation of two clients; refuse one for each client."""
+def rehearse_newcomers(method: Method, task: Task, initial: Params, population: int) -> None:
+    """Send a message to newcomers of a federation of some clients; refuse one for each client."""
     check_method(method)
-    clients, sizes = [0, 1], [2, 2]
+    clients, sizes = list(range(population)), [2] * population
     shared = method.shared_part(task, initial)
     server = init_server_state(method, task, shared, ServerRound(0, 0, 1, clients, sizes))
     message = method.send_to_newcomers(server, ServerRound(0, 1, 1, clients, sizes))

@@ -7,7 +7,7 @@ import numpy as np
 from torch import nn
 
 from fedala.data import Federation
-from fedala.errors import UserError
+from fedala.errors import MethodError
 from fedala.lanes.heads import Start, extend_task
 from fedala.lanes.losses import Loss
 from fedala.lanes.parameters import list_few, model_state
@@ -49,9 +49,12 @@ def rehearse(
         task, begin = _make_task(member, model, federation, loss, clients=1)
         start = begin(0)
         shared = check_tensors(method, "shared_part", method.shared_part(task, start), lanes=1)
-        init_server_state(method, task, shared, ServerRound(0, 0, 1, [0], [2]))
+        # A user's method may refuse few clients, so its server begins with those of the run.
+        population = len(federation.known.train) if is_own(method) else 1
+        begin_server = ServerRound(0, 0, 1, list(range(population)), [2] * population)
+        init_server_state(method, task, shared, begin_server)
         if federation.held_out:
-            rehearse_newcomers(method, task, start)
+            rehearse_newcomers(method, task, start, max(2, population))
         state = init_client_state(method, task, start)
         check_personal_models(method, state)
         if is_own(method):
@@ -89,7 +92,8 @@ def _rehearse_rounds(member: Member, task: Task, start: Start) -> None:
     """Let a user's method do two rounds, its clients alone and side by side.
 
     What any of its functions returns or changes is refused here as in the run. If anything else
-    fails, two samples may be too few for it: the run will show it.
+    fails, the samples or clients may be too few for it, also if it says so in a `UserError` of its
+    own: the run will show it.
     """
     join_ratio = 1.0 if member.config.join_ratio == 1 else 0.5
     options: dict[str, Any] = {"rounds": 2, "join_ratio": join_ratio}
@@ -99,7 +103,7 @@ def _rehearse_rounds(member: Member, task: Task, start: Start) -> None:
             simulation = Simulation(member.method, task, start, lanes=lanes, **options)
             for _ in simulation.run(lambda model: None):
                 pass
-    except UserError:
+    except MethodError:
         raise
     except Exception:  # whatever the user's method may raise
         return

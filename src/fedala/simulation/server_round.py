@@ -1,6 +1,6 @@
 """The server's part of a round: its state, what it sends, and what it makes of the uploads."""
 
-from fedala.errors import UserError
+from fedala.errors import MethodError
 from fedala.lanes import Message, Params, State, Task, Uploads
 from fedala.methods import Method, ServerRound
 from fedala.methods.given import forbid_changes
@@ -16,7 +16,7 @@ def init_server_state(
         found = method.init_server(task, shared, server_round)
     state = check_tensors(method, "init_server", found, wanted="the server's state, a dict")
     if "global" not in state and type(unwrap(method)).send is Method.send:
-        raise UserError(
+        raise MethodError(
             f"{method.title}: init_server returns nothing under 'global', which is what the "
             "server sends if the class does not override send."
         )
