@@ -16,6 +16,7 @@ from fedala.errors import UserError
 from fedala.flower.experiment import read_run_config
 from fedala.flower.server import serve
 from fedala.methods import catalogue, registry
+from fedala.runs import rehearsal
 from fedala.runs.folder import RunFolder
 
 SOURCE = METHOD.replace("@register\n", "").replace('"fedsim"', '"mine"')
@@ -33,7 +34,9 @@ def test_a_run_config_cannot_make_a_node_execute_code(own_code, options):
     assert not (own_code / "executed").exists()
 
 
-def test_an_imported_method_becomes_a_part_of_the_app(own_code):
+def test_an_imported_method_becomes_a_part_of_the_app(own_code, monkeypatch):
+    rehearsed = []
+    monkeypatch.setattr(rehearsal, "_rehearse_rounds", lambda *given: rehearsed.append(given))
     (own_code / "mine.py").write_text(SOURCE)
     options = "--method mine --clients 2 --rounds 1 --partition iid --batch-size 200"
     command = ["flower", "new", "new-app", "--import", "mine.py", *options.split()]
@@ -52,6 +55,7 @@ def test_an_imported_method_becomes_a_part_of_the_app(own_code):
     grid = InProcessGrid(loaded.client, 2, own_code / "states", values)
     result = serve(grid, values)
     assert list(RunFolder(own_code / "here").history()) == ["mine"] == list(result.methods)
+    assert len(rehearsed) == 2  # by `flower new` and by the server, and by no client
 
 
 @pytest.mark.parametrize("name", ["app.py", "not-a-name.py"])

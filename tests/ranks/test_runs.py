@@ -133,7 +133,7 @@ def test_without_a_folder_the_models_are_in_the_result():
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_what_any_rank_refuses_is_refused(monkeypatch, who):
-    def refuse(config):
+    def refuse(config, **options):
         if is_leader() == (who == 0):
             raise UserError("The data are not on this machine.")
         return planned("fedala")
@@ -142,6 +142,19 @@ def test_what_any_rank_refuses_is_refused(monkeypatch, who):
     with pytest.raises(UserError, match="The data are not on this machine") as caught:
         run_ranks(2, lambda group: Leader(group).plan(Config()), lead._serve)
     assert str(caught.value).startswith("Rank 1 cannot take part: ") == (who == 1)
+
+
+def test_rank_0_alone_rehearses(monkeypatch):
+    found = {}
+
+    def refuse(config, is_rehearsed=False):
+        found[is_leader()] = is_rehearsed
+        raise UserError("No.")
+
+    monkeypatch.setattr(lead, "plan", refuse)
+    with pytest.raises(UserError, match="No"):
+        run_ranks(2, lambda group: Leader(group).plan(Config()), lead._serve)
+    assert found == {True: False, False: True}
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path, monkeypatch):
@@ -167,7 +180,7 @@ def is_leader():
 def test_ranks_with_other_data_are_refused(monkeypatch):
     """The clients of the other rank would not be those that rank 0 plans with."""
 
-    def make_plan(config):
+    def make_plan(config, **options):
         made = planned("fedala")
         if is_leader():
             return made

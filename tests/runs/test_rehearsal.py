@@ -6,6 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fedala.cli.app import app
+from fedala.methods import import_methods
+from fedala.runs.config import Config
+from fedala.runs.job_process import _plan_job
+from fedala.runs.plan import plan
 
 HEAD = """
 import torch
@@ -160,3 +164,74 @@ def test_newcomers_do_not_make_clients_fewer_for_a_method(call):
         *["--clients", "6", "--holdout-clients", "1"],
     )
     assert answer.exit_code == 0, answer.output
+
+
+# --- how often ------------------------------------------------------------------------------------
+
+COUNTING = """
+from dataclasses import dataclass
+from fedala.options import option
+
+@dataclass(frozen=True)
+class Mine(Method):
+    name, title, summary = "mine", "Mine", "FedAvg"
+    has_personal_models = False
+    mu: float = option(0.5, "a number")
+    steps: int = option(1, "another")
+
+    def train(self, cohort, initialized, received, state):
+        with open("widths", "a") as file:
+            file.write(f"{len(cohort)} ")
+        return super().train(cohort, initialized, received, state)
+"""
+
+
+@pytest.fixture
+def rehearsed_widths(own_code):
+    """Return a function that plans a run; it returns the cohort of each training."""
+    code = HEAD[: HEAD.index("class")] + COUNTING
+
+    def list_widths(prepare=plan, **options):
+        (own_code / "mine.py").write_text(code)
+        import_methods(["mine.py"])
+        values = {"imports": ["mine.py"], "method": "mine", "clients": 3, "device": "cpu"}
+        if prepare is plan:
+            plan(Config.from_values({**values, **options}))
+        else:
+            prepare({**values, **options}, {"device": "cpu", "number": 0})
+        path = own_code / "widths"
+        return path.read_text().split() if path.exists() else []
+
+    return list_widths
+
+
+@pytest.mark.parametrize("join_ratio", [1.0, 0.3])
+def test_a_rehearsal_has_a_round_one_by_one_and_a_round_side_by_side(rehearsed_widths, join_ratio):
+    assert rehearsed_widths(join_ratio=join_ratio) == ["1", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "rehearsals"),
+    [
+        ({"lr": "0.1,0.01,0.001"}, 1),
+        ({"batch_size": "5,10"}, 1),
+        ({"mine.mu": "0.1,0.5,1"}, 1),
+        ({"mine.mu": "0,0.5,1"}, 2),
+        ({"mine.steps": "1,2,3", "lr": "0.1,0.01"}, 3),
+        ({"momentum": "0,0.5,0.9"}, 2),
+    ],
+)
+def test_points_of_a_sweep_that_take_the_same_steps_are_rehearsed_once(
+    rehearsed_widths, sweep, rehearsals
+):
+    assert len(rehearsed_widths(sweep=sweep)) == 3 * rehearsals
+
+
+def test_all_methods_are_rehearsed_once(rehearsed_widths, monkeypatch):
+    names = ["fedavg", "mine"]
+    monkeypatch.setattr("fedala.runs.all_methods.list_methods", lambda: names)
+    assert len(rehearsed_widths(method=",".join(names))) == 3
+
+
+def test_a_job_leaves_the_rehearsal_to_the_process_that_started_it(rehearsed_widths):
+    assert rehearsed_widths(_plan_job) == []

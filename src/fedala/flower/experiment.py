@@ -182,9 +182,12 @@ class Experiment:
         return len(self.task.parts["train"])
 
     @classmethod
-    def build(cls, config: Config, samples: Federation, custom: CustomApp | None) -> "Experiment":
+    def build(
+        cls, config: Config, samples: Federation, custom: CustomApp | None, is_client: bool = False
+    ) -> "Experiment":
         """Plan the run on samples that are already divided among clients."""
-        planned = plan(config, samples, custom.model if custom else None)
+        # A client leaves the rehearsal to the server: it may plan the run for every message.
+        planned = plan(config, samples, custom.model if custom else None, is_rehearsed=is_client)
         if is_standard(planned.config.normalize):
             # A node would fit figures to the samples that it can read, which may be its own alone.
             raise UserError(NO_STANDARD)
@@ -260,7 +263,8 @@ def prepare_client(context: Context, custom: CustomApp | None) -> tuple[Experime
         alone = federate(data, "iid", 1, config.partition_seed, config.validation)
         others = (np.arange(0),) * number  # the samples of other clients are on other machines
         parts = {part: others + getattr(alone, part) for part in PARTS}
-        return Experiment.build(config, Federation(alone.dataset, **parts), custom), number
+        own = Federation(alone.dataset, **parts)
+        return Experiment.build(config, own, custom, is_client=True), number
     experiment = _prepare_node(config, context.node_config)
     if number >= experiment.population:
         last = experiment.population - 1
@@ -289,7 +293,7 @@ def _prepare_node(config: Config, node_config: Mapping[str, Any]) -> Experiment:
 
 def _plan_node(config: Config, node_config: Mapping[str, Any]) -> Experiment:
     samples = read_node_samples(config, node_config)
-    return Experiment.build(replace(config, data_dir=None), samples, None)
+    return Experiment.build(replace(config, data_dir=None), samples, None, is_client=True)
 
 
 def set_threads(node_config: Mapping[str, Any]) -> None:

@@ -226,7 +226,7 @@ def _serve(group: RankGroup) -> None:
     config = group.share()
     if not isinstance(config, Config):  # rank 0 has refused the run
         return
-    own = attempt(lambda: plan(config), group.rank)
+    own = attempt(lambda: plan(config, is_rehearsed=True), group.rank)
     group.gather(own if isinstance(own, Failure) else _describe_sources(own))
     if not group.share() or isinstance(own, Failure):
         group.share()  # the end

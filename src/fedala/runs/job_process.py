@@ -81,5 +81,6 @@ def carry_out_job(order: Mapping[str, Any], parent: Parent) -> int:
 
 def _plan_job(values: Mapping[str, Any], order: Mapping[str, Any]) -> Plan:
     """Return the plan of one group of a run, on a device of its own."""
-    whole = plan(configure({**values, "device": order["device"]}))
+    config = configure({**values, "device": order["device"]})
+    whole = plan(config, is_rehearsed=True)
     return replace(whole, groups=(whole.groups[order["number"]],))

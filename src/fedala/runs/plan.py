@@ -191,10 +191,13 @@ def plan(
     dataset: Dataset | Federation | None = None,
     model: MakeModel | None = None,
     loss: LossFunction | None = None,
+    *,
+    is_rehearsed: bool = False,
 ) -> Plan:
     """Check a config, load its data, and resolve every value. Nothing is written.
 
-    The code that the config names is executed.
+    The code that the config names is executed. With `is_rehearsed`, the process that leads the run
+    has rehearsed the rounds of a user's own methods, and this one does not.
     """
     import_methods(config.import_names)
     own_function = None
@@ -249,14 +252,21 @@ def plan(
     layers = learn_order(skeleton, first_inputs(skeleton, federation.dataset))
     note_layers(rehearsed, layers)
     try_batch_of_one(rehearsed, federation, config.batch_size)
-    if is_all:
-        config, more = keep_possible(
-            config, lambda own: _check_methods(own, skeleton, rehearsed, federation, chosen_loss)
+    rehearsals: dict[str, Rehearsal] = {}
+
+    def check_methods(own: Config) -> None:
+        members = _check_methods(own, skeleton, federation.dataset)
+        rehearsals.update(
+            rehearse(members, rehearsed, federation, chosen_loss, is_rehearsed=is_rehearsed)
         )
+
+    if is_all:
+        config, more = keep_possible(config, check_methods)
         notes += more
     if loss is not None:
         try_loss(chosen_loss, rehearsed, federation.dataset)
-    rehearsals = _check_methods(config, skeleton, rehearsed, federation, chosen_loss)
+    if not is_all:
+        check_methods(config)
     notes += describe_large_targets(chosen_loss, federation)
     checked = Plan(
         config,
@@ -282,20 +292,14 @@ def _check_options(config: Config) -> None:
     check_options(config, [member.method for member in members])
 
 
-def _check_methods(
-    config: Config,
-    skeleton: nn.Module,
-    rehearsed: nn.Module,
-    federation: Federation,
-    loss: Loss,
-) -> dict[str, Rehearsal]:
-    """Refuse methods that do not go with model and loss; rehearse the others."""
-    members = make_members(config, federation.dataset)
+def _check_methods(config: Config, skeleton: nn.Module, data: Dataset) -> list[Member]:
+    """Refuse methods that do not go with the model; return the members of the run."""
+    members = make_members(config, data)
     check_optimizers(members)
     for member in members:
         member.method.check_model(skeleton)
         check_schedule(member.config)
-    return rehearse(members, rehearsed, federation, loss)
+    return members
 
 
 def load_dataset(config: Config) -> Dataset:

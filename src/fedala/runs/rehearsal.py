@@ -1,6 +1,7 @@
 """Rehearse the methods of a run with two samples, before it starts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import nn
 
 from fedala.data import Federation
 from fedala.errors import MethodError
+from fedala.lanes import UpdateRule
 from fedala.lanes.heads import Start, extend_task
 from fedala.lanes.losses import Loss
 from fedala.lanes.parameters import list_few, model_state
@@ -22,6 +24,7 @@ from fedala.runs.members import Member
 from fedala.runs.own_code import check_personal_models
 from fedala.simulation import Simulation
 from fedala.simulation.client_round import init_client_state
+from fedala.simulation.local_transport import LocalTransport
 from fedala.simulation.server_round import init_server_state
 
 
@@ -37,13 +40,20 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(
-    members: Sequence[Member], model: nn.Module, federation: Federation, loss: Loss
+    members: Sequence[Member],
+    model: nn.Module,
+    federation: Federation,
+    loss: Loss,
+    *,
+    is_rehearsed: bool = False,
 ) -> dict[str, Rehearsal]:
     """Make server and client once, with two samples, so that a method can refuse model or loss.
 
-    A user's own method does a few rounds. Returns what was found, by label.
+    A user's own method also does two rounds, unless another process of the run has done that
+    (`is_rehearsed`). Points of a sweep that take the same steps do them once. Returns what was
+    found, by label.
     """
-    found = {}
+    found, kinds = {}, list[Any]()
     for member in members:
         method = member.method
         task, begin = _make_task(member, model, federation, loss, clients=1)
@@ -57,8 +67,12 @@ def rehearse(
             rehearse_newcomers(method, task, start, max(2, population))
         state = init_client_state(method, task, start)
         check_personal_models(method, state)
-        if is_own(method):
-            _rehearse_rounds(member, *_make_task(member, model, federation, loss, clients=4))
+        kind = _list_choices(method), UpdateRule.of([member.config.recipe().optimizer])
+        if is_own(method) and not is_rehearsed and kind not in kinds:
+            kinds.append(kind)
+            # If only some take part, one more: two of them are side by side, and one is absent.
+            clients = 2 if member.config.join_ratio == 1 else 3
+            _rehearse_rounds(member, *_make_task(member, model, federation, loss, clients))
         sizes = {name: value.numel() for name, value in task.model.named_parameters()}
         found[member.label] = Rehearsal(
             count_bytes(state), _list_governed(method, task, shared), sizes
@@ -88,21 +102,35 @@ def _make_task(
     return extend_task(task, lambda seed: dict(initial), member.method.head, member.method.title)
 
 
+def _list_choices(value: Any) -> Any:
+    """Return what a method's steps depend on: of a number with decimals, only if it is zero."""
+    if is_dataclass(value):
+        values = {one.name: _list_choices(getattr(value, one.name)) for one in fields(value)}
+        return type(value), values
+    return bool(value) if isinstance(value, float) else value
+
+
 def _rehearse_rounds(member: Member, task: Task, start: Start) -> None:
-    """Let a user's method do two rounds, its clients alone and side by side.
+    """Let two clients of a user's method do a round one by one, and another side by side.
+
+    One by one comes first: what they share side by side cannot be written to, which torch would
+    say in its own words.
 
     What any of its functions returns or changes is refused here as in the run. If anything else
     fails, the samples or clients may be too few for it, also if it says so in a `UserError` of its
     own: the run will show it.
     """
-    join_ratio = 1.0 if member.config.join_ratio == 1 else 0.5
-    options: dict[str, Any] = {"rounds": 2, "join_ratio": join_ratio}
+    clients = len(task.parts["train"])
+    # What only saves time need not be tried.
+    task.uses_vmap = task.uses_channels_last = False
+    options: dict[str, Any] = {"rounds": 2, "join_ratio": 2 / clients}
     options["evaluate"] = member.config.evaluated_models
     try:
-        for lanes in (1, None):
-            simulation = Simulation(member.method, task, start, lanes=lanes, **options)
-            for _ in simulation.run(lambda model: None):
-                pass
+        simulation = Simulation(member.method, task, start, lanes=1, **options)
+        simulation.step(1, train=True)
+        assert isinstance(simulation.transport, LocalTransport)
+        simulation.transport.lanes = clients
+        simulation.step(2, train=True)
     except MethodError:
         raise
     except Exception:  # whatever the user's method may raise
