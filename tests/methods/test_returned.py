@@ -1,17 +1,18 @@
 """A method whose functions return something else than they should is refused in one sentence."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from small import ragged_task, start_of
+from small import Net, ragged_task, start_of
 
 from fedala.errors import UserError
 from fedala.lanes import Message, tree_map
 from fedala.lanes.trees import take
 from fedala.lanes.weight_learning import Settings
-from fedala.methods import Method, register
+from fedala.methods import Method, register, returned
 from fedala.methods.with_ala import WithALA
 from fedala.options import option
 from fedala.simulation import Simulation
@@ -251,6 +252,27 @@ def test_only_a_method_of_all_clients_may_extend_the_state_while_it_initialises(
     method = keeping(("local",), ("local", "after"), Extends)
     assert "under 'state/after/conv.weight', where the state of init_client has" in refuse(method)
     run(type("All", (type(method),), {"requires_all_clients": True})())
+
+
+# --- the cost -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [1, None])
+def test_what_is_as_it_should_be_is_not_described(lanes, monkeypatch):
+    """Sentences about each tensor of each client would take longer than the checks."""
+
+    def describe(value):
+        raise AssertionError("a description that nobody reads")
+
+    monkeypatch.setattr(returned, "_describe", describe)
+    run(keeping(("local",), ("local",)), lanes=lanes, evaluate=("initialized", "trained"))
+
+
+def test_another_model_of_a_task_has_its_own_shapes():
+    task = ragged_task(SIZES)
+    for classes in (3, 5):
+        task.use_model(Net(classes))
+        list(Simulation(Mine(), task, start_of(task, partial(Net, classes))).run())
 
 
 # --- the class ------------------------------------------------------------------------------------

@@ -34,7 +34,11 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield every leaf with its path: `{"local": {"fc.bias": t}}` gives `("local/fc.bias", t)`."""
     if isinstance(tree, dict | tuple | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from leaves(value, f"{prefix}/{key}" if prefix else str(key))
+            path = f"{prefix}/{key}" if prefix else str(key)
+            if isinstance(value, dict | tuple | list):
+                yield from leaves(value, path)
+            else:  # a generator for each leaf would cost more than the rest
+                yield path, value
     else:
         yield prefix, tree
 

@@ -6,9 +6,10 @@ errors of torch or of a checkpoint, in some rounds or with some numbers of lanes
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedala.errors import MethodError
 from fedala.lanes import Cohort, Message, Params, State
@@ -16,6 +17,10 @@ from fedala.lanes.parameters import list_few
 from fedala.lanes.trees import leaves, take
 from fedala.methods.base import Method
 from fedala.methods.wrapper import Wrapper
+
+_shapes: WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, torch.Size]]] = (
+    WeakKeyDictionary()
+)
 
 
 def check_tensors(
@@ -37,7 +42,7 @@ def check_tensors(
         )
     for path, value in _list_entries(found, part):
         if isinstance(value, Tensor):
-            if lanes is None or value.shape[:1] == (lanes,):
+            if lanes is None or (value.dim() and len(value) == lanes):
                 continue
             wanted = f"Its first dimension must be the lane, and its length {lanes}"
         elif isinstance(value, dict) and not value:
@@ -63,18 +68,23 @@ def check_like(
     may_add: bool = True,
 ) -> None:
     """Refuse what has a tensor that is not like that of a template, whose `owner` is named."""
-    own, expected = (
-        {path: _describe(value) for path, value in _list_entries(tree, part) if tree}
-        for tree in (found, template)
-    )
+    own, expected = (dict(_list_entries(tree, part)) if tree else {} for tree in (found, template))
     for path in {**expected, **own}:
         one, other = own.get(path), expected.get(path)
         is_excused = (may_lack and one is None) or (may_add and other is None)
-        if one != other and not is_excused:
+        if not is_excused and not _are_alike(one, other):
+            has, should = ("nothing" if v is None else _describe(v) for v in (one, other))
             raise MethodError(
-                f"{method.title}: {function} returns {one or 'nothing'} under {path!r}, where "
-                f"{owner} has {other or 'nothing'}. Names, types and shapes must be the same."
+                f"{method.title}: {function} returns {has} under {path!r}, where {owner} has "
+                f"{should}. Names, types and shapes must be the same."
             )
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Tell whether two tensors have one type and shape, or two other things would be called so."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.dtype == other.dtype and one.shape == other.shape)
+    return one is not None and other is not None and _describe(one) == _describe(other)
 
 
 def check_aggregated(method: Method, before: State, after: Any) -> State:
@@ -128,13 +138,23 @@ def check_initialized(
     task, lanes = cohort.task, len(cohort)
     check_tensors(method, function, model, "model", lanes=lanes)
     check_tensors(method, function, state, "state", lanes=lanes)
-    template = {}
-    for name, value in (*task.model.named_parameters(), *task.model.named_buffers()):
-        if function == "initialize" or name in model:
-            dtype = task.dtype if value.is_floating_point() else value.dtype
-            template[name] = torch.empty(lanes, *value.shape, dtype=dtype, device="meta")
-    check_like(method, function, model, "model", "the model", template)
+    for name, (own_dtype, shape) in _list_shapes(task.model).items():
+        dtype = task.dtype if own_dtype.is_floating_point else own_dtype
+        value = model.get(name)
+        is_like = isinstance(value, Tensor) and value.dtype == dtype and value.shape[1:] == shape
+        if not is_like and (function == "initialize" or name in model):
+            template = {name: torch.empty(lanes, *shape, dtype=dtype, device="meta")}
+            own = {name: value} if name in model else {}
+            check_like(method, function, own, "model", "the model", template)
     return model, state
+
+
+def _list_shapes(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the type and shape of each parameter and buffer of a model: a cohort asks often."""
+    if model not in _shapes:
+        named = (*model.named_parameters(), *model.named_buffers())
+        _shapes[model] = {name: (value.dtype, value.shape) for name, value in named}
+    return _shapes[model]
 
 
 def check_tested(method: Method, initialized: Params, found: Any) -> Params:
@@ -171,9 +191,10 @@ def check_upload(method: Method, cohort: Cohort, initialized: Params, upload: Me
             f"{method.title} uploads tensors of {sorted(widths)} lanes for {len(cohort)} clients. "
             "All tensors of an upload must have one lane for each client."
         )
-    announced = method.extra_template(cohort.task, take(initialized, slice(0, 1)))
+    first = initialized if len(cohort) == 1 else take(initialized, slice(0, 1))
+    announced = method.extra_template(cohort.task, first)
     template = check_tensors(method, "extra_template", announced, lanes=1)
-    extra = take(upload.extra, slice(0, 1))
+    extra = upload.extra if len(cohort) == 1 else take(upload.extra, slice(0, 1))
     check_like(method, "train", extra, "extra", "extra_template", template, may_add=False)
 
 
@@ -181,7 +202,11 @@ def _list_entries(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield what is in nested dicts by path, and dicts without names or with other than texts."""
     if isinstance(tree, dict) and tree and all(isinstance(name, str) for name in tree):
         for name, value in tree.items():
-            yield from _list_entries(value, f"{path}/{name}" if path else name)
+            where = f"{path}/{name}" if path else name
+            if isinstance(value, dict):
+                yield from _list_entries(value, where)
+            else:
+                yield where, value
     else:
         yield path, tree
 
