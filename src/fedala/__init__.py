@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fedala.ala import ALA
     from fedala.api.result import Result
     from fedala.api.run import run
-    from fedala.errors import UserError
+    from fedala.errors import RunWarning, UserError
     from fedala.runs.config import Config
     from fedala.runs.onboard import onboard
     from fedala.trained.federation import TrainedFederation
@@ -20,6 +20,7 @@ __all__ = [
     "ALA",
     "Config",
     "Result",
+    "RunWarning",
     "TrainedFederation",
     "UserError",
     "__version__",
@@ -34,6 +35,7 @@ _MODULES = {
     "ALA": "ala",
     "Config": "runs.config",
     "Result": "api.result",
+    "RunWarning": "errors",
     "TrainedFederation": "trained.federation",
     "UserError": "errors",
     "load": "trained.load",

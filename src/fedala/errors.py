@@ -25,6 +25,14 @@ class PluginWarning(UserWarning):
     """An installed package that should add methods, and cannot be used. It is left out."""
 
 
+class RunWarning(UserWarning):
+    """The results of a run are likely to be wrong, or to mean something else than they seem to."""
+
+
+class Caution(str):
+    """A note of a run whose results are likely to be wrong: in a program, it is a `RunWarning`."""
+
+
 class CacheWarning(UserWarning):
     """Decoded samples that could not be kept, or were damaged: loading them takes longer."""
 

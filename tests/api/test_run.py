@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedala import UserError, run
+from fedala import RunWarning, UserError, run
 from fedala.api import display
 from fedala.api import run as run_module
 from fedala.data import Dataset, Federation
@@ -197,3 +197,47 @@ def test_options_of_reading_and_dividing_do_not_go_with_a_federation(option):
     federation = Federation(data, rows, [[], [3]], [[], []])
     with pytest.raises(UserError, match=f"do not give {option}"):
         run(dataset=federation, method="fedavg", **{option: "pooled"})
+
+
+RAW = Dataset("costs", TOY.x, 5000 + 100 * torch.randn(120, generator=RANDOM), 1)
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_what_is_likely_to_make_results_wrong_is_a_warning(progress, capfd):
+    with pytest.warns(RunWarning, match=r"The targets of costs are large") as found:
+        result = run_toy(
+            dataset=RAW, model=lambda: nn.Linear(6, 1), rounds=1, lr=1e-9, progress=progress
+        )
+    assert [one.filename for one in found] == [__file__]
+    assert [note.startswith("The targets of costs are large") for note in result.notes] == [True]
+    assert "1 note on this run: result.notes." in repr(result)
+    assert "1 note on this run: result.notes." in result._repr_html_()
+    assert "are large" not in capfd.readouterr().err  # it is not said twice
+
+
+def test_a_warning_that_is_made_an_error_ends_the_run_before_it_begins(tmp_path):
+    with pytest.raises(RunWarning, match="are large"):  # as all warnings in the tests
+        run_toy(dataset=RAW, model=lambda: nn.Linear(6, 1), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_result_has_what_was_said_of_data_and_methods():
+    owners = torch.arange(120) % 3
+    owners[0] = 3  # who has a single sample
+    data = Dataset("wards", TOY.x, TOY.y, 3, clients=owners, client_names=("a", "b", "c", "d"))
+    result = run_toy("fedala", dataset=data, clients=None, partition=None, rounds=1)
+    assert any("d is left out" in note for note in result.notes)
+    assert any(note.startswith("ALA blends") for note in result.notes)
+
+
+def test_clients_that_diverged_are_counted_and_warned_of():
+    huge = Dataset("huge", TOY.x * 1e30, TOY.y, 3)
+    with pytest.warns(RunWarning, match="Some clients diverged") as found:
+        result = run_toy(dataset=huge, normalize="none", lr=1e9, rounds=2)
+    count = result.methods["fedavg"].diverged
+    assert count > 1
+    said = f"Some clients diverged (FedAvg: {count} client rounds): their updates in these rounds "
+    assert str(found[0].message).startswith(said)
+    assert said in repr(result)
+    assert said in result._repr_html_()
+    assert "diverged" not in repr(run_toy(rounds=1))

@@ -79,7 +79,7 @@ CASES = {
     "bf16": (None, None, {"precision": "bf16"}),
     "labels": (features((torch.arange(80).view(-1, 1) % torch.tensor([2, 3])) % 2, 2), 2, {}),
     "numbers": (features(torch.arange(80) / 80, 1), 1, {}),
-    "mae": (features(torch.arange(80).view(-1, 2).float(), 2), 2, {"loss": "mae"}),
+    "mae": (features(torch.arange(80).view(-1, 2) / 20, 2), 2, {"loss": "mae"}),
     "huber": (features(torch.arange(80) / 80, 1), 1, {"loss": "huber"}),
     "smoothed": (None, None, {"label_smoothing": 0.2, "class_weights": "balanced"}),
 }

@@ -29,6 +29,7 @@ class Result(RunResult):
     result.clients_frame()            # every client's score at the last evaluation
     result.plot()                     # learning curves, for matplotlib
     result.report()                   # the HTML page of a run folder
+    result.notes                      # what was found in the data, and what was decided
     ```
 
     With a single method, `result.history`, `result.best_accuracy` and `result.models` are its own.
@@ -36,6 +37,8 @@ class Result(RunResult):
 
     message: str = ""
     """If the run was interrupted: after which round, and how to resume it."""
+    notes: tuple[str, ...] = ()
+    """Sentences: what the run found in the data, and what it decided. `fedala run` prints them."""
 
     @property
     def is_complete(self) -> bool:
@@ -124,7 +127,7 @@ class Result(RunResult):
         return page.write([self.folder], Path(path) if path else None)
 
     def __repr__(self) -> str:
-        return make_text(self, self.message)
+        return make_text(self, self.notes, self.message)
 
     def _repr_html_(self) -> str:
-        return make_html(self, self.message)
+        return make_html(self, self.notes, self.message)

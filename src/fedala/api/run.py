@@ -2,7 +2,8 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Integral
@@ -15,10 +16,11 @@ from fedala.api.display import announce, choose_progress, describe_plan, is_inte
 from fedala.api.result import Result
 from fedala.data import Dataset, Federation, make_dataset
 from fedala.data.holdout import check_tested
-from fedala.errors import UserError
+from fedala.errors import Caution, RunWarning, UserError
 from fedala.lanes.losses import LossFunction
 from fedala.records import HistoryRow
 from fedala.report import page
+from fedala.report.headline import describe_divergence
 from fedala.report.progress import RunProgress
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
@@ -63,6 +65,9 @@ def run(
     folder of a run that was interrupted, or shall have more rounds, further seeds (`seeds=5`) or
     further methods (`method="+ditto"`); give data, model and loss of your own again.
 
+    What is likely to make the results wrong is a `RunWarning`, and all that the run says is in the
+    `notes` of the result.
+
     `progress` shows the rounds as they come, on stderr or below the cell of a notebook; by default,
     if stderr is a terminal, or in IPython and Jupyter. `on_row` gets every evaluation.
     Ctrl-C, or a notebook's stop button, ends the run after its round: a notebook gets the result so
@@ -73,6 +78,7 @@ def run(
     checked = _plan(config, data, model, loss, resume, options)
     chosen = out or resume
     folder = Path(chosen) if chosen else None
+    _warn(filter(_is_caution, (*checked.federation.notes, *checked.notes)))
     display = choose_progress(checked, progress)
     with display or nullcontext():
         if display:
@@ -84,7 +90,18 @@ def run(
         result = _carry_out(checked, folder, force=force, resume=source, observer=observer, own=own)
         if folder and result.is_complete:
             page.write_after_run(folder, observer.on_message, observer.on_message)
+    _warn(filter(None, [describe_divergence(result)]))
     return result
+
+
+def _is_caution(sentence: str) -> bool:
+    return isinstance(sentence, Caution)
+
+
+def _warn(sentences: Iterable[str]) -> None:
+    """Warn the caller of `run`."""
+    for sentence in sentences:
+        warnings.warn(sentence, RunWarning, stacklevel=3)
 
 
 def _find_columns(
@@ -163,9 +180,16 @@ def _plan(
 def _make_observer(
     display: RunProgress | None, on_row: Callable[[str, HistoryRow], None] | None
 ) -> RunObserver:
-    """Return an observer that shows what happens, and passes the rows on."""
+    """Return an observer that shows what happens, and passes the rows on.
+
+    A caution is not shown once more: it has been a warning.
+    """
     if display is None:
         return RunObserver(on_row) if on_row else RunObserver()
+
+    def show_sentence(sentence: str) -> None:
+        if not _is_caution(sentence):
+            display.say(sentence)
 
     def show_row(method: str, row: HistoryRow) -> None:
         display.row(method, row)
@@ -173,7 +197,7 @@ def _make_observer(
             on_row(method, row)
 
     return RunObserver(
-        show_row, display.fault, display.say, on_begin=display.begin, on_earlier=display.earlier
+        show_row, display.fault, show_sentence, on_begin=display.begin, on_earlier=display.earlier
     )
 
 
@@ -190,13 +214,20 @@ def _carry_out(
 
     `own`: the arguments that a run must be given again to be resumed.
     """
+    notes: list[str] = []
+
+    def keep_note(sentence: str) -> None:
+        notes.append(str(sentence))
+        show(sentence)
+
+    show = observer.on_message
     try:
         with _catch_interrupt() as signals:
-            observer = replace(observer, should_stop=lambda: bool(signals))
+            observer = replace(observer, should_stop=lambda: bool(signals), on_message=keep_note)
             found = execute(checked, folder, force=force, resume=resume, observer=observer)
         if signals and not is_interactive():
             raise KeyboardInterrupt  # in its last round
-        return Result(**vars(found))
+        return Result(**vars(found), notes=tuple(notes))
     except Stopped as stopped:
         advice = "without a folder (out=…), it cannot be resumed"
         if folder:
@@ -204,8 +235,8 @@ def _carry_out(
         message = f"{stopped}; {advice}."
         if not is_interactive() or stopped.result is None:
             raise KeyboardInterrupt(message) from None
-        observer.on_message(message)
-        return Result(**vars(stopped.result), message=message)
+        show(message)
+        return Result(**vars(stopped.result), message=message, notes=tuple(notes))
 
 
 @contextmanager

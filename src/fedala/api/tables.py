@@ -1,6 +1,7 @@
 """A result as a small table, in text and in HTML."""
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedala.errors import printable
@@ -9,6 +10,7 @@ from fedala.report.headline import (
     SCORES,
     compare_with_majority,
     count_things,
+    describe_divergence,
     format_figure,
     join_few,
 )
@@ -44,11 +46,11 @@ def _make_rows(result: RunResult) -> list[list[str]]:
     return rows
 
 
-def _make_notes(result: RunResult, message: str) -> list[str]:
-    """Return the sentences below the table."""
-    notes = []
+def _list_sentences(result: RunResult, notes: Sequence[str], message: str) -> list[str]:
+    """Return the sentences below the table; the notes of the run are only counted."""
+    sentences = []
     if len(result.methods) > _MOST_ROWS:
-        notes.append(f"… and {len(result.methods) - _MOST_ROWS} more in result.methods.")
+        sentences.append(f"… and {len(result.methods) - _MOST_ROWS} more in result.methods.")
     key, leaders = find_leaders(list(result.methods.values()))
     if leaders and len(result.methods) > 1:
         meaning = next(one.meaning for one in HEADLINES.values() if one.key == key)
@@ -57,12 +59,15 @@ def _make_notes(result: RunResult, message: str) -> list[str]:
         titles = join_few(names)
         best = f"the {metric.superlative} {metric.title} {meaning}"
         is_tie = len(leaders) > 1
-        notes.append(f"{titles} are equal: {best}." if is_tie else f"{titles} has {best}.")
-    return [*notes, *compare_with_majority(result), *([message] if message else [])]
+        sentences.append(f"{titles} are equal: {best}." if is_tie else f"{titles} has {best}.")
+    sentences += compare_with_majority(result)
+    if notes:
+        sentences.append(f"{count_things(len(notes), 'note')} on this run: result.notes.")
+    return [*filter(None, [*sentences, describe_divergence(result), message])]
 
 
-def make_text(result: RunResult, message: str = "") -> str:
-    """Return a result as a table of text; `message` is shown below it."""
+def make_text(result: RunResult, notes: Sequence[str] = (), message: str = "") -> str:
+    """Return a result as a table of text; `message` is below it, and how many `notes` there are."""
     rows = _make_rows(result)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_describe(result)]
@@ -70,10 +75,10 @@ def make_text(result: RunResult, message: str = "") -> str:
         for first, *rest in rows:
             cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
             lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join([*lines, *_make_notes(result, message)])
+    return "\n".join([*lines, *_list_sentences(result, notes, message)])
 
 
-def make_html(result: RunResult, message: str = "") -> str:
+def make_html(result: RunResult, notes: Sequence[str] = (), message: str = "") -> str:
     """Return a result as an HTML table without scripts; all text is escaped."""
     heads, *rows = _make_rows(result)
     parts = [f"<p>{html.escape(_describe(result))}</p>"]
@@ -84,5 +89,5 @@ def make_html(result: RunResult, message: str = "") -> str:
             cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
             parts.append(f"<tr><th>{html.escape(first)}</th>{cells}</tr>")
         parts.append("</tbody></table>")
-    parts += [f"<p>{html.escape(note)}</p>" for note in _make_notes(result, message)]
+    parts += [f"<p>{html.escape(one)}</p>" for one in _list_sentences(result, notes, message)]
     return f"<div>{''.join(parts)}</div>"

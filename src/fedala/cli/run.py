@@ -22,7 +22,7 @@ from fedala.ranks.lead import Leader, join_ranks, serve
 from fedala.records import HistoryRow
 from fedala.report import loggers, page, tables
 from fedala.report.gains import describe_gains
-from fedala.report.headline import compare_with_majority
+from fedala.report.headline import compare_with_majority, describe_divergence
 from fedala.report.progress_bars import ProgressBars
 from fedala.runs.build import build_simulation
 from fedala.runs.config import Config
@@ -325,11 +325,8 @@ def _show(result: RunResult) -> None:
     for sweep in sweeps:
         for sentence in tables.describe_sweep(sweep):
             print(sentence)
-    if any(row.diverged for method in result.methods.values() for row in method.history):
-        print(
-            "Some clients diverged: their updates in these rounds do not count "
-            f"(--on-divergence {config.on_divergence}). See faults.csv."
-        )
+    if divergence := describe_divergence(result):
+        print_line(divergence)
         if config.normalize == "none":
             print(
                 "The features are not scaled (--normalize none): if they are large, leave that "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from fedala.data.dataset import encode_labels
-from fedala.errors import UserError, printable
+from fedala.errors import Caution, UserError, printable
 from fedala.io.untrusted import check_memory
 from fedala.options import name_option
 
@@ -236,10 +236,11 @@ def describe_classes(column: str, class_names: Sequence[str]) -> tuple[str, ...]
     """Say that many whole numbers are read as classes, which may not be meant."""
     if len(class_names) <= _FEW_CLASSES or not all(map(str.isdigit, class_names)):
         return ()
-    return (
+    note = (
         f"The label {printable(column, 100)} holds {len(class_names):,} whole numbers, which are "
-        f"read as classes; {name_option('loss', 'mse')}, mae or huber predicts them as numbers.",
+        f"read as classes; {name_option('loss', 'mse')}, mae or huber predicts them as numbers."
     )
+    return (Caution(note),)
 
 
 def encode_targets(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fedala.errors import printable
 from fedala.metrics import ACCURACY, Metric
+from fedala.options import name_option
 from fedala.runs.results import RunResult
 
 
@@ -56,7 +57,7 @@ def join_words(words: Sequence[str]) -> str:
 
 def count_things(number: object, noun: str) -> str:
     """Return a number with its noun in the singular or the plural."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if str(number) == '1' else 's'}"
 
 
 def join_few(words: Sequence[str]) -> str:
@@ -103,6 +104,23 @@ def compare_with_majority(result: RunResult) -> list[str]:
     ]
     text = describe_majority(methods, has_newcomers=is_held_out) if methods else ""
     return [f"For comparison, {text}"] if text else []
+
+
+def describe_divergence(result: RunResult) -> str:
+    """Say in how many client rounds of each method a client diverged; nothing if none did."""
+    counts = [
+        f"{printable(one.title, 40)}: {count_things(f'{one.diverged:,}', 'client round')}"
+        for one in result.methods.values()
+        if one.diverged
+    ]
+    if not counts:
+        return ""
+    shown = [*counts[:3], f"and {len(counts) - 3} more methods"] if len(counts) > 4 else counts
+    where = " See faults.csv." if result.folder else ""
+    return (
+        f"Some clients diverged ({', '.join(shown)}): their updates in these rounds do not count "
+        f"({name_option('on_divergence', result.config.on_divergence)}).{where}"
+    )
 
 
 def has_number(figure: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from fedala.data import Dataset, Federation
-from fedala.errors import UserError, printable
+from fedala.errors import Caution, UserError, printable
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction, MultiLabel, Regression, as_loss
 from fedala.options import suggest
 from fedala.runs.config import Config
@@ -66,12 +66,13 @@ def describe_large_targets(loss: Loss, federation: Federation) -> tuple[str, ...
     if size[largest] <= _LARGE_TARGETS:
         return ()
     mean, std = y[:, largest].mean(), y[:, largest].std()
-    return (
+    note = (
         f"The targets of {printable(federation.dataset.name, 100)} are large (mean {mean:.4g}, "
         f"standard deviation {std:.4g} over the training samples), so training may diverge or "
         "hardly learn. Standardise them first, as (y − mean) / std; a prediction times std plus "
-        "mean is in their unit again.",
+        "mean is in their unit again."
     )
+    return (Caution(note),)
 
 
 def _refuse_label_options(config: Config, what: str) -> None:

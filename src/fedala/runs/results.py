@@ -202,6 +202,11 @@ class MethodResult:
         """Wall time of all rounds of all runs together, with the start and ALA's initial stage."""
         return max(sum_seconds(self.history).values())
 
+    @property
+    def diverged(self) -> int:
+        """How many client rounds diverged, over all runs."""
+        return sum(row.diverged for row in self.history)
+
     def below_local(self, local: "MethodResult") -> np.ndarray:
         """Return each run's share of clients that score worse than the same client under Local.
 
@@ -231,7 +236,7 @@ class MethodResult:
                 "uploaded": uploaded,
                 "together": sent + uploaded,
             },
-            "client_rounds_that_diverged": sum(row.diverged for row in self.history),
+            "client_rounds_that_diverged": self.diverged,
         }
         if local and local is not self and len(shares := self.below_local(local)):
             summary["clients_below_local"] = describe_spread(shares)

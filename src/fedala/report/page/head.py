@@ -122,8 +122,8 @@ def _warn(run: Run) -> list[str]:
     if note := run.summary.get("data"):
         warnings.append(f"The data of {run.name}: {note}.")
     for result in run.results.values():
-        if diverged := sum(row.diverged for row in result.history):
-            count = count_things(diverged, "client round")
+        if result.diverged:
+            count = count_things(result.diverged, "client round")
             warnings.append(f"{result.title} in {run.name}: {count} diverged and did not count.")
     if run.pending_methods:
         warnings.append(f"{run.name} has not begun with {', '.join(run.pending_methods)}.")
