@@ -73,6 +73,8 @@ def test_raw_samples_become_what_the_task_gives_and_a_file_keeps_it(case, precis
     for one in (found, loaded):
         assert torch.equal(one.prepare(raw), wanted)
         assert one.prepare(raw).dtype == wanted.dtype
+        assert torch.equal(one.encode(raw), dataset.x)
+        assert one.encode(raw).dtype == dataset.x.dtype
     assert torch.equal(found.prepare(raw[:1]), wanted[:1])
     assert len(found.prepare(raw[:0])) == 0
 

@@ -7,6 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fedala
@@ -303,3 +304,16 @@ def test_a_feature_is_neither_the_label_nor_the_client(tmp_path):
     frame.drop(columns="label").to_csv(path, index=False)
     with pytest.raises(UserError, match="no label column"):
         trained.evaluate(path)
+
+
+def test_an_exported_program_takes_an_encoded_table(folder, tmp_path):
+    frame = pd.read_csv(write(tmp_path / "new.csv", NEW), dtype={"grade": str})
+    trained = fedala.load(folder)
+    encoded = trained.preprocessing.encode(frame)
+    np.testing.assert_array_equal(encoded, ENCODED)
+    program = torch.export.load(trained.export(tmp_path / "model.pt2", client=0)).module()
+    chances = program(encoded).softmax(1).detach().numpy()
+    wanted = trained.predict(frame, client=0, probabilities=True)
+    np.testing.assert_allclose(chances, wanted, atol=1e-6)
+    scaled_twice = program(trained.preprocessing.prepare(frame)).softmax(1).detach().numpy()
+    assert np.abs(scaled_twice - wanted).max() > 0.01

@@ -92,23 +92,33 @@ class Preprocessing:
         )
 
     def prepare(self, raw: Any) -> Tensor:
-        """Return the model's input for raw samples, one row for each.
+        """Return the model's input for raw samples, one row for each: `encode`, and scale.
 
         Images are arrays N×C×H×W, N×H×W×C or N×H×W, texts a list of strings or of rows of token
         ids, or a table (DataFrame) with a column of texts, and features an array N×…, or a table
         with the columns `feature_names`.
         """
-        dtype: torch.dtype = getattr(torch, self.precision)
+        x = self.encode(raw)
         if self.kind == "texts":
-            return self._prepare_texts(raw)
+            return x.long()
+        dtype: torch.dtype = getattr(torch, self.precision)
         normalization = self.normalization or Normalization()
         mean, std = normalization.figures(torch.device("cpu"), dtype, len(self.shape))
         if self.dtype == "uint8":
-            return normalize_bytes(self._prepare_images(raw), dtype, mean, std)
-        x = self._prepare_floats(raw)
+            return normalize_bytes(x, dtype, mean, std)
         return x.to(dtype) if self.normalization is None else normalize_floats(x, dtype, mean, std)
 
-    def _prepare_texts(self, raw: Any) -> Tensor:
+    def encode(self, raw: Any) -> Tensor:
+        """Return raw samples as an exported program takes them: as numbers that are not scaled.
+
+        Images are uint8 N×C×H×W, texts int32 token ids, and features float32, with the words of a
+        table as zeros and ones. `raw` is what `prepare` takes.
+        """
+        if self.kind == "texts":
+            return self._encode_texts(raw)
+        return self._encode_images(raw) if self.dtype == "uint8" else self._encode_floats(raw)
+
+    def _encode_texts(self, raw: Any) -> Tensor:
         if isinstance(raw, str):
             raise UserError("A single text was given: put it into a list, as in [text].")
         if is_frame(raw):
@@ -122,7 +132,7 @@ class Preprocessing:
                 "The vocabulary of this model was not saved with it, so texts must be given as "
                 f"rows of {self.shape[0]} token ids."
             )
-        return encode_texts(rows, self.tokens, self.shape[0])[0].long()
+        return encode_texts(rows, self.tokens, self.shape[0])[0]
 
     def _check_ids(self, ids: Array) -> Tensor:
         if ids.dtype.kind not in "iu":
@@ -131,13 +141,13 @@ class Preprocessing:
         most = (self.vocabulary or 1) - 1
         if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() <= most):
             raise UserError(f"Texts must be strings, or token ids: whole numbers from 0 to {most}.")
-        return torch.from_numpy(ids.astype(np.int64))
+        return torch.from_numpy(ids.astype(np.int32))
 
-    def _prepare_images(self, raw: Any) -> Tensor:
+    def _encode_images(self, raw: Any) -> Tensor:
         """Return images of bytes as uint8 N×C×H×W."""
         is_ragged = isinstance(raw, list | tuple) and len({np.shape(one) for one in raw}) > 1
         if is_ragged and self.resize:
-            return torch.cat([self._prepare_images([image]) for image in raw])
+            return torch.cat([self._encode_images([image]) for image in raw])
         if is_ragged:
             raise UserError(f"The images differ in size: all must be {self._format_shape()}.")
         images = _to_array(raw)
@@ -171,7 +181,7 @@ class Preprocessing:
             f"{' and any size' if self.resize else ''}; the input is {_format(images.shape)}."
         )
 
-    def _prepare_floats(self, raw: Any) -> Tensor:
+    def _encode_floats(self, raw: Any) -> Tensor:
         names = self.feature_names
         if hasattr(raw, "columns"):
             names = names or tuple(map(str, raw.columns))
