@@ -1,7 +1,7 @@
 """What the score of a run measures, and whether more of it is better."""
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
 
@@ -60,8 +60,25 @@ OWN_LOSS = Metric("own_loss", "own loss", higher_is_better=False, is_share=False
 #: Not the score of a run, but what may pick its best round.
 LOSS = Metric("loss", "loss", higher_is_better=False, is_share=False)
 
+#: What single predictions say beside the score: of classes, and of numbers.
+F1 = Metric("f1", "macro F1")
+BALANCED_ACCURACY = Metric("balanced_accuracy", "balanced accuracy")
+AUC = Metric("auc", "AUC")
+CALIBRATION_ERROR = Metric("ece", "calibration error", higher_is_better=False)
+RMSE = Metric("rmse", "RMSE", higher_is_better=False, is_share=False)
+R_SQUARED = Metric("r2", "R²", is_share=False)
+
 METRICS = (ACCURACY, LABEL_ACCURACY, MSE, MAE, OWN_LOSS)
 SHARES = tuple(metric.name for metric in METRICS if metric.is_share)
+
+
+def describe_majority(shares: Collection[float], whose: str = "") -> str:
+    """Return what a model scores that always answers with one class: the least and the most.
+
+    `whose` samples they are may follow the class.
+    """
+    texts = dict.fromkeys(map(ACCURACY.format, (min(shares), max(shares))))
+    return f"always the most frequent class{whose}: {' to '.join(texts)}{ACCURACY.unit}"
 
 
 def find_metric(columns: Container[str]) -> Metric:

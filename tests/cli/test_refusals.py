@@ -377,6 +377,8 @@ REFUSALS = [
     Refusal("evaluate f1 --data data/mnist.npz", "n×1×16×16"),
     Refusal("evaluate f1 --data nowhere.npz", "nowhere.npz"),
     Refusal("evaluate f1 --data d.npz --label-column y", "tables"),
+    Refusal("evaluate f1 --data d.npz --out scores.txt", "must end with .csv"),
+    Refusal("evaluate f1 --data d.npz --out f1/clients.csv", "belongs to the run"),
     Refusal("export f1 --client 1 --out model.pt", ".safetensors"),
     Refusal("export f1 --client 9 --out model.pt2", "there are 0 to 2"),
     Refusal("export f1 --out model.pt2", "--client"),

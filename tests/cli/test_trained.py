@@ -66,7 +66,7 @@ def test_all_models_are_tested_or_one(place):
         "evaluate", place / "run", "--method", "ditto", "--best", "--data", place / "new.npz"
     )
     for one in scores:
-        name = "global" if one.client is None else f"client {one.client}"
+        name = "global model" if one.client is None else f"client {one.client}"
         assert re.search(rf"{name}\s+{100 * one.score:.2f}\s+{one.loss:.4g}\s+15", said)
     mean = 100 * sum(one.score for one in scores.personal) / 3
     assert f"Personal models: accuracy {mean:.2f} % on average, from" in said
@@ -75,6 +75,21 @@ def test_all_models_are_tested_or_one(place):
     )
     assert "client 1" in said
     assert "client 0" not in said
+
+
+def test_all_scores_are_written(place, tmp_path):
+    out = tmp_path / "scores.csv"
+    options = ("--method", "ditto", "--data", place / "new.npz", "--out", out)
+    said = invoke("evaluate", place / "run", *options)
+    assert f"Written: {out}" in said
+    assert "always the most frequent class: 26.67 %" in said  # 4 of 15
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    scores = load(place / "run", "ditto").evaluate((PIXELS[:15], Y[:15]))
+    assert [row["client"] for row in rows] == ["0", "1", "2", ""]
+    assert [float(row["accuracy"]) for row in rows] == [one.score for one in scores]
+    for name in ("f1", "balanced_accuracy", "auc", "ece"):
+        assert [float(row[name]) for row in rows] == [one.metrics[name] for one in scores]
 
 
 def test_a_model_is_exported(place, tmp_path):

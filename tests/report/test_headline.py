@@ -7,7 +7,7 @@ import pytest
 from fedala.metrics import ACCURACY, MSE
 from fedala.report.headline import (
     AgainstMajority,
-    describe_majority,
+    describe_against_majority,
     format_figure,
     rank_means,
 )
@@ -39,19 +39,21 @@ def test_means_that_look_the_same_share_their_rank():
 
 def test_runs_with_other_shares_have_the_least_and_the_most():
     text = "always the most frequent class: 25.00 %."
-    assert describe_majority([AgainstMajority("A", 0.5, 0.25)] * 2) == text
+    assert describe_against_majority([AgainstMajority("A", 0.5, 0.25)] * 2) == text
     methods = [AgainstMajority("A", 0.6, share) for share in (0.5, 0.25, 0.3)]
     text = "always the most frequent class of the clients in training: 25.00 to 50.00 %."
-    assert describe_majority(methods, has_newcomers=True) == text
+    assert describe_against_majority(methods, has_newcomers=True) == text
 
 
 def test_methods_that_are_no_better_than_one_class_are_named():
     """Scores that look the same are equal; a score that is not a number is not better."""
     best = {"A": 0.9236, "B": 0.92371, "C": 0.9238, "D": math.nan, "E": 0.1}
     methods = [AgainstMajority(title, score, 0.92369) for title, score in best.items()]
-    assert describe_majority(methods[:4]).endswith(
+    assert describe_against_majority(methods[:4]).endswith(
         "92.37 %. A, B and D are no better in the best round: balanced_accuracy and auc in "
         "metrics.csv say whether the classes are told apart."
     )
-    assert " A is no better in the best round" in describe_majority([methods[0], methods[2]])
-    assert " A, A, A and 2 more are no better" in describe_majority([methods[0]] * 5)
+    assert " A is no better in the best round" in describe_against_majority(
+        [methods[0], methods[2]]
+    )
+    assert " A, A, A and 2 more are no better" in describe_against_majority([methods[0]] * 5)

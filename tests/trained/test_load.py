@@ -13,6 +13,7 @@ from fedala import UserError, load
 from fedala.data import Dataset, federate, hold_out_clients
 from fedala.runs.digests import Digests
 from fedala.runs.folder import RunFolder
+from fedala.simulation.metrics import list_details
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,32 @@ def test_every_metric_and_precision_is_measured_as_in_the_run(case, tmp_path):
         found = scores[row["client"]]
         assert found.score == row[trained.metric.name]
         assert found.loss == row["loss"]
+
+
+@pytest.mark.parametrize("case", ["normalize", "numbers", "mae", "labels"])
+def test_single_predictions_are_measured_as_in_metrics_csv(case, tmp_path):
+    dataset, outputs, options = CASES[case]
+    model = {"model": linear(outputs)} if outputs else {}
+    run(tmp_path / "run", dataset, **{**model, **options})
+    trained = load(tmp_path / "run", **model)
+    federation = federate(dataset or images(), "iid", 3)
+    scores = trained.evaluate(federation)
+    names = [one.name for one in list_details(trained.metric)]
+    wanted = {
+        "normalize": ["f1", "balanced_accuracy", "auc", "ece"],
+        "numbers": ["mae", "rmse", "r2"],
+        "mae": ["rmse", "r2"],
+        "labels": [],
+    }
+    assert names == wanted[case]
+    rows = RunFolder.open(tmp_path / "run").rows("metrics.csv")
+    for name in names:
+        found = np.mean([one.metrics[name] for one in scores.personal])
+        assert found == pytest.approx(rows[-1][f"{name}_mean"], rel=1e-6)
+    for one, rows in zip(scores.personal, federation.test, strict=True):
+        share = np.bincount(Y[rows]).max() / len(rows) if case == "normalize" else None
+        assert one.majority_share == share
+        assert case != "labels" or one.metrics == {}
 
 
 def test_a_loss_of_ones_own_is_given_again(tmp_path):

@@ -232,8 +232,22 @@ def test_arrays_of_objects_and_other_files_are_refused(trained, tmp_path):
 
 
 def test_scores_are_a_table_in_a_notebook_and_a_frame():
-    scores = Scores(ACCURACY, (ModelScore("<a>", 0.5, 1.25, 4), ModelScore(None, 1.0, 0.5, 4)))
+    plain = (ModelScore("<a>", 0.5, 1.25, 4), ModelScore(None, 1.0, 0.5, 4))
+    scores = Scores(ACCURACY, plain)
     shown = scores._repr_html_()
     assert "<td>client &lt;a&gt;</td><td>50.00</td><td>1.25</td><td>4</td>" in shown
     assert "global model" in shown
     assert scores.to_frame()["score"].tolist() == [0.5, 1.0]
+    first = ModelScore("=a", 0.5, 1.25, 4, {"f1": 0.25}, 0.75)
+    scores = Scores(ACCURACY, (first, ModelScore(None, 1.0, 0.5, 4, {}, 0.5)))
+    shown = scores._repr_html_()
+    assert "<th>macro F1 in %</th>" in shown
+    assert "<td>25.00</td>" in shown
+    assert "<td>–</td>" in shown  # it is not defined
+    assert "always the most frequent class: 50.00 to 75.00 %" in shown
+    assert scores.to_frame()["f1"].isna().tolist() == [False, True]
+    assert scores.csv().splitlines() == [
+        "client,accuracy,loss,samples,f1,majority_share",
+        "'=a,0.5,1.25,4,0.25,0.75",
+        ",1.0,0.5,4,,0.5",
+    ]

@@ -118,7 +118,8 @@ def predict(
 @app.command(
     epilog=keep_lines("""Examples:
   fedala evaluate runs/mine --method fedala --data new.npz    # all models
-  fedala evaluate runs/mine --method fedala --data new.npz --client 7""")
+  fedala evaluate runs/mine --method fedala --data new.npz --client 7
+  fedala evaluate runs/mine --method fedala --data new.npz --out scores.csv""")
 )
 @config_options("imports")
 def evaluate(
@@ -145,11 +146,21 @@ def evaluate(
     best: Best = False,
     model: Model = None,
     dataset: RunData = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="write the figures to this .csv file, a row for each model", metavar="FILE"
+        ),
+    ] = None,
     **values: Any,
 ) -> None:
-    """Test the models of a run on new data, with the metric of the run."""
+    """Test the models of a run on new data, with the metrics of the run."""
+    if out:
+        check_output(out, [".csv"], [data, weights])
     trained = _load(run, method, seed, best, model, dataset, weights, values)
     scores = trained.evaluate(data, client, label_column=label_column)
+    if out:
+        write_output(out, scores.csv().encode())
     tables.console().print(tables.model_scores(scores))
     if len(scores.personal) > 1:
         figures = [one.score for one in scores.personal]
@@ -160,8 +171,10 @@ def evaluate(
             f"{show(sum(figures) / len(figures))}{scores.metric.unit} on average, "
             f"from {show(worst)} to {show(top)}."
         )
-    for note in scores.notes:
-        print_line(note)
+    for sentence in scores.list_sentences():
+        print_line(sentence)
+    if out:
+        print_line(f"Written: {out}")
 
 
 @app.command(

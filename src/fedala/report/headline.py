@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fedala.errors import printable
-from fedala.metrics import ACCURACY, Metric
+from fedala.metrics import ACCURACY, Metric, describe_majority
 from fedala.options import name_option
 from fedala.runs.results import RunResult
 
@@ -78,12 +78,12 @@ class AgainstMajority(NamedTuple):
         return float(ACCURACY.format(self.best)) > float(ACCURACY.format(self.share))
 
 
-def describe_majority(methods: Sequence[AgainstMajority], *, has_newcomers: bool = False) -> str:
+def describe_against_majority(
+    methods: Sequence[AgainstMajority], *, has_newcomers: bool = False
+) -> str:
     """Say what always answering with one class scores, and which methods are no better."""
-    shares = [one.share for one in methods]
-    texts = dict.fromkeys(map(ACCURACY.format, (min(shares), max(shares))))
     whose = " of the clients in training" if has_newcomers else ""
-    said = f"always the most frequent class{whose}: {' to '.join(texts)}{ACCURACY.unit}."
+    said = f"{describe_majority([one.share for one in methods], whose)}."
     titles = [one.title for one in methods if not one.is_better]
     if titles:
         said += (
@@ -102,7 +102,7 @@ def compare_with_majority(result: RunResult) -> list[str]:
         for one in result.methods.values()
         if one.history and share is not None
     ]
-    text = describe_majority(methods, has_newcomers=is_held_out) if methods else ""
+    text = describe_against_majority(methods, has_newcomers=is_held_out) if methods else ""
     return [f"For comparison, {text}"] if text else []
 
 

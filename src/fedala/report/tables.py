@@ -176,11 +176,9 @@ def clients(federation: Federation) -> Table:
 
 def model_scores(scores: Scores) -> Table:
     """Show what each model scores on new data."""
-    table = _table("model", scores.metric.heading, "loss", "samples", right=True)
-    for one in scores:
-        name = "global" if one.client is None else f"client {one.client}"
-        figures = (scores.metric.format(one.score), f"{one.loss:.4g}", f"{one.samples:,}")
-        table.add_row(escape(name), *figures)
+    table = _table(*scores.heads, right=True)
+    for row in scores.list_cells():
+        table.add_row(*map(escape, row))
     return table
 
 

@@ -62,6 +62,7 @@ from fedala.runs.model_trial import (
 from fedala.runs.own_code import fit_model, load_model_function
 from fedala.runs.rehearsal import Rehearsal, describe_blended, rehearse
 from fedala.runs.sweep import SWEPT_OPTIONS
+from fedala.simulation.metrics import share_of_majority
 
 #: How much memory the models of the best evaluation may take, unless `client_memory` says so.
 _BEST_MODELS_BYTES = 2**31
@@ -118,7 +119,7 @@ class Plan:
         rows = np.concatenate(self.federation.known.test)
         if self.loss.metric != ACCURACY or not len(rows):
             return None
-        return float(np.bincount(self.federation.dataset.y.numpy()[rows]).max() / len(rows))
+        return share_of_majority(self.federation.dataset.y.numpy()[rows])
 
     def describe_rate(self, *, is_default: bool) -> str:
         """Name the learning rate, or that of each optimiser, for a sentence."""

@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from fedala.lanes.evaluation import Predictions
-from fedala.metrics import ACCURACY, MAE, MSE, Metric
+from fedala.metrics import (
+    ACCURACY,
+    AUC,
+    BALANCED_ACCURACY,
+    CALIBRATION_ERROR,
+    F1,
+    MAE,
+    MSE,
+    R_SQUARED,
+    RMSE,
+    Metric,
+)
 
 #: Confidence bins of the expected calibration error, all of the same width.
 BINS = 15
@@ -101,21 +112,26 @@ def _errors(found: Predictions) -> np.ndarray:
     return errors
 
 
-_Metrics = dict[str, Callable[[Predictions], float]]
+def share_of_majority(labels: np.ndarray) -> float:
+    """Return the share of the most frequent class: what a model scores that always says it."""
+    return float(np.bincount(labels).max() / len(labels))
 
-_OF_CLASSES: _Metrics = {
-    "f1": macro_f1,
-    "balanced_accuracy": balanced_accuracy,
-    "auc": one_vs_rest_auc,
-    "ece": calibration_error,
+
+_Measures = dict[Metric, Callable[[Predictions], float]]
+
+_OF_CLASSES: _Measures = {
+    F1: macro_f1,
+    BALANCED_ACCURACY: balanced_accuracy,
+    AUC: one_vs_rest_auc,
+    CALIBRATION_ERROR: calibration_error,
 }
-_OF_NUMBERS: _Metrics = {
-    "mae": mean_absolute_error,
-    "rmse": root_mean_squared_error,
-    "r2": r_squared,
+_OF_NUMBERS: _Measures = {
+    MAE: mean_absolute_error,
+    RMSE: root_mean_squared_error,
+    R_SQUARED: r_squared,
 }
 #: Those that compare classes.
-_OF_SEVERAL_CLASSES = {"f1", "balanced_accuracy", "auc"}
+_OF_SEVERAL_CLASSES = {one.name for one in (F1, BALANCED_ACCURACY, AUC)}
 #: How the clients' scores spread: suffixes of the score's name.
 _SPREAD = ("mean", "std", "worst")
 #: The metrics of single predictions, by the score of the run; other scores have none.
@@ -130,7 +146,7 @@ def list_plain_figures(metric: Metric) -> list[str]:
 
 def list_figures(metric: Metric) -> list[str]:
     """Return all figures of a model, in the order of the columns of `metrics.csv`."""
-    names = _DETAILED.get(metric, {})
+    names = [one.name for one in _DETAILED.get(metric, {})]
     all_names = (*list_plain_figures(metric), *names, *(f"{name}_mean" for name in names))
     return list(dict.fromkeys(all_names))  # the score itself may be the mean absolute error
 
@@ -154,6 +170,16 @@ def summarize_scores(scores: np.ndarray, metric: Metric = ACCURACY) -> dict[str,
     return dict(zip(list_plain_figures(metric), (*means, *spread), strict=True))
 
 
+def list_details(metric: Metric) -> list[Metric]:
+    """Return what single predictions say beside a score."""
+    return [one for one in _DETAILED.get(metric, {}) if one != metric]
+
+
+def measure_predictions(found: Predictions, metric: Metric) -> dict[str, float]:
+    """Return every metric of single predictions by its name; NaN if it is not defined."""
+    return {one.name: measure(found) for one, measure in _DETAILED[metric].items()}
+
+
 def summarize_predictions(
     clients: Iterable[Predictions], metric: Metric = ACCURACY
 ) -> dict[str, float]:
@@ -162,12 +188,12 @@ def summarize_predictions(
     if not clients:
         return {}
     pooled = Predictions(*map(np.concatenate, zip(*clients, strict=True)))
-    measures = _DETAILED[metric]
-    figures = {name: measure(pooled) for name, measure in measures.items()}
-    several = [found for found in clients if len(np.unique(found.targets)) > 1]
-    for name, measure in measures.items():
-        counted = several if name in _OF_SEVERAL_CLASSES else clients
-        own = np.array([measure(found) for found in counted])
-        defined = own[~np.isnan(own)]
+    figures = measure_predictions(pooled, metric)
+    own = [measure_predictions(found, metric) for found in clients]
+    has_several = [len(np.unique(found.targets)) > 1 for found in clients]
+    for name in tuple(figures):
+        counted = has_several if name in _OF_SEVERAL_CLASSES else [True] * len(own)
+        values = np.array([one[name] for one, counts in zip(own, counted, strict=True) if counts])
+        defined = values[~np.isnan(values)]
         figures[f"{name}_mean"] = float(defined.mean()) if len(defined) else float("nan")
     return figures

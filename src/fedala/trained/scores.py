@@ -3,7 +3,7 @@
 import html
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedala.errors import UserError, import_optional, printable
-from fedala.lanes.evaluation import MIXED_BATCH, score_lanes
+from fedala.errors import UserError, import_optional, printable, spreadsheet_safe
+from fedala.lanes.evaluation import MIXED_BATCH, PredictionLog, score_lanes
 from fedala.lanes.features import Sharing
 from fedala.lanes.losses import (
     CrossEntropy,
@@ -23,8 +23,11 @@ from fedala.lanes.losses import (
     Regression,
 )
 from fedala.lanes.task import Task
-from fedala.metrics import ACCURACY, LABEL_ACCURACY, MAE, Metric
+from fedala.metrics import ACCURACY, LABEL_ACCURACY, MAE, Metric, describe_majority
 from fedala.runs.config import Config
+from fedala.runs.tables import csv_text
+from fedala.simulation.metrics import list_details, measure_predictions, share_of_majority
+from fedala.simulation.model_scores import has_details
 from fedala.trained.samples import Samples
 
 Client = int | str | None
@@ -39,6 +42,10 @@ class ModelScore:
     score: float
     loss: float
     samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What `metrics.csv` has of single predictions, by its columns, if it is defined."""
+    majority_share: float | None = None
+    """The share of the most frequent class among the samples; None without classes."""
 
 
 @dataclass(frozen=True)
@@ -97,29 +104,89 @@ class Scores:
     def samples(self) -> int:
         return self._only.samples
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self._only.metrics
+
+    @property
+    def majority_share(self) -> float | None:
+        return self._only.majority_share
+
+    @property
+    def majority_shares(self) -> list[float]:
+        """The shares of the most frequent class, of all models."""
+        return [one.majority_share for one in self if one.majority_share is not None]
+
     def __repr__(self) -> str:
         shown = [f"{_title(one.client)} {self._format(one)}" for one in self.models[:3]]
         rest = f", … ({len(self.models)} models)" if len(self.models) > 3 else ""
         return f"Scores({self.metric.title}: {', '.join(shown)}{rest})"
 
-    def _repr_html_(self) -> str:
-        heads = ("model", self.metric.heading, "loss", "samples")
-        rows = [
-            (_title(one.client), self.metric.format(one.score), f"{one.loss:.4g}", one.samples)
-            for one in self.models
+    @property
+    def _details(self) -> list[Metric]:
+        """What there is beside the score, for any of the models."""
+        return [
+            one for one in list_details(self.metric) if any(one.name in m.metrics for m in self)
         ]
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heads)
+
+    @property
+    def heads(self) -> list[str]:
+        """The heads of a table for readers."""
+        details = [one.heading for one in self._details]
+        return ["model", self.metric.heading, "loss", "samples", *details]
+
+    def list_cells(self) -> list[list[str]]:
+        """Return the rows of a table for readers."""
+        rows = []
+        for one in self:
+            figures = [self.metric.format(one.score), f"{one.loss:.4g}", f"{one.samples:,}"]
+            for metric in self._details:
+                value = one.metrics.get(metric.name)
+                figures.append("–" if value is None else metric.format(value))
+            rows.append([_title(one.client), *figures])
+        return rows
+
+    def list_rows(self, score: str = "score") -> list[dict[str, Any]]:
+        """Return all figures of each model; `score` is what the column of the score is called."""
+        rows = []
+        for one in self:
+            row = {"client": one.client, score: one.score, "loss": one.loss, "samples": one.samples}
+            row |= {metric.name: one.metrics.get(metric.name) for metric in self._details}
+            if self.majority_shares:
+                row["majority_share"] = one.majority_share
+            rows.append(row)
+        return rows
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.heads)
         body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>"
-            for row in rows
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
+            for row in self.list_cells()
         )
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.list_sentences())
         return f"<table><tr>{head}</tr>{body}</table>{notes}"
 
+    def list_sentences(self) -> list[str]:
+        """Return what is said below the table."""
+        shares = self.majority_shares
+        comparison = [f"For comparison, {describe_majority(shares)}."] if shares else []
+        return [*comparison, *self.notes]
+
     def to_frame(self) -> Any:
-        """Return a pandas DataFrame: client (None: the global model), score, loss, samples."""
+        """Return a pandas DataFrame with a row for each model; client None: the global one.
+
+        The columns are client, score, loss, samples, the `metrics`, and majority_share.
+        """
         pandas = import_optional("pandas", "pandas", "notebook", "A frame")
-        return pandas.DataFrame([asdict(one) for one in self.models])
+        return pandas.DataFrame(self.list_rows())
+
+    def csv(self) -> str:
+        """Return the same as the text of a csv file. The score has the name of its metric."""
+        rows = [
+            {name: spreadsheet_safe(value) for name, value in row.items()}
+            for row in self.list_rows(self.metric.name)
+        ]
+        return csv_text([*rows[0]], rows, header=True)
 
     def _format(self, one: ModelScore) -> str:
         return f"{self.metric.format(one.score)}{self.metric.unit}"
@@ -187,11 +254,20 @@ class Examiner:
             dtype = self.task.dtype if buffer.is_floating_point() else buffer.dtype
             state[name] = buffer.to(dtype).unsqueeze(0)
         own = self.task.parts["train"][0] if rows is None else rows
-        found = score_lanes(self.task, state, [own], None, Sharing())
+        log = PredictionLog() if has_details(self.task) else None
+        found = score_lanes(self.task, state, [own], None, Sharing(), log)
         score, loss, count = (float(figure.double()) for figure in found)
         if not count:
             return ModelScore(client, np.nan, np.nan, 0)
-        return ModelScore(client, score / count, loss / count, int(count))
+        means = (client, score / count, loss / count, int(count))
+        [said] = log.collect(1) if log else [None]
+        if said is None:
+            return ModelScore(*means)
+        metric = self.task.loss.metric
+        figures = measure_predictions(said, metric)
+        known = {name: value for name, value in figures.items() if not np.isnan(value)}
+        share = share_of_majority(said.targets) if metric == ACCURACY else None
+        return ModelScore(*means, known, share)
 
 
 @torch.no_grad()

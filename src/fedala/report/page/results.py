@@ -7,7 +7,7 @@ import numpy as np
 
 from fedala.metrics import ACCURACY, Metric
 from fedala.report.curves import find_target_rounds, list_seeds
-from fedala.report.headline import AgainstMajority, describe_majority
+from fedala.report.headline import AgainstMajority, describe_against_majority
 from fedala.report.page.views import Cell, Row, Table, difference_cell, label_cell, score_cell
 from fedala.report.runs import Run
 from fedala.report.series import Series, find_baseline, list_metrics
@@ -154,7 +154,7 @@ def _caption(metric: Metric, series: Sequence[Series]) -> str:
         if (share := one.run.majority_share) is not None
     ]
     has_newcomers = any(one.result.newcomers for one in series)
-    majority = describe_majority(methods, has_newcomers=has_newcomers) if methods else ""
+    majority = describe_against_majority(methods, has_newcomers=has_newcomers) if methods else ""
     return f"Test {metric.heading}{deviation}; {formula}{f'; {majority}' if majority else '.'}"
 
 
