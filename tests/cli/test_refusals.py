@@ -317,6 +317,11 @@ REFUSALS = [
     Refusal("RUN --out f1 --force --log nonsense", "nonsense"),
     Refusal("RUN --out f1 --force --config nowhere.toml", "nowhere.toml"),
     Refusal("run --dataset d.npz --method apple --join-ratio 0.5 --out f1 --force", "join_ratio"),
+    Refusal(
+        "run --dataset t.csv --out new",
+        "--loss mse",
+        put("t.csv", "".join(["a,label\n", *(f"{k}.5,{7 * k}\n" for k in range(40))])),
+    ),
     Refusal("RUN --out new --dataset nowhere.npz", "nowhere.npz"),
     Refusal("RUN --out new --model nonsense", "nonsense"),
     # paper

@@ -7,7 +7,7 @@ import torch
 
 import fedala
 from fedala.data import federate, load, make_dataset
-from fedala.errors import UserError
+from fedala.errors import Caution, UserError
 from fedala.runs.config import Config
 from fedala.runs.plan import plan
 
@@ -288,3 +288,25 @@ def test_a_model_of_a_frame_predicts_a_frame(tmp_path):
     np.testing.assert_array_equal(by_frame, by_file)
     with pytest.raises(UserError, match="row 0: the word 'maybe' of the column smoker was not"):
         trained.predict(frame.assign(smoker="maybe"))
+
+
+def test_whole_numbers_that_hardly_repeat_are_not_taken_for_classes(tmp_path):
+    """Of 23 costs, 12 have a single sample; with one of them repeated, 11 of 23 have."""
+    costs = [1000 - 7 * k for k in range(12)] + [-k for k in range(1, 12)] * 2
+    rows = [f"{k}.5,{cost}" for k, cost in enumerate(costs)]
+    path = write(tmp_path, "\n".join(["a,label", *rows, ""]))
+    values = {"dataset": path, "method": "fedavg", "partition": "iid", "clients": 2, "rounds": 1}
+    sentence = (
+        r"23 different whole numbers as labels, and 12 of them have a single sample.*"
+        r"loss='mse', mae or huber; if they are classes, with loss='cross_entropy'\."
+    )
+    with pytest.raises(UserError, match=sentence):
+        plan(Config.from_values(values))
+    for loss, kind in (("mse", "numbers"), ("cross_entropy", "classes")):
+        checked = plan(Config.from_values({**values, "loss": loss}))
+        assert checked.federation.dataset.kind == kind
+        assert not any("whole numbers" in note for note in checked.federation.notes)
+    write(tmp_path, "\n".join(["a,label", *rows, "0.5,1000", ""]))
+    [note] = [one for one in plan(Config.from_values(values)).federation.notes if "whole" in one]
+    assert isinstance(note, Caution)
+    assert "23 whole numbers, which are read as classes" in note

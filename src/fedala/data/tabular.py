@@ -232,13 +232,20 @@ def list_names(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
 
 
+def may_be_numbers(class_names: Sequence[str]) -> bool:
+    """Tell whether there are many classes, all called by whole numbers."""
+    are_whole = all(name.removeprefix("-").isdigit() for name in class_names)
+    return len(class_names) > _FEW_CLASSES and are_whole
+
+
 def describe_classes(column: str, class_names: Sequence[str]) -> tuple[str, ...]:
     """Say that many whole numbers are read as classes, which may not be meant."""
-    if len(class_names) <= _FEW_CLASSES or not all(map(str.isdigit, class_names)):
+    if not may_be_numbers(class_names):
         return ()
     note = (
         f"The label {printable(column, 100)} holds {len(class_names):,} whole numbers, which are "
-        f"read as classes; {name_option('loss', 'mse')}, mae or huber predicts them as numbers."
+        f"read as classes; {name_option('loss', 'mse')}, mae or huber predicts them as numbers, "
+        "and cross_entropy says that they are classes."
     )
     return (Caution(note),)
 

@@ -5,9 +5,10 @@ import math
 import numpy as np
 
 from fedala.data import Dataset, Federation
+from fedala.data.tabular import may_be_numbers
 from fedala.errors import Caution, UserError, printable
 from fedala.lanes.losses import CrossEntropy, Loss, LossFunction, MultiLabel, Regression, as_loss
-from fedala.options import suggest
+from fedala.options import name_option, suggest
 from fedala.runs.config import Config
 
 #: Models train well on targets of about 1; beyond this, they hardly learn, or diverge.
@@ -52,6 +53,23 @@ def _check_fit(name: str, data: Dataset) -> None:
     if wanted:
         raise UserError(
             f"The loss {name} needs {wanted}, and {data.name} has {data.targets}: use {others}."
+        )
+
+
+def refuse_single_samples(data: Dataset) -> None:
+    """Refuse whole numbers as classes if most of them have a single sample: nobody can learn them.
+
+    Whoever names a loss has said what the numbers are.
+    """
+    if data.kind != "classes" or not may_be_numbers(data.class_names):
+        return
+    single = int((np.bincount(data.y.numpy()) == 1).sum())
+    if 2 * single > data.classes:
+        raise UserError(
+            f"{data.name} has {data.classes:,} different whole numbers as labels, and {single:,} "
+            "of them have a single sample. If they are numbers to predict, say so with "
+            f"{name_option('loss', 'mse')}, mae or huber; if they are classes, with "
+            f"{name_option('loss', 'cross_entropy')}."
         )
 
 

@@ -12,7 +12,7 @@ from fedala.data import Dataset, Federation, federate, hold_out_clients, load, r
 from fedala.data.feature_shift import parse_feature_shift, shift_features
 from fedala.data.holdout import check_tested
 from fedala.data.standardization import fit_normalization
-from fedala.errors import UserError, printable
+from fedala.errors import Caution, UserError, printable
 from fedala.io.untrusted import free_memory
 from fedala.io.user_code import is_reference
 from fedala.lanes.augmentation import parse_augmentation
@@ -39,7 +39,12 @@ from fedala.runs.defaults import resolve
 from fedala.runs.devices import choose_device
 from fedala.runs.early_stopping import check_criterion
 from fedala.runs.holdout import check_options
-from fedala.runs.losses import REGRESSIONS, describe_large_targets, make_loss
+from fedala.runs.losses import (
+    REGRESSIONS,
+    describe_large_targets,
+    make_loss,
+    refuse_single_samples,
+)
 from fedala.runs.members import (
     Group,
     Member,
@@ -220,7 +225,7 @@ def plan(
         # The federation is used as it is: options of the partition do not apply to it.
         config = replace(config, partition="own", validation=0.0)
     else:
-        federation = _federate(config, dataset)
+        federation = _federate(config, dataset, has_own_loss=loss is not None)
     if config.holdout_clients is not None:
         federation = hold_out_clients(federation, config.holdout_clients, config.partition_seed)
     if not isinstance(dataset, Federation):  # on Flower, the tests are elsewhere
@@ -317,15 +322,22 @@ def load_dataset(config: Config) -> Dataset:
     )
 
 
-def _federate(config: Config, dataset: Dataset | None) -> Federation:
-    return federate(
-        dataset or load_dataset(config),
+def _federate(config: Config, dataset: Dataset | None, *, has_own_loss: bool) -> Federation:
+    data = dataset or load_dataset(config)
+    if config.loss is None and not has_own_loss:
+        refuse_single_samples(data)
+    federation = federate(
+        data,
         config.partition,
         config.clients,
         config.partition_seed,
         config.validation,
         config.split,
     )
+    if config.loss == "cross_entropy":  # the user has said that the labels are classes
+        notes = (note for note in federation.notes if not isinstance(note, Caution))
+        federation = replace(federation, notes=tuple(notes))
+    return federation
 
 
 def _make_normalization(config: Config, federation: Federation) -> Normalization | None:
