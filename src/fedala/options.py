@@ -17,8 +17,8 @@ from fedala.errors import UserError
 
 T = TypeVar("T")
 
-#: Flags that are not called like their option: `import` is a keyword of Python.
-FLAGS = {"imports": "--import"}
+#: Flags that are not called like their option: `import` and `global` are keywords of Python.
+FLAGS = {"imports": "--import", "is_global": "--global"}
 _uses_flags = False
 
 

@@ -155,7 +155,7 @@ def test_runs_save_resume_load_and_predict(model, tmp_path):
     assert [alone.evaluate(DATA, client=k).models[0].score for k in range(3)] == [
         one.score for one in scores.models[:3]
     ]
-    expected = (trained.predict(DATA[0]) == DATA[1]).mean()
+    expected = (trained.predict(DATA[0], is_global=True) == DATA[1]).mean()
     assert scores.models[3].score == pytest.approx(expected)
 
 

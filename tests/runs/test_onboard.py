@@ -236,7 +236,7 @@ def test_the_command_prints_before_and_after_and_saves_the_model(images, monkeyp
         assert file.metadata() == other.metadata()
     with pytest.raises(UserError, match=r"not a \.safetensors file"):
         trained.with_weights("new.npz")
-    with pytest.raises(UserError, match="leave out the client"):
+    with pytest.raises(UserError, match="leave out client and is_global"):
         trained.predict(new["x"], client=1)
 
 

@@ -98,6 +98,8 @@ def test_weights_have_what_one_needs_to_use_them(tmp_path):
     prepared = Preprocessing.from_json(metadata["preprocessing"]).prepare(PIXELS)
     assert torch.equal(prepared, trained.preprocessing.prepare(images().x))
     with pytest.raises(UserError, match="no whole global model"):
+        trained.export(tmp_path / "global.safetensors", is_global=True)
+    with pytest.raises(UserError, match="Each of the 3 clients has its own model"):
         trained.export(tmp_path / "global.safetensors")
 
 

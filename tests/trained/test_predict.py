@@ -1,14 +1,17 @@
 """Predictions for new samples of every kind, with or without labels."""
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 from trained.worlds import NAMES, PIXELS, Y, features, images, linear, run
+from typer.testing import CliRunner
 
 from fedala import UserError, load, onboard
+from fedala.cli.app import app
 from fedala.data import Dataset
 from fedala.data.text import encode_texts
 from fedala.metrics import ACCURACY
@@ -74,6 +77,38 @@ def test_classes_and_probabilities(trained):
     other = trained.predict(PIXELS, 0, probabilities=True)
     assert np.abs(other - wanted).max() > 1e-4
     assert trained.predict(PIXELS[:1], "1", probabilities=True) == pytest.approx(wanted[:1])
+
+
+def test_python_refuses_to_guess_a_model_as_the_command_line_does(tmp_path):
+    run(tmp_path / "run", method="ditto")
+    trained = load(tmp_path / "run")
+    sentence = (
+        r"Each of the 3 clients has its own model: name one with client, or .* is_global=True"
+    )
+    with pytest.raises(UserError, match=sentence):
+        trained.predict(PIXELS)
+    with pytest.raises(UserError, match="Give either client or is_global=True, not both"):
+        trained.predict(PIXELS, 1, is_global=True)
+    np.savez(tmp_path / "new.npz", x=PIXELS)
+    command = ["predict", str(tmp_path / "run"), "--data", str(tmp_path / "new.npz")]
+    answer = CliRunner().invoke(app, command)
+    assert answer.exit_code == 2
+    assert "--client, or take the global one with --global" in " ".join(answer.output.split())
+    with torch.no_grad():
+        wanted = trained.global_model()(trained.preprocessing.prepare(PIXELS)).softmax(1).numpy()
+    found = trained.predict(PIXELS, is_global=True, probabilities=True)
+    assert np.abs(found - wanted).max() < 1e-6
+
+
+def test_a_single_row_is_given_as_a_frame(tables, readers):
+    frame = pd.DataFrame({"height": [1.0, 2.0], "colour": ["red", "blue"], "age": 3.5, "weight": 1})
+    for row, kind in ((frame.iloc[0], "Series"), (frame.iloc[0].to_dict(), "dict")):
+        with pytest.raises(UserError, match=rf"given as a {kind}: give a DataFrame .*\[sample\]"):
+            tables.predict(row, 0)
+        assert tables.predict(pd.DataFrame([row]), 0) == tables.predict(frame, 0)[:1]
+    with pytest.raises(UserError, match="given as a dict"):
+        readers.predict({"text": "a good day"}, 0)
+    assert readers.predict(pd.Series(TEXTS), 0).tolist() == readers.predict(TEXTS, 0).tolist()
 
 
 def test_models_come_and_go_and_their_answers_stay(trained, monkeypatch):

@@ -100,7 +100,7 @@ def predict(
     if out:
         check_output(out, [".csv"], [data, weights])
     trained = _load(run, method, seed, best, model, dataset, weights, values)
-    who = _choose_client(trained, client, is_global, weights)
+    who = trained.choose_model(client, is_global=is_global)
     inputs = prepare_inputs(data, trained.preprocessing)
     names = inputs.names or tuple(map(str, range(len(inputs.x))))
     table = PredictionTable(trained.answer(inputs, who), names, probabilities)
@@ -207,7 +207,7 @@ def export(
     """Write a model for use without this package. Programs take raw samples."""
     choose_format(out, [weights], force=force)
     trained = _load(run, method, seed, best, model, dataset, weights, values)
-    path = trained.export(out, _choose_client(trained, client, is_global, weights))
+    path = trained.export(out, client, is_global=is_global)
     print_line(f"Written: {path}")
 
 
@@ -231,21 +231,3 @@ def _load(
     imports = given_options(values).get("imports")
     trained = load(run, method, seed, best, model=model, dataset=dataset, imports=imports)
     return trained if weights is None else trained.with_weights(weights)
-
-
-def _choose_client(
-    trained: TrainedFederation, client: str | None, is_global: bool, weights: Path | None
-) -> str | None:
-    if weights is not None:
-        if client is not None or is_global:
-            raise UserError("Give --weights, --client or --global, and only one of them.")
-        return None
-    if client is not None and is_global:
-        raise UserError("Give either --client or --global, not both.")
-    if client is None and not is_global and trained.has_personal_models:
-        count = len(trained.clients)
-        raise UserError(
-            f"Each of the {count} clients has its own model: name one with --client, "
-            "or take the global one with --global."
-        )
-    return client

@@ -114,6 +114,12 @@ class Preprocessing:
         Images are uint8 N×C×H×W, texts int32 token ids, and features float32, with the words of a
         table as zeros and ones. `raw` is what `prepare` takes.
         """
+        is_series = hasattr(raw, "to_frame") and self.kind != "texts"
+        if isinstance(raw, Mapping) or is_series:
+            raise UserError(
+                f"The samples were given as a {type(raw).__name__}: give a DataFrame with a row "
+                "for each, for a single one as in pd.DataFrame([sample])."
+            )
         if self.kind == "texts":
             return self._encode_texts(raw)
         return self._encode_images(raw) if self.dtype == "uint8" else self._encode_floats(raw)

@@ -17,7 +17,7 @@ from fedala.data.preprocessing import Preprocessing
 from fedala.errors import UserError
 from fedala.lanes.losses import LossFunction
 from fedala.metrics import Metric
-from fedala.options import suggest
+from fedala.options import name_option, suggest
 from fedala.runs.config import Config
 from fedala.runs.holdout import count_known
 from fedala.trained.answers import Answers
@@ -163,8 +163,7 @@ class TrainedFederation:
 
         If clients are called by numbers, such as hospitals 1, 2 and 10, a number is a name.
         """
-        if self._given is not None:
-            raise UserError("These weights are those of one client: leave out the client.")
+        self._refuse_choice()
         count, names = len(self.clients), self._client_names
         if isinstance(client, bool) or not isinstance(client, str | Integral):
             raise UserError(f"A client is a number or a name, not {type(client).__name__}.")
@@ -188,6 +187,31 @@ class TrainedFederation:
         if not 0 <= number < count:
             raise UserError(f"There is no client {number}: there are 0 to {count - 1}.")
         return number
+
+    def choose_model(self, client: int | str | None, *, is_global: bool = False) -> int | None:
+        """Return the number of the client whose model is meant; None: the global one.
+
+        Nothing is guessed: if clients have models of their own, either must be named.
+        """
+        if client is not None and is_global:
+            both = f"{name_option('client')} or {name_option('is_global', True)}"
+            raise UserError(f"Give either {both}, not both.")
+        if client is not None:
+            return self.find_client(client)
+        if is_global:
+            self._refuse_choice()
+        elif self.has_personal_models and self._given is None:
+            raise UserError(
+                f"Each of the {len(self.clients)} clients has its own model: name one with "
+                f"{name_option('client')}, or take the global one with "
+                f"{name_option('is_global', True)}."
+            )
+        return None
+
+    def _refuse_choice(self) -> None:
+        if self._given is not None:
+            which = f"{name_option('client')} and {name_option('is_global')}"
+            raise UserError(f"These weights are those of one client: leave out {which}.")
 
     def _read(self, client: int | None) -> dict[str, Tensor]:
         """Return the saved weights of a client, or of the global model."""
@@ -217,22 +241,27 @@ class TrainedFederation:
     # --- predict --------------------------------------------------------------------------------
 
     def predict(
-        self, data: Any, client: int | str | None = None, *, probabilities: bool = False
+        self,
+        data: Any,
+        client: int | str | None = None,
+        *,
+        is_global: bool = False,
+        probabilities: bool = False,
     ) -> "np.ndarray[Any, Any]":
-        """Return what a client's model says of raw samples; without a client, the global model.
+        """Return what a client's model says of raw samples, or with `is_global` the global model.
 
         `data` is what `preprocessing.prepare` takes, a `Dataset`, or the path of a file or folder.
         The answer is the name of each sample's class, or its number if classes have no names; with
         `probabilities`, [sample, class]. Runs with several labels or with numbers as targets give
         zeros and ones, or numbers.
         """
-        inputs = prepare_inputs(data, self.preprocessing)
-        answers = self.answer(inputs, client)
+        number = self.choose_model(client, is_global=is_global)
+        answers = self.answer(prepare_inputs(data, self.preprocessing), number)
         return answers.probabilities() if probabilities else answers.predictions()
 
-    def answer(self, inputs: NamedInputs, client: int | str | None = None) -> Answers:
-        """Return what a client's model says of prepared samples, in all forms."""
-        model = self._get_ready(None if client is None else self.find_client(client))
+    def answer(self, inputs: NamedInputs, client: int | None) -> Answers:
+        """Return what a model of `choose_model` says of prepared samples, in all forms."""
+        model = self._get_ready(client)
         outputs = compute_outputs(model, inputs.x, self.config.precision)
         return Answers.of(outputs, self.preprocessing, self.metric)
 
@@ -340,18 +369,20 @@ class TrainedFederation:
 
     # --- export ---------------------------------------------------------------------------------
 
-    def export(self, path: Path | str, client: int | str | None = None) -> Path:
-        """Write a client's model, or the global one, for use without this package.
+    def export(
+        self, path: Path | str, client: int | str | None = None, *, is_global: bool = False
+    ) -> Path:
+        """Write a client's model, or with `is_global` the global one, for use without this package.
 
         The ending decides: `.safetensors` (weights), `.pt2` (a program for `torch.export.load`) or
         `.onnx`. The programs take raw samples: bytes of images or unscaled features, or token ids.
         """
-        number = None if client is None else self.find_client(client)
+        number = self.choose_model(client, is_global=is_global)
         about = {
             "run": str(self._run.folder.path.name),
             "method": self.method,
             "seed": self.seed,
-            "client": None if client is None else self.clients[number or 0],
+            "client": None if number is None else self.clients[number],
             **({"client": self._given[0]} if self._given else {}),
             "model": self.config.model,
         }
