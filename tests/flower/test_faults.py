@@ -340,7 +340,9 @@ def test_a_client_that_diverges_is_dropped_as_in_the_simulation(on_divergence, t
     caplog.set_level("WARNING", "flwr")
     options = {"method": "fedala", "lr": 1e9, "rounds": 2, "on_divergence": on_divergence}
     federated = federate(tmp_path, **options)
-    simulated = fedala.run(dataset=build_federation(), model=Net, lanes="1", **{**RUN, **options})
+    here = {"dataset": build_federation(), "model": Net, "lanes": "1"}
+    with pytest.warns(fedala.RunWarning, match="Some clients diverged"):
+        simulated = fedala.run(**here, **{**RUN, **options})
     assert [row.diverged for row in federated.history] == [
         row.diverged for row in simulated.history
     ]
