@@ -505,7 +505,7 @@ def test_partition_shows_draws_and_saves_what_run_then_uses(here):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--plot", "split.xyz"], "split.xyz must end with .png, .pdf, .svg"),
+        (["--plot", "split.xyz"], "split.xyz must end with .png, .pdf or .svg"),
         (["--plot", "no/split.png"], "its folder must exist"),
         (["--save", "split.txt"], "must end with .json"),
         (["--clients", "0", "--plot", "split.png"], "clients must be at least 1"),

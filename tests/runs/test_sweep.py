@@ -15,9 +15,10 @@ from fedala.report.tables import describe_sweep
 from fedala.runs.config import Config
 from fedala.runs.execute import execute
 from fedala.runs.folder import RunFolder
+from fedala.runs.leaders import find_leaders
 from fedala.runs.members import group_members, make_members
 from fedala.runs.observer import Stopped
-from fedala.runs.results import MethodResult, find_leaders
+from fedala.runs.results import MethodResult
 from fedala.runs.sweep import config_at, list_labels, list_points, split_label
 from fedala.runs.sweep_results import find_sweeps
 

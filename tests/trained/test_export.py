@@ -125,7 +125,7 @@ def test_paths_are_checked_before_anything_is_made(tmp_path, monkeypatch):
     model, about = prepare("own")
     (tmp_path / "folder.onnx").mkdir()
     for path, sentence in (
-        (tmp_path / "model.pt", r"\.safetensors, \.pt2, \.onnx"),
+        (tmp_path / "model.pt", r"\.safetensors, \.pt2 or \.onnx"),
         (tmp_path / "nowhere" / "model.pt2", "folder must exist"),
         (tmp_path / "folder.onnx", "must be a file"),
     ):

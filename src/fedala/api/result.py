@@ -9,7 +9,8 @@ from fedala.api.tables import make_html, make_text
 from fedala.errors import UserError, import_optional
 from fedala.report import page, plots
 from fedala.report.curves import TITLES, collect_curves, list_columns
-from fedala.runs.results import MethodResult, RunResult, find_best
+from fedala.runs.leaders import find_best
+from fedala.runs.results import MethodResult, RunResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,8 @@ from fedala.report.headline import (
     format_figure,
     join_few,
 )
-from fedala.runs.results import RunResult, find_leaders
+from fedala.runs.leaders import find_leaders
+from fedala.runs.results import RunResult
 
 #: The most methods of a table, and letters of a name.
 _MOST_ROWS, _MOST_LETTERS = 8, 40

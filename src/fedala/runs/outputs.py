@@ -24,7 +24,9 @@ def check_output(
     names and objects that are none. Without `force`, a file that exists is refused.
     """
     if path.suffix.lower() not in suffixes:
-        raise UserError(f"{path} must end with {' or '.join(suffixes)}.")
+        *others, last = suffixes
+        endings = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"{path} must end with {endings}.")
     folder = path.absolute().parent
     if os.path.isdir(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{path} cannot be written: its folder must exist, and it must be a file.")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedala.runs.results import MethodResult, are_validated, describe_spread, find_winners
+from fedala.runs.leaders import are_validated, find_winners
+from fedala.runs.results import MethodResult, describe_spread
 from fedala.runs.sweep import Dimension, Point, read_dimensions, split_label
 
 

@@ -11,7 +11,7 @@ from fedala.report.page.results import SCORES, task_of
 from fedala.report.page.views import Cell, label_cell, score_cell
 from fedala.report.runs import Run
 from fedala.report.series import Series, list_metrics
-from fedala.runs.results import find_leaders
+from fedala.runs.leaders import find_leaders
 from fedala.runs.sweep import split_label
 
 
