@@ -120,3 +120,8 @@ _DATASETS = (
 def known_datasets() -> list[KnownDataset]:
     """Return the datasets that `load` knows by name."""
     return list(_DATASETS)
+
+
+def find_known(name: str) -> KnownDataset | None:
+    """Return the dataset that `load` knows by this name; None if it knows none."""
+    return next((dataset for dataset in _DATASETS if dataset.name == name), None)

@@ -10,7 +10,7 @@ from torch.nn.functional import interpolate
 
 from fedala.data import natural_sets, published
 from fedala.data.arrays import read_npz
-from fedala.data.catalogue import KnownDataset, known_datasets
+from fedala.data.catalogue import KnownDataset, find_known, known_datasets
 from fedala.data.columns import USUAL, MissingColumn, Wanted
 from fedala.data.csv_files import read_ag_news_csv, read_csv
 from fedala.data.dataset import PARTS, Dataset, RawData, encode_labels
@@ -51,7 +51,7 @@ def load(
     """
     if resize is not None and resize < 1:
         raise UserError(f"resize must be at least 1, not {resize}.")
-    known = next((row for row in known_datasets() if row.name == name), None)
+    known = find_known(name)
     wanted = Wanted(clients_by, label_column, split_names(drop_columns), is_regression)
     if known is not None and wanted.has_names:
         raise UserError(

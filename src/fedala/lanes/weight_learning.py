@@ -183,13 +183,13 @@ class _LaneGroup:
         if problem.is_plain_head and table.dim() == 2 and table.dtype == problem.dtype:
             self._step = HeadStep()
         positions, rows = positions[self.part], samples.matrix[self.part]
-        fixed = {
+        constants = {
             "local": problem.local,
             "update": problem.update,
             "ungoverned": problem.ungoverned,
             "eta": problem.settings.eta,
         }
-        fixed = take(fixed, self.part)
+        fixed = take(constants, self.part)
         weights = take({name: problem.weights[name] for name in problem.update}, self.part)
         tables = [name for name in task.embeddings if name in weights]
         self._runner = make_runner(

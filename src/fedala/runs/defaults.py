@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from fedala.data import Dataset, Federation, KnownDataset, default_partition, known_datasets
+from fedala.data import Dataset, Federation, default_partition
+from fedala.data.catalogue import find_known
 from fedala.methods.server_optimizer import default_lr
 from fedala.models import list_fitting_models
 from fedala.runs.config import Config
@@ -21,7 +22,7 @@ TABULAR = {"mlp": 0.1, "cnn1d": 0.1, "lstm": 0.5}
 
 def resolve(config: Config, federation: Federation) -> Config:
     """Return the config with the usual values for its dataset and model where it has None."""
-    dataset, known = federation.dataset, _find_known(config)
+    dataset, known = federation.dataset, find_known(config.dataset)
     fitting = list_fitting_models(dataset)
     model = known.model if known and known.model in fitting else fitting[0]
     values: dict[str, Any] = {"rounds": known.rounds if known else ROUNDS, "model": model}
@@ -46,7 +47,7 @@ def choose_rate(config: Config, dataset: Dataset) -> float:
     """Return the usual learning rate of an optimiser with a model and a dataset."""
     if config.optimizer != "sgd":
         return ADAM_RATE
-    known, model = _find_known(config), str(config.model)
+    known, model = find_known(config.dataset), str(config.model)
     usual = known.lr if known else 0.005 if dataset.vocabulary is None else 0.1
     if config.has_own_model:  # nothing is known of it
         return usual
@@ -55,7 +56,3 @@ def choose_rate(config: Config, dataset: Dataset) -> float:
     if model in TABULAR and dataset.kind == "numbers":
         return TABULAR[model] / 5  # squared errors are steeper than cross-entropy
     return {**RATES, **TABULAR}.get(model, usual)
-
-
-def _find_known(config: Config) -> KnownDataset | None:
-    return next((entry for entry in known_datasets() if entry.name == config.dataset), None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedala.data import known_datasets
+from fedala.data.catalogue import find_known
 from fedala.errors import UserError
 from fedala.io.user_code import is_reference, module_name
 from fedala.methods import find_package, list_methods, setting_prefixes
@@ -108,7 +108,7 @@ def _check_code_is_named(config: Config, changes: Mapping[str, Any], folder: Pat
 
 def is_data_path(dataset: str) -> bool:
     """Tell whether a dataset is given as a file or folder, and not by a name."""
-    return not dataset.startswith("hub:") and all(dataset != row.name for row in known_datasets())
+    return not dataset.startswith("hub:") and find_known(dataset) is None
 
 
 def _is_list_of_clients(partition: str | None) -> bool:

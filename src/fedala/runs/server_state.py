@@ -11,7 +11,7 @@ from fedala.lanes import State
 from fedala.lanes.task import Task
 from fedala.lanes.trees import Params, matches, tree_map
 from fedala.methods import Method, ServerRound
-from fedala.methods.wrapper import Wrapper
+from fedala.methods.wrapper import unwrap
 from fedala.runs.batches import Batch, cut_sizes, split_seeds
 from fedala.runs.checkpoint import Checkpoints
 from fedala.runs.config import Config
@@ -156,9 +156,8 @@ class FinishedRun:
 
     def _load_global_model(self, task: Task, template: State) -> State:
         """Return a server with the saved global model; all else of it is never sent."""
-        method = base = self.member.method
-        while isinstance(base, Wrapper):
-            base = base.base
+        method = self.member.method
+        base = unwrap(method)
         if (type(base).init_server, type(base).send) != (Method.init_server, Method.send):
             raise UserError(
                 f"The server of {method.title} has more than a global model, and {self.folder.path}"

@@ -89,8 +89,8 @@ def _make_extension(run: SavedRun) -> Callable[[nn.Module, Collection[str]], nn.
             return model
         if method.partition("+")[0] not in catalogue():
             raise UserError(_explain_unknown(run, method))
-        head = make(method).head
-        return extend_model(model, head, make(method).title, last) if head else model
+        own = make(method)
+        return extend_model(model, own.head, own.title, last) if own.head else model
 
     return extend
 
